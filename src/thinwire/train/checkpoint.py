@@ -1,0 +1,90 @@
+"""A run on disk: the replica's own folder, and beside it what only the loop knows.
+
+    checkpoint/position.json          step, seconds so far, the scheduler, and whose run this is
+    checkpoint/random-RANK.safetensors, random-RANK.json    one pair a worker
+    checkpoint/replica/               written by `replica.save`
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from thinwire.errors import ConfigError
+from thinwire.replica import Replica
+from thinwire.store import atomic_folder, read_json, read_tensors, write_json, write_tensors
+
+
+def save(folder: Path, replica: Replica, scheduler: LambdaLR, position: dict[str, Any]) -> None:
+    """Write the whole run as `folder`, in place of an older one; collective."""
+    rank = replica.topology.rank
+    with atomic_folder(folder, replica.wire) as new:
+        replica.save(new / "replica")
+        tensors, plain = _random_state()
+        write_tensors(new / f"random-{rank}.safetensors", tensors)
+        write_json(new / f"random-{rank}.json", plain)
+        if rank == 0:
+            write_json(new / "position.json", position | {"scheduler": _plain(scheduler)})
+
+
+def exists(folder: Path) -> bool:
+    """Whether a run was saved there."""
+    return (folder / "position.json").is_file()
+
+
+def position(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
+    """Where the saved run stands; refuses a run of other settings than `identity`."""
+    saved = read_json(folder / "position.json")
+    for name, value in identity.items():
+        if saved["identity"].get(name) != value:
+            raise ConfigError(
+                f"cannot resume from `{folder}`: it was saved with `{name}`={saved['identity'].get(name)!r}, "
+                f"this run has {value!r}; give the same settings, another `--out`, or leave out `--resume`"
+            )
+    return saved
+
+
+def load(folder: Path, replica: Replica, scheduler: LambdaLR) -> None:
+    """Put a saved run back into a freshly built one; collective."""
+    replica.load(folder / "replica")
+    scheduler.load_state_dict(read_json(folder / "position.json")["scheduler"])
+    rank = replica.topology.rank
+    if (folder / f"random-{rank}.json").is_file():
+        # A run resumed by more workers than it was saved by has no state for the new ones; they keep their seeds.
+        _restore_random(
+            read_tensors(folder / f"random-{rank}.safetensors"), read_json(folder / f"random-{rank}.json")
+        )
+
+
+def _plain(scheduler: LambdaLR) -> dict[str, Any]:
+    state = scheduler.state_dict()
+    # A checkpoint holds no code: the schedule's functions are built anew from the recipe.
+    return {k: v for k, v in state.items() if isinstance(v, int | float | list) and k != "lr_lambdas"} | {
+        "lr_lambdas": [None] * len(state["lr_lambdas"])
+    }
+
+
+def _random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    kind, keys, place, has_gauss, gauss = np.random.get_state()
+    tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(keys.astype(np.int64))}
+    if torch.cuda.is_available():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    plain = {"python": random.getstate(), "numpy": [kind, int(place), int(has_gauss), float(gauss)]}
+    return tensors, plain
+
+
+def _restore_random(tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
+    version, words, gauss = plain["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, place, has_gauss, numpy_gauss = plain["numpy"]
+    keys = tensors["numpy"].numpy().astype(np.uint32)
+    np.random.set_state((kind, keys, place, has_gauss, numpy_gauss))
+    torch.set_rng_state(tensors["torch"])
+    if "cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["cuda"])

@@ -1,0 +1,227 @@
+"""`fit`: a recipe trained by whatever method the config stands for."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import shutil
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from thinwire.comm.topology import join
+from thinwire.errors import ConfigError
+from thinwire.replica import Replica, attach
+from thinwire.train import checkpoint
+from thinwire.train.data import Batches, Source, share
+from thinwire.train.recorder import Recorder
+from thinwire.train.schedule import cosine
+from thinwire.train.summary import summarise, write_model, write_summary
+from thinwire.train.task import Recipe
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Run:
+    recipe: Recipe
+    seed: int
+    source: Source
+    replica: Replica
+    optimizer: Optimizer
+    scheduler: LambdaLR
+    device: torch.device
+    out: Path
+    recorder: Recorder
+    earlier_s: float
+    """Seconds spent before the run was resumed."""
+    started: float = dataclasses.field(default_factory=time.monotonic)
+
+    @property
+    def wall_s(self) -> float:
+        return self.earlier_s + time.monotonic() - self.started
+
+
+def fit(
+    recipe: Recipe,
+    config: Any,
+    *,
+    out: str | Path,
+    seed: int = 0,
+    data: Path | None = None,
+    resume: bool = False,
+    save_every: int | None = None,
+) -> dict[str, Any]:
+    """Train `recipe` with the method of `config` and write records, summary and model to `out`; collective.
+
+    Joins the job it is started in (torchrun, srun) or trains alone. Returns the summary. With `resume` it goes on
+    from `out/checkpoint` if there is one, which `save_every` writes every so many steps.
+    """
+    join()
+    run = _prepare(recipe, config, Path(out), seed, data, resume)
+    batches = Batches(size=run.source.train_size, batch=recipe.batch, seed=seed)
+    figures: dict[str, float] = {}
+    for step in range(run.replica.step, recipe.steps):
+        _train_step(run, batches.indices(step))
+        done = step + 1
+        if done % recipe.eval_every == 0 or done == recipe.steps:
+            figures = _evaluate(run)
+        if save_every and done % save_every == 0 and done < recipe.steps:
+            _save(run, config)
+    return _conclude(run, figures or _evaluate(run))
+
+
+def _prepare(
+    recipe: Recipe, config: Any, out: Path, seed: int, data: Path | None, resume: bool
+) -> _Run:
+    source = recipe.source(data)
+    device = _device()
+    _seed(seed)
+    model = recipe.model(source).to(device)
+    optimizer = recipe.optimizer(model.parameters())
+    scheduler = cosine(optimizer, steps=recipe.steps, warmup=round(recipe.warmup * recipe.steps))
+    replica = attach(model, optimizer, config)
+    rank, world_size = replica.topology.rank, replica.topology.world_size
+    if recipe.batch < world_size:
+        raise ConfigError(
+            f"a batch of {recipe.batch} cannot be shared by {world_size} workers; use at most {recipe.batch}"
+        )
+    _seed(seed, rank + 1)  # workers draw their own dropout, also when they started from one model
+    out.mkdir(parents=True, exist_ok=True)
+    saved = _resumed(out, _identity(recipe, config, seed)) if resume else {}
+    if saved:
+        checkpoint.load(out / "checkpoint", replica, scheduler)
+    elif rank == 0:
+        _clear(out)
+    return _Run(
+        recipe=recipe,
+        seed=seed,
+        source=source,
+        replica=replica,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        device=device,
+        out=out,
+        recorder=Recorder(out / "records.jsonl", active=rank == 0, keep_until=saved.get("step", 0)),
+        earlier_s=saved.get("wall_s", 0.0),
+    )
+
+
+def _train_step(run: _Run, indices: np.ndarray) -> None:
+    topology = run.replica.topology
+    x, y = run.source.train(share(indices, topology.rank, topology.world_size))
+    loss = run.recipe.task.loss(run.replica(x.to(run.device)), y.to(run.device))
+    run.optimizer.zero_grad()
+    loss.backward()
+    if run.recipe.clip is not None:
+        nn.utils.clip_grad_norm_(run.replica.parameters(), run.recipe.clip)
+    phase, rate = run.replica.phase, run.scheduler.get_last_lr()[0]
+    run.replica.observe(loss)
+    run.optimizer.step()
+    run.scheduler.step()
+    run.recorder.write(
+        "step", step=run.replica.step, phase=phase, loss=loss.item(), lr=rate, **_bytes_so_far(run)
+    )
+
+
+def _evaluate(run: _Run, *, finished: bool = False) -> dict[str, float]:
+    """Figures on the held-out part, of the model all workers share."""
+    replica = run.replica
+    model = "finished" if finished else "world" if replica.spans_world else "merged"
+    with nullcontext() if model != "merged" else replica.merged():
+        totals = replica.wire.sum(_totals(run), purpose="evaluate")
+    figures = run.recipe.task.figures(totals)
+    run.recorder.write(
+        "evaluation",
+        step=replica.step,
+        phase=replica.phase,
+        model=model,
+        **figures,
+        **_bytes_so_far(run),
+        ranks=replica.ranks(),
+    )
+    return figures
+
+
+@torch.no_grad()
+def _totals(run: _Run) -> Tensor:
+    """This worker's share of the held-out part: summed loss, hits and count."""
+    topology = run.replica.topology
+    mine = share(np.arange(run.source.heldout_size), topology.rank, topology.world_size)
+    totals = torch.zeros(3, dtype=torch.float64, device=run.device)
+    run.replica.eval()
+    for part in np.array_split(mine, max(1, -(-len(mine) // 256))):
+        if len(part):
+            x, y = run.source.heldout(part)
+            totals += run.recipe.task.totals(run.replica(x.to(run.device)), y.to(run.device))
+    run.replica.train()
+    return totals
+
+
+def _conclude(run: _Run, before: dict[str, float]) -> dict[str, Any]:
+    """Finish the model, judge it again and write what the run came to."""
+    small = run.replica.finish()
+    after = _evaluate(run, finished=True)
+    metric = run.recipe.task.metric
+    figures = after | {f"{metric}_before_truncation": before[metric]}
+    summary = summarise(run.recipe, run.replica, seed=run.seed, figures=figures, wall_s=run.wall_s)
+    run.recorder.close()
+    if run.replica.topology.rank == 0:
+        example, _ = run.source.heldout(np.arange(2))
+        write_model(small, run.out / "model", example.to(run.device))
+        write_summary(run.out / "summary.json", summary)
+    return summary
+
+
+def _save(run: _Run, config: Any) -> None:
+    position = {
+        "step": run.replica.step,
+        "wall_s": run.wall_s,
+        "identity": _identity(run.recipe, config, run.seed),
+    }
+    checkpoint.save(run.out / "checkpoint", run.replica, run.scheduler, position)
+
+
+def _resumed(out: Path, identity: dict[str, Any]) -> dict[str, Any]:
+    folder = out / "checkpoint"
+    return checkpoint.position(folder, identity) if checkpoint.exists(folder) else {}
+
+
+def _identity(recipe: Recipe, config: Any, seed: int) -> dict[str, Any]:
+    settings = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
+    return {"recipe": recipe.name, "steps": recipe.steps, "batch": recipe.batch, "seed": seed} | {
+        "method": type(config).__name__,
+        "config": settings,
+    }
+
+
+def _bytes_so_far(run: _Run) -> dict[str, Any]:
+    traffic = run.replica.traffic
+    return {
+        "slow_bytes": traffic.slow_bytes,
+        "fast_bytes": traffic.fast_bytes,
+        "wall_s": round(run.wall_s, 3),
+    }
+
+
+def _clear(out: Path) -> None:
+    for name in ("records.jsonl", "summary.json"):
+        (out / name).unlink(missing_ok=True)
+    for name in ("checkpoint", "model"):
+        shutil.rmtree(out / name, ignore_errors=True)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _seed(seed: int, stream: int = 0) -> None:
+    words = np.random.SeedSequence((seed, stream)).generate_state(3)
+    torch.manual_seed(int(words[0]))
+    np.random.seed(words[1])
+    random.seed(int(words[2]))

@@ -1,0 +1,81 @@
+"""What a run came to, as plain values."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from thinwire.factor import export
+from thinwire.replica import Replica
+from thinwire.train.task import Recipe
+
+
+def summarise(
+    recipe: Recipe, replica: Replica, *, seed: int, figures: dict[str, float], wall_s: float
+) -> dict[str, Any]:
+    """The summary of a finished run; collective. Ratios leave out what evaluation sent."""
+    about, traffic, baseline = replica.describe(), replica.traffic_summary(), replica.baseline()
+    evaluation = traffic["by_purpose"].get("evaluate", {}).get("slow_bytes", 0)
+    counted = traffic["slow_bytes"] - evaluation
+    return {
+        "recipe": recipe.name,
+        "method": about["method"],
+        "config": about["config"],
+        "seed": seed,
+        "world_size": replica.topology.world_size,
+        "groups": about["groups"],
+        "nodes": about["nodes"],
+        "steps": replica.step,
+        "batch": recipe.batch,
+        "metric": recipe.task.metric,
+        **figures,
+        "wall_s": round(wall_s, 3),
+        "traffic": traffic,
+        "traffic_vs_allreduce_fp32": _ratio(counted, baseline["allreduce_fp32"]),
+        "traffic_vs_ideal_fp32": _ratio(counted, baseline["ideal_fp32"]),
+        "baseline": baseline,
+        "parameters_full": about["parameters_full"],
+        "parameters_final": about["parameters"],
+        "compression": _ratio(about["parameters_full"], about["parameters"]),
+        "kept_full": about["kept_full"],
+        "versions": _versions(),
+    }
+
+
+def write_summary(path: Path, summary: dict[str, Any]) -> None:
+    """Write it whole or not at all: its presence says that the run is finished."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    os.replace(new, path)
+
+
+def write_model(model: nn.Module, folder: Path, example: Tensor) -> None:
+    """The finished model in plain layers, loadable without this library."""
+    training = model.training
+    export.write(model.eval(), folder, example_input=example)
+    model.train(training)
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _versions() -> dict[str, str]:
+    try:
+        own = metadata.version("thinwire")
+    except metadata.PackageNotFoundError:
+        own = "from source"
+    return {
+        "thinwire": own,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
