@@ -1,8 +1,8 @@
 """A run on disk: the replica's own folder, and beside it what only the loop knows.
 
-    checkpoint/position.json          step, seconds so far, the scheduler, and whose run this is
-    checkpoint/random-RANK.safetensors, random-RANK.json    one pair a worker
-    checkpoint/replica/               written by `replica.save`
+checkpoint/position.json          step, seconds so far, the scheduler, and whose run this is
+checkpoint/random-RANK.safetensors, random-RANK.json    one pair a worker
+checkpoint/replica/               written by `replica.save`
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from thinwire.errors import ConfigError
 from thinwire.replica import Replica
-from thinwire.store import atomic_folder, read_json, read_tensors, write_json, write_tensors
+from thinwire.store import atomic_folder, newest, read_json, read_tensors, write_json, write_tensors
 
 
 def save(folder: Path, replica: Replica, scheduler: LambdaLR, position: dict[str, Any]) -> None:
@@ -33,9 +33,12 @@ def save(folder: Path, replica: Replica, scheduler: LambdaLR, position: dict[str
             write_json(new / "position.json", position | {"scheduler": _plain(scheduler)})
 
 
-def exists(folder: Path) -> bool:
-    """Whether a run was saved there."""
-    return (folder / "position.json").is_file()
+def find(folder: Path) -> Path | None:
+    """The last whole save at `folder`, if there is one."""
+    try:
+        return newest(folder)
+    except ConfigError:
+        return None
 
 
 def position(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +59,7 @@ def load(folder: Path, replica: Replica, scheduler: LambdaLR) -> None:
     scheduler.load_state_dict(read_json(folder / "position.json")["scheduler"])
     rank = replica.topology.rank
     if (folder / f"random-{rank}.json").is_file():
-        # A run resumed by more workers than it was saved by has no state for the new ones; they keep their seeds.
+        # Workers that were not there when the run was saved keep their seeds.
         _restore_random(
             read_tensors(folder / f"random-{rank}.safetensors"), read_json(folder / f"random-{rank}.json")
         )
@@ -71,20 +74,20 @@ def _plain(scheduler: LambdaLR) -> dict[str, Any]:
 
 
 def _random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    kind, keys, place, has_gauss, gauss = np.random.get_state()
-    tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(keys.astype(np.int64))}
+    numpy: dict[str, Any] = np.random.get_state(legacy=False)  # type: ignore[assignment]
+    keys = numpy["state"]["key"].astype(np.int64)
+    tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(keys)}
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()
-    plain = {"python": random.getstate(), "numpy": [kind, int(place), int(has_gauss), float(gauss)]}
-    return tensors, plain
+    rest = [int(numpy["state"]["pos"]), int(numpy["has_gauss"]), float(numpy["gauss"])]
+    return tensors, {"python": random.getstate(), "numpy": rest}
 
 
 def _restore_random(tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
     version, words, gauss = plain["python"]
     random.setstate((version, tuple(words), gauss))
-    kind, place, has_gauss, numpy_gauss = plain["numpy"]
     keys = tensors["numpy"].numpy().astype(np.uint32)
-    np.random.set_state((kind, keys, place, has_gauss, numpy_gauss))
+    np.random.set_state(("MT19937", keys, *plain["numpy"]))
     torch.set_rng_state(tensors["torch"])
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])

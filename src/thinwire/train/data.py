@@ -1,7 +1,7 @@
 """Data held in memory, and batches that follow from (seed, step) alone.
 
-Every worker computes the whole global batch's indices and takes its share, so the batches are the same for every method
-and every number of workers, and a resumed run needs nothing but its step.
+Every worker computes the whole global batch's indices and takes its share, so the batches are the same
+for every method and every number of workers, and a resumed run needs nothing but its step.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Images:
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """A text as character ids; an example is a window of `block` characters and the same window one further on."""
+    """A text as character ids; an example is a window of `block` characters and the same one further on."""
 
     train_ids: Tensor
     """Ids of the part that is trained on; windows may begin anywhere in it."""
@@ -135,7 +135,7 @@ def locate(name: str, folder: Path | None = None) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """The order in which a run sees its examples: each once an epoch, in an order drawn from (seed, epoch)."""
+    """The order in which a run sees its examples: each once an epoch, drawn from (seed, epoch)."""
 
     size: int
     """Examples in the training part."""

@@ -59,8 +59,8 @@ def fit(
 ) -> dict[str, Any]:
     """Train `recipe` with the method of `config` and write records, summary and model to `out`; collective.
 
-    Joins the job it is started in (torchrun, srun) or trains alone. Returns the summary. With `resume` it goes on
-    from `out/checkpoint` if there is one, which `save_every` writes every so many steps.
+    Joins the job it is started in (torchrun, srun) or trains alone. Returns the summary. With `resume` it
+    goes on from `out/checkpoint` if there is one, which `save_every` writes every so many steps.
     """
     join()
     run = _prepare(recipe, config, Path(out), seed, data, resume)
@@ -76,9 +76,7 @@ def fit(
     return _conclude(run, figures or _evaluate(run))
 
 
-def _prepare(
-    recipe: Recipe, config: Any, out: Path, seed: int, data: Path | None, resume: bool
-) -> _Run:
+def _prepare(recipe: Recipe, config: Any, out: Path, seed: int, data: Path | None, resume: bool) -> _Run:
     source = recipe.source(data)
     device = _device()
     _seed(seed)
@@ -93,9 +91,11 @@ def _prepare(
         )
     _seed(seed, rank + 1)  # workers draw their own dropout, also when they started from one model
     out.mkdir(parents=True, exist_ok=True)
-    saved = _resumed(out, _identity(recipe, config, seed)) if resume else {}
-    if saved:
-        checkpoint.load(out / "checkpoint", replica, scheduler)
+    folder = checkpoint.find(out / "checkpoint") if resume else None
+    saved: dict[str, Any] = {}
+    if folder:
+        saved = checkpoint.position(folder, _identity(recipe, config, seed))
+        checkpoint.load(folder, replica, scheduler)
     elif rank == 0:
         _clear(out)
     return _Run(
@@ -187,11 +187,6 @@ def _save(run: _Run, config: Any) -> None:
     checkpoint.save(run.out / "checkpoint", run.replica, run.scheduler, position)
 
 
-def _resumed(out: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    folder = out / "checkpoint"
-    return checkpoint.position(folder, identity) if checkpoint.exists(folder) else {}
-
-
 def _identity(recipe: Recipe, config: Any, seed: int) -> dict[str, Any]:
     settings = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
     return {"recipe": recipe.name, "steps": recipe.steps, "batch": recipe.batch, "seed": seed} | {
@@ -204,6 +199,7 @@ def _bytes_so_far(run: _Run) -> dict[str, Any]:
     traffic = run.replica.traffic
     return {
         "slow_bytes": traffic.slow_bytes,
+        "evaluate_bytes": traffic.by_purpose.get("evaluate", {}).get("slow_bytes", 0),
         "fast_bytes": traffic.fast_bytes,
         "wall_s": round(run.wall_s, 3),
     }
@@ -212,12 +208,16 @@ def _bytes_so_far(run: _Run) -> dict[str, Any]:
 def _clear(out: Path) -> None:
     for name in ("records.jsonl", "summary.json"):
         (out / name).unlink(missing_ok=True)
-    for name in ("checkpoint", "model"):
-        shutil.rmtree(out / name, ignore_errors=True)
+    for folder in (out / "model", *out.glob("checkpoint*")):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def _seed(seed: int, stream: int = 0) -> None:

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 
 class Recorder:
-    """Appends to `path`; every line is on disk before the next step. With `active=False` it writes nothing."""
+    """Appends to `path`, every line before the next step. With `active=False` it writes nothing."""
 
     def __init__(self, path: Path, *, active: bool, keep_until: int = 0) -> None:
         self._file: TextIO | None = None

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 def cosine(optimizer: Optimizer, *, steps: int, warmup: int, floor: float = 0.01) -> LambdaLR:
-    """Linear from near zero over `warmup` steps, then half a cosine down to `floor` of the peak at `steps`."""
+    """Linear from near zero over `warmup` steps, then a half cosine to `floor` of the peak at `steps`."""
 
     def factor(step: int) -> float:
         if step < warmup:

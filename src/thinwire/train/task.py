@@ -18,7 +18,7 @@ from thinwire.train.data import Source
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One kind of problem: its metric is a function of summed losses, hits and counts, so workers can share the work."""
+    """One kind of problem. Its metric follows from sums over examples, so workers can share the work."""
 
     metric: str
     """The figure a run is judged by, and its name in every record."""

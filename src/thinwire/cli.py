@@ -1,0 +1,211 @@
+"""The `thinwire` command."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from thinwire.errors import ConfigError, ThinwireError
+from thinwire.jobs import Job
+from thinwire.launch import inside_job
+from thinwire.methods.registry import METHODS
+from thinwire.recipes import RECIPES
+from thinwire.report import compare as compare_runs
+from thinwire.report import draw, read_run, read_runs, table
+from thinwire.report.live import Progress, following
+from thinwire.report.tables import figure, ratio, size
+
+
+class _Commands(click.Group):
+    """Errors that Thinwire raises on purpose are one sentence, without a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ThinwireError as error:
+            click.echo(f"thinwire: {error}", err=True)
+            ctx.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="thinwire")
+def main() -> None:
+    """Train PyTorch models over slow networks, and count every byte."""
+    logging.basicConfig(format="thinwire: %(message)s", level=logging.INFO if _speaks() else logging.WARNING)
+
+
+def _shared(command: Callable[..., None]) -> Callable[..., None]:
+    """The flags that `run` and `compare` have in common."""
+    path = click.Path(path_type=Path, file_okay=False)
+    options = [
+        click.option(
+            "--workers", type=click.IntRange(1), default=2, show_default=True, help="Workers to start."
+        ),
+        click.option(
+            "--group-size", metavar="G", help='Workers to a group, or "world". On one machine: to a node.'
+        ),
+        click.option("--steps", type=click.IntRange(1), metavar="N", help="Steps instead of the recipe's."),
+        click.option("--data", type=path, metavar="DIR", help="Read data from here, not from the package."),
+        click.option(
+            "--set", "settings", multiple=True, metavar="FIELD=VALUE", help="A field of the method."
+        ),
+        click.option("--out", type=path, metavar="DIR", help="Where to write; under runs/ if not given."),
+        click.option("--resume", is_flag=True, help="Go on from the last save."),
+        click.option("--save-every", type=click.IntRange(1), metavar="N", help="Save every N steps."),
+        click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and nothing else."),
+        click.option("--quiet", is_flag=True, help="No progress line."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@main.command("list")
+def list_() -> None:
+    """Recipes and methods there are."""
+    out = Table(show_header=False, box=None)
+    for name, recipe in RECIPES.items():
+        out.add_row("recipe", name, recipe().summary)
+    for name, entry in METHODS.items():
+        out.add_row("method", name, entry.summary)
+    Console().print(out)
+
+
+@main.command()
+@click.argument("recipe")
+@click.option("--method", required=True, metavar="METHOD", help="See `thinwire list`.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="S", help="Seed.")
+@_shared
+def run(recipe: str, method: str, as_json: bool, quiet: bool, out: Path | None, **flags: Any) -> None:
+    """Train RECIPE with one method."""
+    folder = out or Path("runs") / f"{recipe}-{method}-seed{flags['seed']}"
+    job = Job(recipe=recipe, method=method, out=folder, **_as_fields(flags))
+    job.check()
+    summary = _execute(job, quiet=quiet or as_json)
+    if as_json and _speaks():
+        click.echo(json.dumps(summary, indent=2))
+    elif not quiet and _speaks():
+        _tell(summary, folder)
+
+
+@main.command()
+@click.argument("recipe")
+@click.option("--methods", metavar="A,B", help="Methods, separated by commas; all of them if not given.")
+@click.option(
+    "--seeds", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Seeds 0 to N−1."
+)
+@_shared
+def compare(
+    recipe: str, methods: str | None, seeds: int, as_json: bool, quiet: bool, out: Path | None, **flags: Any
+) -> None:
+    """Train RECIPE with several methods over several seeds, and set them side by side."""
+    folder = out or Path("runs") / f"compare-{recipe}"
+    names = [name.strip() for name in methods.split(",") if name.strip()] if methods else list(METHODS)
+    base = Job(recipe=recipe, method="", out=folder, **_as_fields(flags))
+    jobs = [
+        replace(base, method=name, seed=seed, out=folder / f"{name}-seed{seed}", settings=settings)
+        for name, settings in _dealt(base.settings, names).items()
+        for seed in range(seeds)
+    ]
+    for job in jobs:
+        job.check()
+    for job in jobs:
+        _execute(job, quiet=quiet or as_json)
+    if _speaks():
+        _report(folder, [job.out for job in jobs], as_json)
+
+
+@main.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON, and nothing else.")
+def report(folder: Path, as_json: bool) -> None:
+    """Table and picture of the finished runs in DIR, built anew."""
+    _report(folder, [found.folder for found in read_runs(folder)], as_json)
+
+
+@main.command()
+@click.argument("run_dir", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="A new folder.")
+def export(run_dir: Path, out: Path) -> None:
+    """Write the finished model of RUN_DIR: plain low-rank layers that need no Thinwire."""
+    read_run(run_dir)
+    if not (run_dir / "model").is_dir():
+        raise ConfigError(f"`{run_dir}` has a summary but no model; run it again without `--resume`")
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"`{out}` is not empty; give a new folder")
+    shutil.copytree(run_dir / "model", out, dirs_exist_ok=True)
+    click.echo(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
+
+
+def _dealt(settings: tuple[str, ...], names: list[str]) -> dict[str, tuple[str, ...]]:
+    """Each method's own settings: a bare FIELD=VALUE goes to every method that has the field."""
+    dealt: dict[str, tuple[str, ...]] = dict.fromkeys(names, ())
+    for text in settings:
+        field = text.partition("=")[0]
+        takers = [n for n in names if "." in field or n not in METHODS or field in _fields(n)]
+        # With no taker it goes to all, so that the check says which fields there are.
+        for name in takers or names:
+            dealt[name] += (text,)
+    return dealt
+
+
+def _fields(method: str) -> set[str]:
+    return set(METHODS[method].config.__dataclass_fields__)
+
+
+def _as_fields(flags: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in flags.items() if value is not None}
+
+
+def _execute(job: Job, *, quiet: bool) -> dict[str, Any]:
+    console = Console(stderr=True)
+    progress = Progress(f"{job.method} seed {job.seed}", job.trained.steps, job.trained.task.metric)
+    shown = not quiet and _speaks()
+    with following(job.out / "records.jsonl", progress, console) if shown else nullcontext():
+        return job.run(lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
+
+
+def _tell(summary: dict[str, Any], folder: Path) -> None:
+    metric = summary["metric"]
+    before = figure(metric, summary[f"{metric}_before_truncation"])
+    share = ratio(summary["traffic_vs_allreduce_fp32"])
+    lines = [
+        f"{metric} {figure(metric, summary[metric])} ({before} before truncation)",
+        f"slow link {size(summary['traffic']['slow_bytes'])}, {share} of all-reduce fp32 without evaluation",
+        f"model {summary['parameters_final']:,} of {summary['parameters_full']:,} parameters",
+        f"records.jsonl, summary.json and model/ are in {folder}",
+    ]
+    click.echo("\n".join(lines))
+
+
+def _report(folder: Path, places: list[Path], as_json: bool) -> None:
+    runs = [read_run(place) for place in places]
+    rows = compare_runs(runs)
+    (folder / "comparison.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    draw(runs, rows, folder / "comparison.png")
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+    else:
+        Console().print(table(rows))
+        click.echo(f"picture: {folder / 'comparison.png'}")
+
+
+def _speaks() -> bool:
+    """Whether this process talks to the user: the launcher, a lone process, or rank 0 of a job."""
+    return not inside_job() or int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""One run as the command line describes it: checked first, then trained here or by workers of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from thinwire.comm.topology import arrange
+from thinwire.config import from_strings
+from thinwire.errors import ConfigError, unknown
+from thinwire.launch import as_worker, inside_job, launch
+from thinwire.methods.registry import METHODS
+from thinwire.recipes import Recipe, named
+from thinwire.train import fit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to run; names and settings are checked by `check`, before any worker starts."""
+
+    recipe: str
+    """Name of the recipe."""
+    method: str
+    """Name of the method."""
+    out: Path
+    """The run's folder."""
+    workers: int = 1
+    """Workers to start, unless this process is a worker already."""
+    group_size: str | None = None
+    """Workers to a group, a number or "world"."""
+    steps: int | None = None
+    """Steps instead of the recipe's."""
+    seed: int = 0
+    """The run's seed."""
+    data: Path | None = None
+    """Folder to read data from instead of the package."""
+    settings: tuple[str, ...] = ()
+    """FIELD=VALUE for the method's config; METHOD.FIELD=VALUE is for that method alone."""
+    resume: bool = False
+    """Go on from the last save, or return what is finished already."""
+    save_every: int | None = None
+    """Steps between saves."""
+
+    @cached_property
+    def trained(self) -> Recipe:
+        """The recipe over this job's steps."""
+        return named(self.recipe, steps=self.steps)
+
+    @cached_property
+    def config(self) -> Any:
+        """The method's config."""
+        if self.method not in METHODS:
+            raise unknown("method", self.method, METHODS)
+        own = dict(_setting(text, self.method) for text in self.settings if _concerns(text, self.method))
+        return from_strings(
+            METHODS[self.method].config,
+            own,
+            total_steps=self.trained.steps,
+            group_size=_group_size(self.group_size),
+        )
+
+    def check(self) -> None:
+        """Raise what is wrong with it, as far as one process can know."""
+        _ = self.trained, self.config
+        if not inside_job():
+            arrange(0, [0] * self.workers, self.config.group_size)
+            if self.workers > self.trained.batch:
+                raise ConfigError(
+                    f"a batch of {self.trained.batch} cannot be shared by {self.workers} workers; "
+                    f"use at most {self.trained.batch}"
+                )
+        if self.data is not None:
+            self.trained.source(self.data)
+
+    def run(self, say: Callable[[str], None]) -> dict[str, Any]:
+        """Train and return the summary: here if this is a worker or the only one, else by workers."""
+        if self.resume and (finished := self._finished()):
+            return finished
+        if self.workers > 1 and not inside_job():
+            launch(self._arguments(), self.workers, say)
+            return json.loads((self.out / "summary.json").read_text(encoding="utf-8"))
+        with as_worker():
+            return fit(
+                self.trained,
+                self.config,
+                out=self.out,
+                seed=self.seed,
+                data=self.data,
+                resume=self.resume,
+                save_every=self.save_every,
+            )
+
+    def _finished(self) -> dict[str, Any] | None:
+        path = self.out / "summary.json"
+        if not path.is_file():
+            return None
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        wanted = {
+            "recipe": self.recipe,
+            "method": self.method,
+            "seed": self.seed,
+            "steps": self.trained.steps,
+        }
+        for name, value in wanted.items():
+            if summary[name] != value:
+                raise ConfigError(
+                    f"`{self.out}` holds a finished run with `{name}`={summary[name]!r}, not {value!r}; "
+                    "give another `--out`, or leave out `--resume` to run it anew"
+                )
+        return summary
+
+    def _arguments(self) -> list[str]:
+        """The command line of one worker."""
+        words = [
+            "run",
+            self.recipe,
+            "--method",
+            self.method,
+            "--seed",
+            str(self.seed),
+            "--out",
+            str(self.out),
+        ]
+        optional = {
+            "--steps": self.steps,
+            "--group-size": self.group_size,
+            "--data": self.data,
+            "--save-every": self.save_every,
+        }
+        for flag, value in optional.items():
+            words += [] if value is None else [flag, str(value)]
+        for text in self.settings:
+            words += ["--set", text]
+        return [*words, "--quiet", *(["--resume"] if self.resume else [])]
+
+
+def _group_size(text: str | None) -> int | str | None:
+    if text is None or text == "world":
+        return text
+    if not text.isdecimal():
+        raise ConfigError(f'`--group-size`={text!r} must be a whole number of workers, or "world"')
+    return int(text)
+
+
+def _concerns(text: str, method: str) -> bool:
+    owner, dot, _ = text.partition("=")[0].rpartition(".")
+    if dot and owner not in METHODS:
+        raise unknown("method", owner, METHODS)
+    return not dot or owner == method
+
+
+def _setting(text: str, method: str) -> tuple[str, str]:
+    field, equals, value = text.partition("=")
+    if not equals or not field:
+        raise ConfigError(f"`--set {text}` must be FIELD=VALUE, such as --set wire=bf16")
+    return field.removeprefix(f"{method}."), value

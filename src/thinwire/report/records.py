@@ -1,0 +1,131 @@
+"""Run folders as values: `summary.json`, `records.jsonl` and the rows of `comparison.json`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from thinwire.errors import ConfigError
+
+BASELINE = "allreduce"
+"""The method whose measured run the others are held against."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A finished run."""
+
+    folder: Path
+    """Where it lies."""
+    summary: dict[str, Any]
+    """Its `summary.json`."""
+
+    @property
+    def metric(self) -> str:
+        """The name of the figure the run is judged by."""
+        return self.summary["metric"]
+
+    @property
+    def counted_bytes(self) -> float:
+        """Slow-link bytes without those of evaluation."""
+        traffic = self.summary["traffic"]
+        return traffic["slow_bytes"] - traffic["by_purpose"].get("evaluate", {}).get("slow_bytes", 0)
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The records of its evaluations while it trained, in order, each with its `counted_bytes`."""
+        points = [r for r in read_records(self.folder / "records.jsonl") if _is_curve_point(r)]
+        return [r | {"counted_bytes": r["slow_bytes"] - r["evaluate_bytes"]} for r in points]
+
+
+def _is_curve_point(record: dict[str, Any]) -> bool:
+    return record["kind"] == "evaluation" and record["model"] != "finished"
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Every whole line of a `records.jsonl`; a run under way may end in half a line."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def read_run(folder: Path) -> Run:
+    """The finished run in `folder`."""
+    path = folder / "summary.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"no `summary.json` in `{folder}`: there is no finished run; train one with `thinwire run`, "
+            "or go on with an unfinished one by `thinwire run … --resume`"
+        )
+    return Run(folder=folder, summary=json.loads(path.read_text(encoding="utf-8")))
+
+
+def read_runs(folder: Path) -> list[Run]:
+    """The finished run in `folder`, or every one in the folders right below it, the baseline first."""
+    if (folder / "summary.json").is_file():
+        return [read_run(folder)]
+    found = [read_run(path.parent) for path in sorted(folder.glob("*/summary.json"))]
+    if not found:
+        raise ConfigError(
+            f"no finished run in `{folder}`: looked for summary.json there and one folder below"
+        )
+    return sorted(found, key=_baseline_first)
+
+
+def _baseline_first(run: Run) -> tuple[bool, str, int]:
+    return run.summary["method"] != BASELINE, run.summary["method"], run.summary["seed"]
+
+
+def compare(runs: list[Run]) -> list[dict[str, Any]]:
+    """The rows of `comparison.json`: one a method, over its seeds, in the order methods first appear."""
+    metrics = {run.metric for run in runs}
+    if len(metrics) > 1:
+        raise ConfigError(
+            f"runs judged by different metrics cannot be compared: {', '.join(sorted(metrics))}"
+        )
+    measured = {run.summary["seed"]: run.counted_bytes for run in runs if _is_measured_baseline(run)}
+    methods = list(dict.fromkeys(run.summary["method"] for run in runs))
+    return [_row([run for run in runs if run.summary["method"] == method], measured) for method in methods]
+
+
+def _is_measured_baseline(run: Run) -> bool:
+    return run.summary["method"] == BASELINE and run.summary["config"].get("wire", "fp32") == "fp32"
+
+
+def _row(runs: list[Run], measured: dict[int, float]) -> dict[str, Any]:
+    metric = runs[0].metric
+    figures = [run.summary[metric] for run in runs]
+    return {
+        "method": runs[0].summary["method"],
+        "recipe": runs[0].summary["recipe"],
+        "metric": metric,
+        "seeds": [run.summary["seed"] for run in runs],
+        f"{metric}_mean": fmean(figures),
+        f"{metric}_std": stdev(figures) if len(figures) > 1 else 0.0,
+        f"{metric}_before_truncation_mean": _mean(runs, f"{metric}_before_truncation"),
+        "slow_bytes_mean": fmean(run.counted_bytes for run in runs),
+        "evaluate_bytes_mean": fmean(
+            run.summary["traffic"]["slow_bytes"] - run.counted_bytes for run in runs
+        ),
+        "traffic_vs_allreduce_fp32": _mean_ratio(runs, measured),
+        "traffic_vs_ideal_fp32": _mean(runs, "traffic_vs_ideal_fp32"),
+        "compression_mean": _mean(runs, "compression"),
+        "wall_s_mean": _mean(runs, "wall_s"),
+    }
+
+
+def _mean_ratio(runs: list[Run], measured: dict[int, float]) -> float | None:
+    """Against the measured all-reduce run of the same seed if there is one, else against reckoned bytes."""
+    ratios = []
+    for run in runs:
+        whole = measured.get(run.summary["seed"])
+        ratios.append(run.counted_bytes / whole if whole else run.summary["traffic_vs_allreduce_fp32"])
+    return None if None in ratios else fmean(ratios)
+
+
+def _mean(runs: list[Run], field: str) -> float | None:
+    values = [run.summary.get(field) for run in runs]
+    return None if None in values else fmean(v for v in values if v is not None)

@@ -1,0 +1,54 @@
+"""The table of a comparison."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """One line a method; bytes and ratios are without those of evaluation."""
+    metric, several = rows[0]["metric"], max(len(row["seeds"]) for row in rows) > 1
+    title = f"{rows[0]['recipe']}, {len(rows[0]['seeds'])} seed{'s' if several else ''}"
+    out = Table(title=title, caption="Slow-link bytes a node, without those of evaluation.")
+    out.add_column("method")
+    for heading in (metric, "slow link", "÷ all-reduce fp32", "÷ ideal fp32", "compression", "wall"):
+        out.add_column(heading, justify="right")
+    for row in rows:
+        out.add_row(*_cells(row, several))
+    return out
+
+
+def _cells(row: dict[str, Any], several: bool) -> list[str]:
+    metric = row["metric"]
+    return [
+        row["method"],
+        figure(metric, row[f"{metric}_mean"], row[f"{metric}_std"] if several else None),
+        size(row["slow_bytes_mean"]),
+        ratio(row["traffic_vs_allreduce_fp32"]),
+        ratio(row["traffic_vs_ideal_fp32"]),
+        "–" if row["compression_mean"] is None else f"{row['compression_mean']:.2f} : 1",
+        "–" if row["wall_s_mean"] is None else f"{row['wall_s_mean']:.0f} s",
+    ]
+
+
+def figure(metric: str, mean: float, std: float | None = None) -> str:
+    """A metric for people: accuracy in per cent, others as they are."""
+    scale, unit = (100, " %") if metric == "accuracy" else (1, "")
+    spread = "" if std is None else f" ± {scale * std:.2f}"
+    return f"{scale * mean:.2f}{spread}{unit}"
+
+
+def size(amount: float) -> str:
+    """Bytes for people, in powers of 1,000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if amount < 1000:
+            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1000
+    return f"{amount:.1f} TB"
+
+
+def ratio(value: float | None) -> str:
+    """Three digits behind the point; a dash where nothing was sent to compare with."""
+    return "–" if value is None else f"{value:.3f}"
