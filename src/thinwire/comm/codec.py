@@ -1,0 +1,62 @@
+"""What tensors look like while they travel: flat buckets, and the number format of the wire."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+WIRES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """One flat copy of tensors of the same dtype."""
+    return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+
+def unpack_into(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Write a flat bucket back into its tensors."""
+    start = 0
+    with torch.no_grad():
+        for t in tensors:
+            t.copy_(flat[start : start + t.numel()].view_as(t))
+            start += t.numel()
+
+
+def by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Tensors that fit one bucket, in an order every worker shares."""
+    buckets: dict[torch.dtype, list[Tensor]] = {}
+    for t in tensors:
+        buckets.setdefault(t.dtype, []).append(t)
+    return list(buckets.values())
+
+
+def size_of(tensor: Tensor) -> int:
+    """Bytes a tensor holds."""
+    return tensor.numel() * tensor.element_size()
+
+
+_CHUNK = 1 << 22
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """A number that changes when any bit or any place of the values does."""
+    total = 0
+    for t in tensors:
+        total = _mix(total, t.numel())
+        bits = _as_integers(t.detach())
+        for start in range(0, bits.numel(), _CHUNK):
+            part = bits[start : start + _CHUNK].to(torch.int64)
+            # Odd weights: no change of a single value can vanish modulo 2⁶⁴.
+            weights = torch.arange(start, start + part.numel(), device=part.device).mul_(2).add_(0x9E3779B1)
+            total = _mix(total, int((part * weights).sum()))
+    return total
+
+
+def _as_integers(t: Tensor) -> Tensor:
+    flat = t.contiguous().reshape(-1)
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(flat.element_size(), torch.int8)
+    return flat.to(torch.int8) if flat.dtype == torch.bool else flat.view(integer)
+
+
+def _mix(total: int, value: int) -> int:
+    return (total * 6364136223846793005 + value) % (1 << 62)

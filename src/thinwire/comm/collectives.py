@@ -1,0 +1,222 @@
+"""Collectives, each through the ledger.
+
+`Wire` is one worker's end of it: the layout, the process groups and the ledger. In a single process
+every call is the identity and nothing is counted.
+"""
+
+import pickle
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.comm.codec import WIRES, by_dtype, checksum, pack, size_of, unpack_into
+from thinwire.comm.ledger import Ledger, mean_over_nodes
+from thinwire.comm.topology import Ranks, Sent, Topology, discover
+from thinwire.errors import DisagreementError
+
+# Process groups cost connections, and a process that attaches twice wants the same ones again.
+_process_groups: dict[Ranks, Any] = {}
+_CONTROL: Ranks = ()
+
+
+class Wire:
+    """What a method may do with the other workers."""
+
+    def __init__(self, topology: Topology, ledger: Ledger) -> None:
+        self.topology = topology
+        self.ledger = ledger
+        self._group = self._process_group_of(topology.groups)
+        self._cross = None
+        if len(topology.groups) > 1:
+            self._cross = self._process_group_of([topology.crossing(j) for j in range(topology.shares)])
+        self._control = _control_group() if topology.world_size > 1 else None
+
+    @classmethod
+    def open(cls, group_size: int | str | None, ledger: Ledger) -> "Wire":
+        """Lay out the running job; collective."""
+        return cls(discover(group_size), ledger)
+
+    def process_group(self, members: Ranks) -> Any:
+        """torch's process group of the world or of this worker's group."""
+        return dist.group.WORLD if members == self.topology.world else self._group
+
+    def average(self, tensors: Sequence[Tensor], weight: float, purpose: str, wire: str = "fp32") -> None:
+        """Replace floating tensors by their sum over groups, each group's copy times its `weight`.
+
+        All members of a group hold the same values. Member j of every group carries share j over the slow
+        link, then each group hands its shares around over its fast one.
+        """
+        for bucket in by_dtype(tensors):
+            flat = pack(bucket).mul_(weight)
+            if len(self.topology.groups) > 1:
+                travelling = flat.to(WIRES[wire]) if wire != "fp32" else flat
+                self._reduce_shares(travelling, purpose)
+                flat = travelling.to(flat.dtype)
+            unpack_into(flat, bucket)
+
+    def broadcast(self, tensors: Sequence[Tensor], purpose: str, members: Ranks | None = None) -> None:
+        """Overwrite tensors with those of the first member."""
+        members = members or self.topology.world
+        if len(members) == 1:
+            return
+        for bucket in by_dtype(tensors):
+            flat = pack(bucket)
+            sent = self.topology.tree(members, size_of(flat), members[0])
+            self._broadcast(flat, members[0], self.process_group(members), sent, purpose)
+            unpack_into(flat, bucket)
+
+    def share_out(self, tensors: Sequence[Tensor], owner: int, purpose: str) -> None:
+        """Overwrite tensors inside this worker's group with those of its member `owner`."""
+        group = self.topology.group
+        if len(group) == 1:
+            return
+        for bucket in by_dtype(tensors):
+            flat = pack(bucket)
+            sent = self.topology.tree(group, size_of(flat), group[owner])
+            self._broadcast(flat, group[owner], self._group, sent, purpose)
+            unpack_into(flat, bucket)
+
+    def sum(self, tensor: Tensor, purpose: str) -> Tensor:
+        """The sum over all workers."""
+        return self._reduce(tensor, dist.ReduceOp.SUM, purpose)
+
+    def largest(self, tensor: Tensor, purpose: str) -> Tensor:
+        """The largest value over all workers, element by element."""
+        return self._reduce(tensor, dist.ReduceOp.MAX, purpose)
+
+    def everyone(self, values: Sequence[float], purpose: str) -> list[list[float]]:
+        """Each worker's few numbers, by rank, to every worker."""
+        if self.topology.world_size == 1:
+            return [list(values)]
+        mine = torch.tensor(values, dtype=torch.float64)
+        all_of_them = [torch.empty_like(mine) for _ in self.topology.world]
+        sent = self.topology.gather_ring(self.topology.world, size_of(mine))
+        self._timed(lambda: dist.all_gather(all_of_them, mine, group=self._control), sent, purpose)
+        return [row.tolist() for row in all_of_them]
+
+    def differing(self, checksums: Sequence[int], purpose: str) -> list[int]:
+        """Which of these checksums are not the same on all workers."""
+        if self.topology.world_size == 1:
+            return []
+        mine = torch.tensor(checksums, dtype=torch.int64)
+        extremes = self._reduce(torch.cat([mine, -mine]), dist.ReduceOp.MAX, purpose)
+        high, low = extremes.chunk(2)
+        return [i for i, same in enumerate((high == -low).tolist()) if not same]
+
+    def agree(self, tensors: Sequence[Tensor], purpose: str) -> bool:
+        """Whether all workers hold the same bits."""
+        return not self.differing([checksum(tensors)], purpose)
+
+    def tell(self, what: Any) -> list[Any]:
+        """Each worker's small object, to every worker."""
+        if self.topology.world_size == 1:
+            return [what]
+        told: list[Any] = [None] * self.topology.world_size
+        dist.all_gather_object(told, what, group=self._control)
+        # torch gathers the sizes first, then everything padded to the longest.
+        longest = max(len(pickle.dumps(each)) for each in told)
+        sent = self.topology.gather_ring(self.topology.world, 8)
+        sent += self.topology.gather_ring(self.topology.world, longest)
+        self.ledger.record("control", slow=sent.slow, fast=sent.fast)
+        return told
+
+    def node_mean(self) -> Ledger:
+        """The ledger as the mean over nodes, before this call's own bytes; collective."""
+        rows = self.tell(self.ledger.rows())
+        return mean_over_nodes([rows[node[0]] for node in self.topology.nodes])
+
+    @contextmanager
+    def together(self, call: str) -> Iterator[None]:
+        """Enter a collective call only when every worker does; say who is missing when one does not."""
+        self.barrier(call)
+        yield
+
+    def barrier(self, call: str) -> None:
+        """Wait for all workers, no longer than the process group's own timeout."""
+        if self._control is None:
+            return
+        try:
+            dist.monitored_barrier(self._control, timeout=_timeout_of(self._control), wait_all_ranks=True)
+        except RuntimeError as error:
+            missing = re.findall(r"[Rr]anks? ([\d, ]+) failed", str(error))
+            who = f"rank {missing[0].strip()} did not" if missing else "another rank did not, or left"
+            raise DisagreementError(f"{call} is collective: every rank must call it, and {who} ({error})") from error
+
+    def _process_group_of(self, parts: Sequence[Ranks]) -> Any:
+        """The process group of the part this worker is in; every worker makes all of them, in one order."""
+        if self.topology.world_size == 1:
+            return None
+        mine = None
+        for part in parts:
+            group = _process_group(part)
+            mine = group if self.topology.rank in part else mine
+        return mine
+
+    def _reduce(self, tensor: Tensor, op: Any, purpose: str) -> Tensor:
+        if self.topology.world_size == 1:
+            return tensor
+        result = tensor.detach().clone().cpu()
+        sent = self.topology.ring(self.topology.world, size_of(result))
+        self._timed(lambda: dist.all_reduce(result, op, group=self._control), sent, purpose)
+        return result.to(tensor.device)
+
+    def _reduce_shares(self, flat: Tensor, purpose: str) -> None:
+        shares = list(flat.tensor_split(self.topology.shares))
+        sent = Sent(0, 0)
+        for j, share in enumerate(shares):
+            sent += self.topology.ring(self.topology.crossing(j), size_of(share))
+        member = self.topology.member
+
+        def cross() -> None:
+            if member < len(shares) and shares[member].numel():
+                dist.all_reduce(shares[member], group=self._cross)
+
+        self._timed(cross, sent, purpose)
+        for j, share in enumerate(shares):
+            if len(self.topology.group) > 1 and share.numel():
+                self.share_out([share], j, purpose)
+
+    def _broadcast(self, flat: Tensor, source: int, group: Any, sent: Sent, purpose: str) -> None:
+        self._timed(lambda: dist.broadcast(flat, source, group=group), sent, purpose)
+
+    def _timed(self, call: Callable[[], Any], sent: Sent, purpose: str) -> None:
+        start = time.perf_counter()
+        call()
+        self.ledger.record(purpose, slow=sent.slow, fast=sent.fast, seconds=time.perf_counter() - start)
+
+
+def _process_group(members: Ranks) -> Any:
+    known = _known_groups()
+    if members not in known:
+        known[members] = dist.new_group(list(members), timeout=_timeout_of(dist.group.WORLD))
+    return known[members]
+
+
+def _control_group() -> Any:
+    """A gloo group of the world, for small numbers on the CPU and for noticing who is missing."""
+    known = _known_groups()
+    if _CONTROL not in known:
+        known[_CONTROL] = dist.new_group(backend="gloo", timeout=_timeout_of(dist.group.WORLD))
+    return known[_CONTROL]
+
+
+def _known_groups() -> dict[Ranks, Any]:
+    """This world's groups; those of a world that was destroyed are forgotten."""
+    world = tuple(range(dist.get_world_size()))
+    if _process_groups.get(world) is not dist.group.WORLD:
+        _process_groups.clear()
+        _process_groups[world] = dist.group.WORLD
+    return _process_groups
+
+
+def _timeout_of(group: Any) -> timedelta:
+    device = "cpu" if "cpu" in dist.get_backend_config(group) else "cuda"
+    options = group._get_backend(torch.device(device)).options
+    return options._timeout

@@ -1,0 +1,135 @@
+"""PyTorch's DistributedDataParallel on a given group, every byte of it counted, cheap to wrap again.
+
+DDP keeps what it does well: buckets and their overlap with the backward pass. Three things are done here
+instead, with the same result. Gradients go through a hook, because that is where they can be counted and
+rounded. Buffers are handed on by the first member *after* a step and not before the next forward pass, so
+that workers agree on them between steps. And nothing is broadcast at wrapping: workers hold the same values.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.comm.codec import WIRES, by_dtype, pack, size_of
+from thinwire.comm.collectives import Wire
+from thinwire.comm.topology import Ranks, Sent, Topology
+from thinwire.errors import ConfigError
+
+# Newer versions of torch call it by another name.
+_parameters = inspect.signature(DistributedDataParallel).parameters
+_NO_BUFFERS = {"forward_sync_buffers" if "forward_sync_buffers" in _parameters else "broadcast_buffers": False}
+_OWN = {"process_group", "init_sync", "broadcast_buffers", "device_mesh", "mixed_precision", "forward_sync_buffers"}
+
+
+class Replicated:
+    """A model whose gradients are averaged inside one group of workers, which may change."""
+
+    def __init__(self, model: nn.Module, wire: Wire, rounding: str, options: dict[str, Any] | None = None) -> None:
+        self.model = model
+        self.wire = wire
+        self.rounding = rounding
+        self.options = dict(options or {})
+        self.members: Ranks = ()
+        self._ddp: DistributedDataParallel | None = None
+        self._backwards = 0
+        self._refuse_own_options()
+
+    def wrap(self, members: Ranks) -> None:
+        """Average gradients over `members` from now on; whoever was there before is let go."""
+        self.unwrap()
+        self.members = members
+        if len(members) == 1:
+            return
+        group = self.wire.process_group(members)
+        self._ddp = DistributedDataParallel(
+            self.model, process_group=group, init_sync=False, **_NO_BUFFERS, **self.options
+        )
+        self._ddp.register_comm_hook(group, self._average)
+        self._backwards = 0
+
+    def unwrap(self) -> None:
+        """Let go of the model: no hook of the old wrapper may fire under the next one."""
+        if self._ddp is not None:
+            # Reducer and logger share ownership of the autograd hooks; both must go.
+            self._ddp.reducer = None
+            self._ddp.logger = None
+            self._ddp = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward pass, prepared for a backward pass that averages gradients."""
+        return self.model(*args, **kwargs) if self._ddp is None else self._ddp(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients here without averaging them."""
+        with nullcontext() if self._ddp is None else self._ddp.no_sync():
+            yield
+
+    @property
+    def syncs(self) -> bool:
+        """Whether the next backward pass averages gradients."""
+        return self._ddp is None or self._ddp.require_backward_grad_sync
+
+    def hand_on_buffers(self) -> None:
+        """Overwrite buffers by the first member's, as DDP does before a forward pass."""
+        self.wire.broadcast(list(self.model.buffers()), "buffers", self.members)
+
+    def _average(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        gradients = bucket.buffer()
+        # The reducer multiplies by 1/W too; dividing would round differently.
+        gradients.mul_(1.0 / len(self.members))
+        travelling = gradients if self.rounding == "fp32" else gradients.to(WIRES[self.rounding])
+        self._count("gradients", self.wire.topology.ring(self.members, size_of(travelling)))
+        if bucket.is_last():
+            self._count_control(bucket.index() + 1)
+        done = dist.all_reduce(travelling, group=group, async_op=True).get_future()
+        if travelling is gradients:
+            return done.then(lambda future: future.value()[0])
+        return done.then(lambda future: gradients.copy_(future.value()[0]))
+
+    def _count_control(self, buckets: int) -> None:
+        """What DDP itself sends: the order of buckets, once, before the second backward pass; used flags."""
+        self._backwards += 1
+        trained = sum(p.requires_grad for p in self.model.parameters())
+        if self._finds_unused:
+            self._count("control", self.wire.topology.ring(self.members, 4 * trained))
+        elif self._backwards == 2:
+            self._count("control", bucket_order(self.wire.topology, self.members, trained, buckets))
+
+    @property
+    def _finds_unused(self) -> bool:
+        return bool(self.options.get("find_unused_parameters")) and not self.options.get("static_graph")
+
+    def _count(self, purpose: str, sent: Sent) -> None:
+        self.wire.ledger.record(purpose, slow=sent.slow, fast=sent.fast)
+
+    def _refuse_own_options(self) -> None:
+        taken = sorted(_OWN & self.options.keys())
+        if taken:
+            raise ConfigError(f"`ddp` options {', '.join(taken)} are set by Thinwire itself; leave them out")
+
+
+def bucket_order(topology: Topology, members: Ranks, trained: int, buckets: int) -> Sent:
+    """DDP's broadcast of its bucket order: an int32 a parameter and one, then one a bucket."""
+    order = topology.tree(members, 4 * (trained + 1), members[0])
+    return order + topology.tree(members, 4 * buckets, members[0])
+
+
+def step_of_allreduce(model: nn.Module, topology: Topology, trained: int) -> Sent:
+    """What fp32 data-parallel training of `trained` parameters sends in one step: gradients and buffers."""
+    sent = topology.ring(topology.world, 4 * trained)
+    for bucket in by_dtype(model.buffers()):
+        sent += topology.tree(topology.world, size_of(pack(bucket)), 0)
+    return sent
+
+
+def step_of_ideal(topology: Topology, trained: int) -> int:
+    """What the best fp32 all-reduce between nodes sends for the same gradients, per node."""
+    nodes = len(topology.nodes)
+    return round(2 * (nodes - 1) / nodes * 4 * trained)

@@ -1,0 +1,210 @@
+"""Who is where: the world, its nodes, its groups, and what a collective sends over which link.
+
+Nodes are where the slow link is; groups are who trains together. `group_size=None` makes each node a
+group. When all workers are on one machine, a group stands for a node, and without a group size every
+worker does. Groups are contiguous ranks and never cut through a node.
+"""
+
+import hashlib
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+
+from thinwire.errors import ConfigError
+
+log = logging.getLogger("thinwire")
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that one node's workers send in a collective, by link."""
+
+    slow: int
+    fast: int
+
+    def __add__(self, other: "Sent") -> "Sent":
+        return Sent(self.slow + other.slow, self.fast + other.fast)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The layout of a run, seen from one worker."""
+
+    rank: int
+    nodes: tuple[Ranks, ...]
+    groups: tuple[Ranks, ...]
+
+    @property
+    def world(self) -> Ranks:
+        return tuple(range(self.world_size))
+
+    @cached_property
+    def world_size(self) -> int:
+        return sum(len(node) for node in self.nodes)
+
+    @cached_property
+    def group_index(self) -> int:
+        """Which group this worker is in."""
+        return _index_of(self.rank, self.groups)
+
+    @property
+    def group(self) -> Ranks:
+        """The ranks of this worker's group."""
+        return self.groups[self.group_index]
+
+    @property
+    def member(self) -> int:
+        """This worker's place in its group."""
+        return self.group.index(self.rank)
+
+    @property
+    def shares(self) -> int:
+        """Into how many shares a merge is cut: the smallest group's size."""
+        return min(len(group) for group in self.groups)
+
+    def crossing(self, share: int) -> Ranks:
+        """The ranks that carry one share over the slow link: one member of every group."""
+        return tuple(group[share] for group in self.groups)
+
+    @cached_property
+    def _node_of(self) -> dict[int, int]:
+        return {rank: i for i, node in enumerate(self.nodes) for rank in node}
+
+    def ring(self, members: Ranks, size: int) -> Sent:
+        """An all-reduce of `size` bytes by a ring: every member sends 2(W−1)/W of it to the next."""
+        return self._around(members, 2 * (len(members) - 1) * size / len(members))
+
+    def gather_ring(self, members: Ranks, size: int) -> Sent:
+        """An all-gather of `size` bytes from each member: everyone passes on all but one part."""
+        return self._around(members, (len(members) - 1) * size)
+
+    def tree(self, members: Ranks, size: int, root: int) -> Sent:
+        """A broadcast of `size` bytes from rank `root` along gloo's binomial tree."""
+        start, count, sent = members.index(root), len(members), Sent(0, 0)
+        for place in range(1, count):
+            # A member receives from the one whose place lacks its own highest bit.
+            parent = place - (1 << (place.bit_length() - 1))
+            source, target = members[(start + parent) % count], members[(start + place) % count]
+            sent += self._edge(source, target, size)
+        return sent
+
+    def _around(self, members: Ranks, each: float) -> Sent:
+        sent = Sent(0, 0)
+        if len(members) > 1:
+            for source, target in zip(members, (*members[1:], members[0]), strict=True):
+                sent += self._edge(source, target, round(each))
+        return sent
+
+    def _edge(self, source: int, target: int, size: int) -> Sent:
+        if self._node_of[source] != self._node_of[self.rank]:
+            return Sent(0, 0)
+        crosses = self._node_of[source] != self._node_of[target]
+        return Sent(size, 0) if crosses else Sent(0, size)
+
+
+def join() -> None:
+    """Start `torch.distributed` from torchrun's or SLURM's environment, unless it runs or nobody else is there."""
+    if dist.is_initialized() or _from_environment("WORLD_SIZE", "SLURM_NTASKS", 1) == 1:
+        return
+    os.environ.setdefault("RANK", str(_from_environment("RANK", "SLURM_PROCID", 0)))
+    os.environ.setdefault("WORLD_SIZE", str(_from_environment("WORLD_SIZE", "SLURM_NTASKS", 1)))
+    os.environ.setdefault("LOCAL_RANK", str(_from_environment("LOCAL_RANK", "SLURM_LOCALID", 0)))
+    if "MASTER_ADDR" not in os.environ:
+        first = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
+        if first is None:
+            raise ConfigError("MASTER_ADDR is not set: start the workers with torchrun, or export it in the job script")
+        os.environ["MASTER_ADDR"] = first
+    os.environ.setdefault("MASTER_PORT", "29500")
+    dist.init_process_group(_backend())
+
+
+def _backend() -> str:
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    # nccl wants a GPU of its own for every worker; gloo carries CUDA tensors too.
+    own_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if own_gpu:
+        torch.cuda.set_device(local)
+    return "cpu:gloo,cuda:nccl" if own_gpu else "gloo"
+
+
+def _from_environment(name: str, slurm: str, default: int) -> int:
+    return int(os.environ.get(name, os.environ.get(slurm, default)))
+
+
+def discover(group_size: int | str | None) -> Topology:
+    """The layout of the running job; collective."""
+    if not dist.is_initialized():
+        return arrange(0, [0], group_size)
+    return arrange(dist.get_rank(), _machines(), group_size)
+
+
+def arrange(rank: int, machines: Sequence[int], group_size: int | str | None) -> Topology:
+    """The layout of workers whose machines are given, a number for each rank."""
+    size = len(machines)
+    if isinstance(group_size, int) and group_size > size:
+        raise ConfigError(
+            f"`group_size`={group_size} exceeds the world of {size} worker{'s' if size > 1 else ''}; "
+            f'use 1 to {size}, or "world"'
+        )
+    nodes = _runs(machines)
+    if len(nodes) == 1:
+        nodes = _chunks(size, group_size if isinstance(group_size, int) else 1)
+        if group_size is None and rank == 0 and size > 1:
+            log.info("all %d workers are on one machine: each is its own group and stands for a node", size)
+    if group_size == "world":
+        groups: tuple[Ranks, ...] = (tuple(range(size)),)
+    else:
+        groups = nodes if group_size is None else _chunks(size, int(group_size))
+    _refuse_cut_nodes(nodes, groups, group_size)
+    return Topology(rank, nodes, groups)
+
+
+def _machines() -> list[int]:
+    """A number for each rank's machine: torchrun's or SLURM's node number, else the host name's hash."""
+    own = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID"))
+    digest = hashlib.blake2b((own or socket.gethostname()).encode(), digest_size=7).digest()
+    mine = torch.tensor([int.from_bytes(digest)], dtype=torch.int64)
+    if "cpu" not in dist.get_backend_config():
+        mine = mine.cuda()
+    everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return [int(machine) for machine in everyone]
+
+
+def _runs(machines: Sequence[int]) -> tuple[Ranks, ...]:
+    """Ranks on one machine, which must follow one another."""
+    nodes: list[list[int]] = []
+    for rank, machine in enumerate(machines):
+        if rank and machine == machines[rank - 1]:
+            nodes[-1].append(rank)
+        else:
+            nodes.append([rank])
+    if len(nodes) != len(set(machines)):
+        raise ConfigError("the ranks of one machine do not follow one another; start the job with block placement of ranks")
+    return tuple(tuple(node) for node in nodes)
+
+
+def _chunks(size: int, length: int) -> tuple[Ranks, ...]:
+    return tuple(tuple(range(start, min(start + length, size))) for start in range(0, size, length))
+
+
+def _refuse_cut_nodes(nodes: tuple[Ranks, ...], groups: tuple[Ranks, ...], group_size: int | str | None) -> None:
+    for node in nodes:
+        inside = [group for group in groups if set(group) & set(node)]
+        if len(inside) > 1 and any(not set(group) <= set(node) for group in inside):
+            raise ConfigError(
+                f"`group_size`={group_size} cuts through the node of ranks {node[0]} to {node[-1]}; use a divisor or a "
+                f"multiple of {len(node)} workers, or None for one node a group"
+            )
+
+
+def _index_of(rank: int, parts: tuple[Ranks, ...]) -> int:
+    return next(i for i, part in enumerate(parts) if rank in part)

@@ -1,0 +1,223 @@
+"""What a user may set: one frozen dataclass a method, checked once, at construction."""
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from thinwire.errors import ConfigError, unknown
+
+Config = TypeVar("Config")
+GroupSize = int | Literal["world"] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce:
+    """Data-parallel training by PyTorch's own DistributedDataParallel, with its bytes counted."""
+
+    wire: Literal["fp32", "bf16"] = "fp32"
+    """What gradients are rounded to while they travel."""
+
+    group_size: GroupSize = None
+    """Workers to a node, where one machine stands for several; changes what is counted, not what is computed."""
+
+    def __post_init__(self) -> None:
+        _check_choice(self, "wire", ("fp32", "bf16"))
+        _check_group_size(self.group_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AB:
+    """AB training: low-rank factors A·B, trained alone by groups of workers and merged (arXiv 2405.01067).
+
+    `warmup` and `group_steps` below 1 are fractions of `total_steps`, `rebound` and `lr_rebound`
+    below 1 are fractions of a group phase; any of them from 1 on is a whole number of steps.
+    """
+
+    total_steps: int
+    """Optimizer steps of the whole run."""
+
+    warmup: float = 0.20
+    """Full-rank training by the whole world before the first group phase."""
+
+    group_steps: float = 0.0333
+    """Steps that groups train alone between two merges."""
+
+    rebound: float = 0.25
+    """Full-rank training by the whole world after a merge."""
+
+    lr_rebound: float = 0.5
+    """Steps over which the learning rate climbs back after each change of shape."""
+
+    cutoff: float = 0.15
+    """Singular values up to this share of the largest are dropped."""
+
+    group_size: GroupSize = None
+    """Workers to a group: None is one node a group, "world" trains B by all workers without groups."""
+
+    merge: Literal["mean", "trained", "weighted"] = "mean"
+    """How copies are averaged: all of them, only the trained ones, or by observed loss."""
+
+    moments: Literal["reset", "average", "carry"] = "reset"
+    """What becomes of the optimizer's state at a merge."""
+
+    cycle: Literal["paper"] = "paper"
+    """The order of phases; "paper" rebuilds the full model after every merge."""
+
+    keep_first: bool = True
+    """Leave the first layer full."""
+
+    keep_last: bool = True
+    """Leave the last layer full."""
+
+    keep: tuple[str, ...] = ()
+    """Name patterns (as in a shell) of layers to leave full."""
+
+    wire: Literal["fp32", "bf16"] = "fp32"
+    """What gradients and merged differences are rounded to while they travel."""
+
+    def __post_init__(self) -> None:
+        _check_steps(self)
+        _check_choice(self, "merge", ("mean", "trained", "weighted"))
+        _check_choice(self, "moments", ("reset", "average", "carry"))
+        _check_choice(self, "cycle", ("paper",))
+        _check_choice(self, "wire", ("fp32", "bf16"))
+        _check_group_size(self.group_size)
+        check_cutoff(self.cutoff)
+        if isinstance(self.keep, str):
+            raise ConfigError(f"`keep`={self.keep!r} must be a tuple of patterns: write keep=({self.keep!r},)")
+        object.__setattr__(self, "keep", tuple(self.keep))
+        self._check_one_cycle_fits()
+
+    @property
+    def warmup_length(self) -> int:
+        """Warm-up in steps."""
+        return _length(self.warmup, self.total_steps)
+
+    @property
+    def group_length(self) -> int:
+        """A group phase in steps."""
+        return _length(self.group_steps, self.total_steps)
+
+    @property
+    def rebound_length(self) -> int:
+        """A full-rank rebound in steps."""
+        return _length(self.rebound, self.group_length)
+
+    @property
+    def lr_rebound_length(self) -> int:
+        """A learning-rate rebound in steps."""
+        return _length(self.lr_rebound, self.group_length)
+
+    def _check_one_cycle_fits(self) -> None:
+        if self.group_length < 1:
+            least = math.floor(0.5 / self.group_steps) + 1
+            raise ConfigError(
+                f"`total_steps`={self.total_steps} is too small for one cycle: `group_steps`={self.group_steps} "
+                f"of it is less than one step; use total_steps of at least {least}, or whole steps such as group_steps=1"
+            )
+        needed = self.warmup_length + self.group_length
+        if needed > self.total_steps:
+            raise ConfigError(
+                f"`total_steps`={self.total_steps} is too small for one cycle: warm-up takes {self.warmup_length} "
+                f"steps (`warmup`={self.warmup}) and a group phase {self.group_length} "
+                f"(`group_steps`={self.group_steps}), together {needed}; raise total_steps or lower one of the two"
+            )
+
+
+def check_cutoff(cutoff: float, *, zero_allowed: bool = False) -> None:
+    """Refuse a cutoff that keeps nothing or means nothing."""
+    low = cutoff >= 0 if zero_allowed else cutoff > 0
+    if not (low and cutoff < 1):
+        allowed = "in [0, 1)" if zero_allowed else "between 0 and 1, both excluded"
+        raise ConfigError(f"`cutoff`={cutoff} must be {allowed}; it is a share of the largest singular value, try 0.15")
+
+
+def from_strings(cls: type[Config], given: Mapping[str, str], **defaults: Any) -> Config:
+    """Build a config from FIELD=VALUE texts; `defaults` that `cls` has no field for are left out."""
+    hints = typing.get_type_hints(cls)
+    for name in given:
+        if name not in hints:
+            raise unknown(f"field of {cls.__name__}", name, hints)
+    values = {name: value for name, value in defaults.items() if name in hints}
+    values.update({name: _parse(cls, name, text, hints[name]) for name, text in given.items()})
+    required = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING]  # type: ignore[arg-type]
+    missing = [name for name in required if name not in values]
+    if missing:
+        raise ConfigError(f"{cls.__name__} needs a value for: {', '.join(missing)}")
+    return cls(**values)
+
+
+def _parse(cls: type, name: str, text: str, hint: Any) -> Any:
+    for candidate in _alternatives(hint):
+        try:
+            return _parse_as(candidate, text)
+        except ValueError:
+            continue
+    allowed = " or ".join(_describe(candidate) for candidate in _alternatives(hint))
+    raise ConfigError(f"`{name}`={text!r} does not fit {cls.__name__}: it takes {allowed}")
+
+
+def _alternatives(hint: Any) -> list[Any]:
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return [a for part in typing.get_args(hint) for a in _alternatives(part)]
+    return [hint]
+
+
+def _parse_as(hint: Any, text: str) -> Any:
+    if hint is type(None) and text.lower() == "none":
+        return None
+    if hint is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if hint in (int, float):
+        return hint(text)
+    if typing.get_origin(hint) is Literal and text in typing.get_args(hint):
+        return text
+    if typing.get_origin(hint) is tuple:
+        return tuple(part for part in text.split(",") if part)
+    raise ValueError(text)
+
+
+def _describe(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(repr(value) for value in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return "names separated by commas"
+    names = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
+    return names.get(hint, str(hint))
+
+
+def _length(value: float, whole: int) -> int:
+    return int(value) if value >= 1 else round(value * whole)
+
+
+def _check_choice(config: Any, name: str, allowed: tuple[str, ...]) -> None:
+    value = getattr(config, name)
+    if value not in allowed:
+        raise ConfigError(f"`{name}`={value!r} is not known, choose from: {', '.join(allowed)}")
+
+
+def _check_group_size(group_size: Any) -> None:
+    whole = isinstance(group_size, int) and not isinstance(group_size, bool) and group_size >= 1
+    if not (whole or group_size in (None, "world")):
+        raise ConfigError(
+            f"`group_size`={group_size!r} must be a whole number of workers from 1 on, "
+            '"world", or None for one node a group'
+        )
+
+
+def _check_steps(config: AB) -> None:
+    total = config.total_steps
+    if not isinstance(total, int) or isinstance(total, bool) or total < 1:
+        raise ConfigError(
+            f"`total_steps`={total!r} must be a whole number from 1 on: the optimizer steps of the run"
+        )
+    for name in ("warmup", "group_steps", "rebound", "lr_rebound"):
+        value = getattr(config, name)
+        least = 0 if name != "group_steps" else math.ulp(0.0)
+        if not (math.isfinite(value) and value >= least and (value < 1 or value == int(value))):
+            lowest = "above 0" if name == "group_steps" else "from 0"
+            raise ConfigError(f"`{name}`={value!r} must be a fraction {lowest} to below 1, or a whole number of steps")

@@ -1,0 +1,187 @@
+"""Which layers become factors, and their way there and back.
+
+`find_layers` names the weights that may be factored and says of every other why it stays full.
+`to_factors` and `to_full` change one layer's shape and hand back the parameters that came and went,
+so that the caller can exchange them in the optimizer.
+"""
+
+import fnmatch
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.factor import layers as factored
+from thinwire.factor.matrix import MatrixView, view_of
+
+# Their weights are looked up, not multiplied.
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+# Class tokens, position tables: parameters that are no layer, and so neither the first nor the last.
+_NO_LAYER = "not a layer's weight"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One weight that may be factored: `module.parameter`, known to users as `name`."""
+
+    name: str
+    module: nn.Module
+    parameter: str
+    view: MatrixView
+
+    @property
+    def key(self) -> str:
+        """The weight's key in the dense model's state dict."""
+        return f"{self.name}.{self.parameter}" if self.name else self.parameter
+
+    @property
+    def is_factored(self) -> bool:
+        return self.parameter in factored.factored_names(self.module)
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The full weight's parameter; only while the layer is full."""
+        return self.module._parameters[self.parameter]  # type: ignore[return-value]
+
+    @property
+    def factors(self) -> tuple[nn.Parameter, nn.Parameter]:
+        """A (m, k) and B (k, n); only while the layer is factored."""
+        return factored.factors_of(self.module, self.parameter)
+
+    @property
+    def rank(self) -> int | None:
+        """k, or None while the layer is full."""
+        return self.factors[0].shape[1] if self.is_factored else None
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """What stands for this weight now: (W,) or (A, B)."""
+        return self.factors if self.is_factored else (self.weight,)
+
+    def matrix(self) -> Tensor:
+        """The weight as a tall matrix (m, n), whatever its present shape."""
+        with torch.no_grad():
+            if self.is_factored:
+                a, b = self.factors
+                return a @ b
+            return self.view.to_matrix(self.weight.detach())
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A weight that stays full, and why."""
+
+    name: str
+    why: str
+
+
+def find_layers(
+    model: nn.Module,
+    *,
+    trained: Iterable[nn.Parameter],
+    order: Sequence[str] = (),
+    keep_first: bool = True,
+    keep_last: bool = True,
+    keep: Sequence[str] = (),
+) -> tuple[list[Layer], list[Kept]]:
+    """Every weight of two dimensions or more: those to factor, and those kept full with the reason.
+
+    `trained` are the optimizer's parameters; `order` is the order in which modules were used in a forward
+    pass, by name, and modules it does not mention follow in the order of registration.
+    """
+    candidates = _in_order_of_use(list(_matrices(model)), order)
+    reasons = _Reasons(model, trained, keep)
+    kept = {layer.key: why for layer in candidates if (why := reasons.why_full(layer))}
+    ends = [layer for layer in candidates if kept.get(layer.key) != _NO_LAYER]
+    if ends and keep_first:
+        kept.setdefault(ends[0].key, "first layer")
+    if ends and keep_last:
+        kept.setdefault(ends[-1].key, "last layer")
+    reasons.warn_of_idle_patterns()
+    to_factor = [layer for layer in candidates if layer.key not in kept]
+    return to_factor, [Kept(layer.key, kept[layer.key]) for layer in candidates if layer.key in kept]
+
+
+def to_factors(layer: Layer, a: Tensor, b: Tensor) -> None:
+    """Make a full layer factored."""
+    like = layer.weight
+    new_a, new_b = factored.new_parameter(a, like), factored.new_parameter(b, like)
+    factored.factor_weight(layer.module, layer.parameter, new_a, new_b)
+
+
+def to_full(layer: Layer) -> None:
+    """Multiply a factored layer out."""
+    weight = factored.new_parameter(factored.rebuilt(layer.module, layer.parameter), layer.factors[0])
+    factored.unfactor_weight(layer.module, layer.parameter, weight)
+
+
+def _matrices(model: nn.Module) -> Iterable[Layer]:
+    for name, module in model.named_modules():
+        for parameter, weight in module.named_parameters(recurse=False):
+            if weight.dim() >= 2:
+                yield Layer(name, module, parameter, view_of(weight))
+
+
+def _in_order_of_use(candidates: list[Layer], order: Sequence[str]) -> list[Layer]:
+    place = {name: i for i, name in enumerate(order)}
+    # A module used only through its parent (MultiheadAttention's out_proj) stands where its parent does.
+    last = -1
+    keys = []
+    for layer in candidates:
+        last = place.get(layer.name, last)
+        keys.append(last)
+    return [layer for _, layer in sorted(zip(keys, candidates, strict=True), key=lambda pair: pair[0])]
+
+
+class _Reasons:
+    """Why a weight must stay full."""
+
+    def __init__(self, model: nn.Module, trained: Iterable[nn.Parameter], keep: Sequence[str]) -> None:
+        self.trained = {id(p) for p in trained}
+        self.keep = keep
+        self.idle = set(keep)
+        self.homes = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+        self.paths = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
+
+    def why_full(self, layer: Layer) -> str | None:
+        for why in (self._by_user(layer), self._by_sharing(layer), self._by_kind(layer)):
+            if why:
+                return why
+        return None
+
+    def warn_of_idle_patterns(self) -> None:
+        for pattern in sorted(self.idle):
+            warnings.warn(f"keep pattern {pattern!r} matches no layer", stacklevel=2)
+
+    def _by_user(self, layer: Layer) -> str | None:
+        for pattern in self.keep:
+            if fnmatch.fnmatch(layer.name, pattern) or fnmatch.fnmatch(layer.key, pattern):
+                self.idle.discard(pattern)
+                return f"kept by pattern {pattern!r}"
+        if not layer.weight.requires_grad:
+            return "frozen"
+        return None if id(layer.weight) in self.trained else "not in the optimizer"
+
+    def _by_sharing(self, layer: Layer) -> str | None:
+        if self.paths[id(layer.module)] > 1:
+            return "shared module"
+        return "tied weight" if self.homes[id(layer.weight)] > 1 else None
+
+    def _by_kind(self, layer: Layer) -> str | None:
+        module = layer.module
+        if isinstance(module, _TABLES):
+            return "embedding"
+        if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+            return "recurrent layer"
+        if hasattr(module, "parametrizations"):
+            return "parametrized already"
+        if getattr(module, "groups", 1) != 1:
+            return "grouped convolution"
+        if "weight" not in layer.parameter:
+            return _NO_LAYER
+        if not layer.weight.is_floating_point():
+            return f"dtype {layer.weight.dtype}"
+        return None if layer.view.is_smaller(1) else "too thin to factor"

@@ -1,0 +1,148 @@
+"""A factored model in plain torch.nn layers, and on disk for people who do not have Thinwire.
+
+Linear and convolutions become two layers in an `nn.Sequential`. Where other code reads `.weight` itself
+(MultiheadAttention, TransformerEncoderLayer, classes we do not know), the weight becomes torch's own
+parametrization by an `nn.Linear`: small at rest, multiplied out when read.
+"""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from thinwire.factor.layers import dense_class, factored_names, factors_of, is_conv1d_of_transformers, unfactor_weight
+
+_READS_WEIGHTS_OF_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+def to_plain(model: nn.Module) -> nn.Module:
+    """Replace every factored layer inside `model`; what was the root may be another module afterwards."""
+    for module in list(model.modules()):
+        parent_reads = isinstance(module, _READS_WEIGHTS_OF_CHILDREN)
+        for name, child in list(module.named_children()):
+            if factored_names(child):
+                setattr(module, name, _plain_layer(child, in_place=parent_reads))
+    return _plain_layer(model, in_place=False) if factored_names(model) else model
+
+
+def _plain_layer(module: nn.Module, *, in_place: bool) -> nn.Module:
+    dense = dense_class(module)
+    if not in_place and tuple(factored_names(module)) == ("weight",):
+        if dense is nn.Linear:
+            return _two_linears(module)
+        if dense in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+            return _two_convolutions(module, dense)
+        if is_conv1d_of_transformers(dense):
+            return _two_linears(module, weight_is_transposed=True)
+    for name in factored_names(module):
+        _parametrize(module, name)
+    return module
+
+
+def _sides(module: nn.Module, name: str = "weight") -> tuple[Tensor, Tensor]:
+    """(rows, k) and (k, columns) of the flattened weight."""
+    a, b = factors_of(module, name)
+    left, right = factored_names(module)[name].sides(a.detach(), b.detach())
+    return left, right
+
+
+def _two_linears(module: Any, *, weight_is_transposed: bool = False) -> nn.Sequential:
+    left, right = _sides(module)
+    if weight_is_transposed:
+        left, right = right.t(), left.t()  # (out, k), (k, in)
+    first = nn.Linear(right.shape[1], right.shape[0], bias=False)
+    second = nn.Linear(left.shape[1], left.shape[0], bias=module.bias is not None)
+    _fill(first, right)
+    _fill(second, left, module.bias)
+    return _marked(nn.Sequential(first, second).train(module.training))
+
+
+def _two_convolutions(module: Any, dense: type[Any]) -> nn.Sequential:
+    left, right = _sides(module)
+    rank = left.shape[1]
+    settings = {key: getattr(module, key) for key in ("stride", "padding", "dilation", "padding_mode")}
+    first = dense(module.in_channels, rank, module.kernel_size, bias=False, **settings)
+    second = dense(rank, module.out_channels, 1, bias=module.bias is not None)
+    _fill(first, right)
+    _fill(second, left, module.bias)
+    return _marked(nn.Sequential(first, second).train(module.training))
+
+
+def _fill(layer: Any, weight: Tensor, bias: Tensor | None = None) -> None:
+    layer.weight = nn.Parameter(weight.reshape(layer.weight.shape).clone())
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach().clone())
+
+
+def _parametrize(module: nn.Module, name: str) -> None:
+    """The weight as Linear(left): left (rows, k) times the Linear's weight (columns, k) transposed."""
+    left, right = _sides(module, name)
+    shape = factored_names(module)[name].shape
+    spread: nn.Module = nn.Linear(right.shape[0], right.shape[1], bias=False)
+    _fill(spread, right.t())
+    if len(shape) > 2:
+        spread = nn.Sequential(spread, nn.Unflatten(1, shape[1:]))
+    unfactor_weight(module, name, nn.Parameter(left.clone()))
+    parametrize.register_parametrization(module, name, _marked(spread), unsafe=True)
+
+
+def _marked(module: Any) -> Any:
+    """Told apart from the user's own Sequentials and parametrizations when the model is written."""
+    module.low_rank = True
+    return module
+
+
+def write(model: nn.Module, folder: Path | str, example_input: Any = None) -> Path:
+    """Write a finished model: `model.safetensors`, `layers.json`, `load.py`, and `program.pt2` with an example.
+
+    `load.py` needs torch and safetensors alone and puts the weights into a model built by your own code;
+    `program.pt2` is the model itself, for `torch.export.load`.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {k: t.detach().cpu().contiguous().clone() for k, t in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors")
+    layers = {name: told for name, module in model.named_modules() if (told := _describe(module)) is not None}
+    parameters = sum(p.numel() for p in model.parameters())
+    (folder / "layers.json").write_text(json.dumps({"parameters": parameters, "layers": layers}, indent=1) + "\n")
+    (folder / "load.py").write_text((Path(__file__).parent / "load_exported.py").read_text())
+    if example_input is not None:
+        _write_program(model, folder / "program.pt2", example_input)
+    return folder
+
+
+def _describe(module: nn.Module) -> dict[str, Any] | None:
+    """How `load.py` builds a layer that is low-rank now; None for any other."""
+    if isinstance(module, nn.Sequential) and getattr(module, "low_rank", False) and not _is_spread(module):
+        return {"kind": "sequential", "parts": [_arguments(part) for part in module]}
+    if not parametrize.is_parametrized(module):
+        return None
+    lists = module.parametrizations.items()  # type: ignore[union-attr,operator]
+    weights = {name: list(found.original.shape) for name, found in lists if getattr(found[0], "low_rank", False)}
+    return {"kind": "parametrized", "weights": weights} if weights else None
+
+
+def _is_spread(module: nn.Sequential) -> bool:
+    return isinstance(module[-1], nn.Unflatten)
+
+
+def _arguments(layer: Any) -> dict[str, Any]:
+    keys = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "padding_mode")
+    if isinstance(layer, nn.Linear):
+        keys = ("in_features", "out_features")
+    arguments = {key: getattr(layer, key) for key in keys}
+    return {"class": type(layer).__name__, "arguments": {**arguments, "bias": layer.bias is not None}}
+
+
+def _write_program(model: nn.Module, path: Path, example: Any) -> None:
+    batch = torch.export.Dim.AUTO
+    example = example.detach().cpu()
+    # A batch of one would be taken for a constant.
+    example = torch.cat([example, example])[: max(2, len(example))]
+    program = torch.export.export(copy.deepcopy(model).cpu().eval(), (example,), dynamic_shapes=({0: batch},))
+    torch.export.save(program, path)

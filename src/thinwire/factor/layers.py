@@ -1,0 +1,176 @@
+"""Layers whose weight is two factors. A module changes its class and keeps its identity.
+
+`factor_weight(module, "weight", a, b)` takes the parameter `weight` out of the module, puts `weight_a` and
+`weight_b` in, and swaps the module's class for a subclass of its own class in which `weight` is a read-only
+property (A·B on demand). Hooks, names and references survive. Classes with a forward pass of their own here
+(Linear, Conv1d/2d/3d, transformers' Conv1D) use the two thin factors where that costs fewer operations;
+every other class, MultiheadAttention among them, reads the property and so multiplies out.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from thinwire.factor.matrix import MatrixView, view_of
+
+_CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
+    nn.Conv1d: F.conv1d,
+    nn.Conv2d: F.conv2d,
+    nn.Conv3d: F.conv3d,
+}
+
+
+def factor_weight(module: nn.Module, name: str, a: nn.Parameter, b: nn.Parameter) -> None:
+    """Replace the parameter `name` of `module` by the factors `a` and `b`."""
+    view = view_of(module._parameters[name])  # type: ignore[arg-type]
+    names = {**factored_names(module), name: view}
+    del module._parameters[name]
+    module.register_parameter(f"{name}_a", a)
+    module.register_parameter(f"{name}_b", b)
+    _set_factored(module, names)
+
+
+def unfactor_weight(module: nn.Module, name: str, weight: nn.Parameter) -> None:
+    """Put a full parameter back; the module has its own class again once no factor is left."""
+    names = factored_names(module)
+    del names[name]
+    del module._parameters[f"{name}_a"], module._parameters[f"{name}_b"]
+    _set_factored(module, names)
+    module.register_parameter(name, weight)
+
+
+def factored_names(module: nn.Module) -> dict[str, MatrixView]:
+    """The weights of this module that are factors now, with their views."""
+    return dict(getattr(module, "_factored", {}))
+
+
+def factors_of(module: nn.Module, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+    """A and B of a factored weight."""
+    return module._parameters[f"{name}_a"], module._parameters[f"{name}_b"]  # type: ignore[return-value]
+
+
+def dense_class(module: nn.Module) -> type[nn.Module]:
+    """The class the module had before anything was factored."""
+    return getattr(type(module), "_dense_class", type(module))
+
+
+def is_conv1d_of_transformers(cls: type) -> bool:
+    """Whether this is transformers' Conv1D, a Linear with its weight transposed, known without importing it."""
+    return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
+
+
+def _set_factored(module: nn.Module, names: dict[str, MatrixView]) -> None:
+    dense = dense_class(module)
+    module.__class__ = _factored_class(dense, tuple(names)) if names else dense
+    if names:
+        module._factored = names  # type: ignore[assignment]
+    else:
+        del module._factored
+
+
+@functools.cache
+def _factored_class(dense: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    body: dict[str, Any] = {name: _product(name) for name in names}
+    body["_dense_class"] = dense
+    body["extra_repr"] = _extra_repr
+    body["__reduce__"] = _reduce
+    forward = _thin_forward(dense)
+    if forward is not None and names == ("weight",):
+        body["forward"] = forward
+    return type(f"Factored{dense.__name__}", (dense,), body)
+
+
+def _product(name: str) -> property:
+    def weight(self: nn.Module) -> Tensor:
+        return self._factored[name].rebuild(self._parameters[f"{name}_a"], self._parameters[f"{name}_b"])  # type: ignore[index,union-attr]
+
+    weight.__doc__ = f"`{name}_a` times `{name}_b`, computed at every reading."
+    return property(weight)
+
+
+def _extra_repr(self: nn.Module) -> str:
+    ranks = ", ".join(f"{name}: rank {factors_of(self, name)[0].shape[1]}" for name in factored_names(self))
+    return ", ".join(part for part in (dense_class(self).extra_repr(self), ranks) if part)
+
+
+def _reduce(self: nn.Module) -> tuple[Any, ...]:
+    # The class is made at run time, so pickle and deepcopy rebuild it from the dense one.
+    return _rebuild_empty, (dense_class(self), tuple(factored_names(self))), self.__dict__
+
+
+def _rebuild_empty(dense: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    cls = _factored_class(dense, names)
+    return cls.__new__(cls)
+
+
+def _thin_forward(dense: type[nn.Module]) -> Callable[..., Tensor] | None:
+    """A forward pass through two thin factors; None for a class that has its own way of using its weight."""
+    for known, forward in ((nn.Linear, _linear_forward), *((c, _conv_forward) for c in _CONVOLUTIONS)):
+        if issubclass(dense, known) and dense.forward is known.forward:
+            return forward
+    return _conv1d_forward if is_conv1d_of_transformers(dense) else None
+
+
+def thin_is_cheaper(view: MatrixView, rank: int, uses: int) -> bool:
+    """Whether two thin products cost less than one full one, for a weight applied `uses` times."""
+    thin = uses * rank * (view.rows + view.columns)
+    full = (uses + rank) * view.rows * view.columns
+    return thin < full
+
+
+def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
+    view = self._factored["weight"]  # type: ignore[index]
+    a, b = self.weight_a, self.weight_b
+    if not thin_is_cheaper(view, a.shape[1], input.numel() // max(1, input.shape[-1])):
+        return F.linear(input, view.rebuild(a, b), self.bias)
+    left, right = view.sides(a, b)  # (out, k), (k, in)
+    return F.linear(F.linear(input, right), left, self.bias)
+
+
+def _conv1d_forward(self: Any, input: Tensor) -> Tensor:
+    view = self._factored["weight"]
+    a, b = self.weight_a, self.weight_b
+    if not thin_is_cheaper(view, a.shape[1], input.numel() // max(1, input.shape[-1])):
+        return input @ view.rebuild(a, b) + self.bias
+    left, right = view.sides(a, b)  # (in, k), (k, out)
+    return (input @ left) @ right + self.bias
+
+
+def _conv_forward(self: Any, input: Tensor) -> Tensor:
+    view = self._factored["weight"]
+    a, b = self.weight_a, self.weight_b
+    left, right = view.sides(a, b)  # (out, k), (k, in·kernel)
+    positions = input.numel() // max(1, self.in_channels) // _stride_product(self)
+    if not thin_is_cheaper(view, a.shape[1], positions):
+        return self._conv_forward(input, view.rebuild(a, b), self.bias)
+    kernel = right.reshape(-1, *view.shape[1:])  # (k, in, *kernel)
+    point = left.reshape(view.rows, -1, *(1 for _ in view.shape[2:]))  # (out, k, 1, …)
+    hidden = self._conv_forward(input, kernel, None)
+    return _convolution(self)(hidden, point, self.bias)
+
+
+def _stride_product(conv: Any) -> int:
+    product = 1
+    for stride in conv.stride:
+        product *= stride
+    return product
+
+
+def _convolution(conv: nn.Module) -> Callable[..., Tensor]:
+    return next(f for cls, f in _CONVOLUTIONS.items() if isinstance(conv, cls))
+
+
+def new_parameter(values: Tensor, like: nn.Parameter) -> nn.Parameter:
+    """A trainable parameter on the same device as `like`, with its own memory."""
+    return nn.Parameter(values.detach().to(device=like.device, dtype=like.dtype).clone(), requires_grad=True)
+
+
+def rebuilt(module: nn.Module, name: str) -> Tensor:
+    """The full weight of a factored layer, detached."""
+    a, b = factors_of(module, name)
+    with torch.no_grad():
+        return factored_names(module)[name].rebuild(a, b).contiguous()

@@ -1,0 +1,66 @@
+"""Any weight as a tall 2-D matrix, and back.
+
+A weight of shape (d0, d1, …) is the (d0, d1·…) matrix; a matrix wider than tall is transposed first.
+So the factors of `W = A B` are A (m, k) and B (k, n) with m ≥ n, and A is never the smaller one.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class MatrixView:
+    """How one weight is seen as a tall matrix."""
+
+    shape: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the flattened weight, before any transposition."""
+        return self.shape[0]
+
+    @property
+    def columns(self) -> int:
+        """Columns of the flattened weight, before any transposition."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def transposed(self) -> bool:
+        return self.rows < self.columns
+
+    @property
+    def tall(self) -> tuple[int, int]:
+        """(m, n) with m ≥ n."""
+        return max(self.rows, self.columns), min(self.rows, self.columns)
+
+    def to_matrix(self, weight: Tensor) -> Tensor:
+        """(d0, d1, …) -> (m, n)"""
+        flat = weight.reshape(self.rows, self.columns)
+        return flat.t() if self.transposed else flat
+
+    def to_weight(self, matrix: Tensor) -> Tensor:
+        """(m, n) -> (d0, d1, …)"""
+        flat = matrix.t() if self.transposed else matrix
+        return flat.reshape(self.shape)
+
+    def sides(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Factors of the flattened weight as the layer uses it: (rows, k) and (k, columns)."""
+        return (b.t(), a.t()) if self.transposed else (a, b)
+
+    def rebuild(self, a: Tensor, b: Tensor) -> Tensor:
+        """The weight that two factors stand for."""
+        return self.to_weight(a @ b)  # (m, k) @ (k, n)
+
+    def is_smaller(self, rank: int) -> bool:
+        """Whether factors of this rank hold fewer numbers than the weight."""
+        m, n = self.tall
+        return rank * (m + n) < m * n
+
+
+def view_of(weight: Tensor | torch.Size) -> MatrixView:
+    """The view of a weight, or of a shape, of two dimensions or more."""
+    shape = weight.shape if isinstance(weight, Tensor) else weight
+    return MatrixView(tuple(shape))

@@ -1,0 +1,108 @@
+"""Optimizer state through every change of shape, and parameters exchanged in their groups.
+
+With `W ≈ A B` the gradients are g_A = g_W Bᵀ and g_B = Aᵀ g_W, so first moments follow linearly
+and second moments with elementwise squares of the same matrices (an approximation):
+
+    from full   m_A = m_W Bᵀ          v_A = v_W (Bᵀ)²         m_B = Aᵀ m_W          v_B = (Aᵀ)² v_W
+    re-cut      m_A' = m_A Dᵀ         v_A' = v_A (Dᵀ)²        m_B' = Cᵀ m_B         v_B' = (Cᵀ)² v_B
+    to full     m_W = m_A (B⁺)ᵀ  or  (A⁺)ᵀ m_B
+
+with D = B' B⁺ and C = A⁺ A'. All matrices here are tall views, so transposed layers need no case of their own.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from thinwire.factor.matrix import MatrixView
+
+LINEAR = frozenset({"exp_avg", "momentum_buffer", "grad_avg"})
+QUADRATIC = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
+
+State = dict[str, Any]
+Map = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
+
+
+def exchange(optimizer: Optimizer, old: Sequence[nn.Parameter], new: Sequence[nn.Parameter]) -> None:
+    """Put `new` where `old` stood, in the same parameter group; the old ones' state is dropped."""
+    gone = {id(p) for p in old}
+    for group in optimizer.param_groups:
+        places = [i for i, p in enumerate(group["params"]) if id(p) in gone]
+        if places:
+            group["params"][:] = [p for p in group["params"] if id(p) not in gone]
+            group["params"][places[0] : places[0]] = list(new)
+            break
+    for p in old:
+        optimizer.state.pop(p, None)
+
+
+def reset(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Forget what the optimizer knows of these parameters; they start again from step 0."""
+    for p in parameters:
+        optimizer.state.pop(p, None)
+
+
+def factors_from_full(state: State, view: MatrixView, a: Tensor, b: Tensor) -> tuple[State, State]:
+    """State of A and of B from that of W."""
+
+    def onto_a(moment: Tensor, power: Callable[[Tensor], Tensor]) -> Tensor:
+        return view.to_matrix(moment) @ power(b).t()  # (m, n) @ (n, k)
+
+    def onto_b(moment: Tensor, power: Callable[[Tensor], Tensor]) -> Tensor:
+        return power(a).t() @ view.to_matrix(moment)  # (k, m) @ (m, n)
+
+    return transport(state, onto_a), transport(state, onto_b)
+
+
+def full_from_factor(state: State, view: MatrixView, *, a: Tensor | None = None, b: Tensor | None = None) -> State:
+    """State of W from that of the factor that was trained: give `b` for A's state, `a` for B's."""
+    if b is not None:
+        inverse = torch.linalg.pinv(b)  # (n, k)
+        return transport(state, lambda moment, power: view.to_weight(moment @ power(inverse).t()))
+    assert a is not None
+    inverse = torch.linalg.pinv(a)  # (k, m)
+    return transport(state, lambda moment, power: view.to_weight(power(inverse).t() @ moment))
+
+
+def recut_a(state: State, b: Tensor, new_b: Tensor) -> State:
+    """State of A' from that of A, when A B became A' B'."""
+    d = new_b @ torch.linalg.pinv(b)  # (k', n) @ (n, k)
+    return transport(state, lambda moment, power: moment @ power(d).t())
+
+
+def recut_b(state: State, a: Tensor, new_a: Tensor) -> State:
+    """State of B' from that of B, when A B became A' B'."""
+    c = torch.linalg.pinv(a) @ new_a  # (k, m) @ (m, k')
+    return transport(state, lambda moment, power: power(c).t() @ moment)
+
+
+def transport(state: State, onto: Map) -> State:
+    """Carry each moment by `onto(moment, power)`; counters stay, state nobody knows is dropped with a warning."""
+    carried: State = {}
+    for name, value in state.items():
+        if name in LINEAR and isinstance(value, Tensor):
+            carried[name] = onto(value, lambda x: x).contiguous()
+        elif name in QUADRATIC and isinstance(value, Tensor):
+            carried[name] = onto(value, torch.square).contiguous()
+        elif not isinstance(value, Tensor) or value.dim() == 0:
+            carried[name] = value.clone() if isinstance(value, Tensor) else value
+        else:
+            return _forget(name)
+    return carried
+
+
+def _forget(name: str) -> State:
+    warnings.warn(
+        f"optimizer state {name!r} is not known to follow a change of shape: it starts again after each", stacklevel=2
+    )
+    return {}
+
+
+def moments_of(state: Mapping[str, Any]) -> list[str]:
+    """Names of the per-element tensors in one parameter's state, in a fixed order."""
+    known = LINEAR | QUADRATIC
+    return sorted(n for n, value in state.items() if isinstance(value, Tensor) and (n in known or value.dim() > 0))

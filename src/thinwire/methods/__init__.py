@@ -1,0 +1,1 @@
+"""One paper, one file; `base.py` is the contract they all fulfil."""

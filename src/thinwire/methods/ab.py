@@ -1,0 +1,322 @@
+"""AB training (arXiv 2405.01067; dissertation of D. Coquelin, section 5.2), with the paper's cycle.
+
+    1. warm-up: the whole world trains the full model
+    2. decompose: every weight W becomes A B, small singular values are dropped
+    3. groups: each group trains A or B alone, and whatever was not factored
+    4. merge: all copies are averaged, W = A B is rebuilt
+    5. rebound: the whole world trains the full model; then again from 2
+
+A group phase begins only if all of it fits before `total_steps`; what is left is trained as in 5.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.config import AB, check_cutoff
+from thinwire.errors import ConfigError, DivergedError
+from thinwire.factor import moments
+from thinwire.factor.convert import Layer, find_layers, to_factors, to_full
+from thinwire.methods.agree import agreed_factors
+from thinwire.methods.base import Ground, Method, optimizer_parameters
+from thinwire.methods.merging import average_buffers, average_moments, average_parameters
+
+
+class Weights(NamedTuple):
+    """This group's weight in a merge, for factors A, factors B and everything else."""
+
+    a: float
+    b: float
+    rest: float
+
+
+class Segment(NamedTuple):
+    """A phase and the step at which it ends."""
+
+    phase: str
+    end: int
+
+
+def timetable(config: AB) -> list[Segment]:
+    """The phases of a run. The last one is full-rank and has no end of its own."""
+    segments, step = [Segment("warmup", config.warmup_length)], config.warmup_length
+    while step + config.group_length <= config.total_steps:
+        segments.append(Segment("groups", step + config.group_length))
+        step = min(step + config.group_length + config.rebound_length, config.total_steps)
+        segments.append(Segment("rebound", step))
+    return [*segments, Segment("final", config.total_steps)]
+
+
+class ABMethod(Method):
+    """Low-rank factors, trained apart and merged."""
+
+    phases = ("warmup", "groups", "rebound", "final")
+    config: AB
+
+    def __init__(self, config: AB, ground: Ground) -> None:
+        super().__init__(config, ground)
+        self.segments = timetable(config)
+        self.index = 0
+        self.order: list[str] = []
+        self.lr_start: int | None = None
+        self.base: list[Tensor] = []
+        self._watching: list[Any] = []
+        self._warned = False
+
+    def attach(self) -> None:
+        """Begin with the first phase; a warm-up of no steps begins with the groups."""
+        self._find_layers()
+        if not self.layers:
+            reasons = ", ".join(f"{kept.name} ({kept.why})" for kept in self.kept) or "it has no weight matrices"
+            raise ConfigError(
+                f"nothing to factor in this model: {reasons}; a small model may want keep_first=False or keep_last=False"
+            )
+        self._watch_order()
+        self.replicated.wrap(self.topology.world)
+        self._follow_timetable()
+
+    def after_step(self) -> None:
+        """Count it, agree on the buffers, and change phase where the timetable says so."""
+        self.step += 1
+        self._stop_watching()
+        self.replicated.hand_on_buffers()
+        self._follow_timetable()
+        if self.step > self.config.total_steps and not self._warned:
+            warnings.warn(
+                f"step {self.step} is beyond total_steps={self.config.total_steps}: training stays in phase {self.phase!r}",
+                stacklevel=2,
+            )
+            self._warned = True
+
+    @property
+    def spans_world(self) -> bool:
+        """False while groups train apart."""
+        return self.phase != "groups" or len(self.topology.groups) == 1
+
+    @property
+    def trains(self) -> str:
+        """The factor this worker's group trains: the first half of the groups A, the others B, a lone group B."""
+        count = len(self.topology.groups)
+        return "a" if count > 1 and self.topology.group_index < math.ceil(count / 2) else "b"
+
+    @property
+    def lr_factor(self) -> float:
+        """The learning-rate rebound: linear from near zero to one after each change of shape."""
+        length = self.config.lr_rebound_length
+        if self.lr_start is None or self.step - self.lr_start >= length:
+            return 1.0
+        return (self.step - self.lr_start + 1) / length
+
+    def finish(self, cutoff: float | None) -> None:
+        """Merge if groups are apart, then cut every layer at the cutoff."""
+        cutoff = self.config.cutoff if cutoff is None else cutoff
+        check_cutoff(cutoff, zero_allowed=True)
+        if self.phase == "groups":
+            self._merge()
+        self._find_layers()
+        for layer, factors in agreed_factors(self.layers, self.wire, cutoff):
+            to_factors(layer, *factors)
+        self.replicated.unwrap()
+
+    @contextmanager
+    def lend_merged(self) -> Iterator[None]:
+        """Average copies of everything, and put the group's own back."""
+        own = [*self.parameters(), *self.model.buffers()]
+        before = [t.detach().clone() for t in own]
+        self._average(self._weigh())
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for t, value in zip(own, before, strict=True):
+                    t.copy_(value)
+
+    # Phases.
+
+    def _follow_timetable(self) -> None:
+        while self.step >= self.segments[self.index].end and self.index + 1 < len(self.segments):
+            self.check_counters()
+            if self.phase == "groups":
+                self._merge()
+            self.index += 1
+            self._set_phase(self.segments[self.index].phase)
+            if self.phase == "groups":
+                self._split()
+
+    def _split(self) -> None:
+        """Steps 2 and 3: decompose, freeze what this group does not train, average gradients inside the group."""
+        self._find_layers()
+        for layer, factors in agreed_factors(self.layers, self.wire, self.config.cutoff):
+            self._to_factors(layer, *factors)
+        self._freeze()
+        self.observed.zero_()
+        self.base = self._copy_base()
+        self.replicated.wrap(self.topology.group)
+
+    def _merge(self) -> None:
+        """Step 4: one model again, full-rank, with the optimizer in the same state everywhere."""
+        weights = self._weigh()
+        states = {layer.key: self._state_of_full(layer) for layer in self.layers if layer.is_factored}
+        self._average(weights)
+        for layer in self.layers:
+            if layer.is_factored:
+                self._to_full(layer, states[layer.key])
+        if self.config.moments == "reset":
+            moments.reset(self.optimizer, self.parameters())
+        else:
+            average_moments(self.wire, self.optimizer, self.parameters(), weights.rest)
+        self.base = []
+        self.replicated.wrap(self.topology.world)
+        self.ground.after_merge()
+
+    def _weigh(self) -> Weights:
+        """This group's weights in a merge; a group that diverged stops the run here, by name."""
+        loss, count = self.observed.tolist()
+        finite = math.isfinite(loss) and all(bool(torch.isfinite(p).all()) for p in self.parameters())
+        reports = self.wire.everyone([loss if math.isfinite(loss) else 0.0, count, finite], "control")
+        groups = self.topology.groups
+        for i, group in enumerate(groups):
+            if not all(reports[rank][2] for rank in group):
+                raise DivergedError(
+                    f"group {i} (ranks {group[0]} to {group[-1]}) has a loss or a parameter that is not finite at step "
+                    f"{self.step}, so nothing was merged; lower the learning rate or go back to a checkpoint"
+                )
+        return self._weights([sum(reports[r][0] for r in g) for g in groups], [sum(reports[r][1] for r in g) for g in groups])
+
+    def _weights(self, losses: list[float], counts: list[float]) -> Weights:
+        sizes = [float(len(group)) for group in self.topology.groups]
+        own = self.topology.group_index
+        if self.config.merge == "weighted":
+            if not all(counts):
+                raise ConfigError("merge='weighted' needs losses: call replica.observe(loss) after each backward pass")
+            sizes = [g / max(loss / n, 1e-8) for g, loss, n in zip(sizes, losses, counts, strict=True)]
+        rest = sizes[own] / sum(sizes)
+        if self.config.merge != "trained" or len(sizes) == 1:
+            return Weights(rest, rest, rest)
+        half = math.ceil(len(sizes) / 2)
+        if self.trains == "a":
+            return Weights(sizes[own] / sum(sizes[:half]), 0.0, rest)
+        return Weights(0.0, sizes[own] / sum(sizes[half:]), rest)
+
+    def _average(self, weights: Weights) -> None:
+        parameters = self._merged_parameters()
+        chosen = [getattr(weights, kind) for _, kind in parameters]
+        average_parameters(self.wire, [p for p, _ in parameters], chosen, self.config.wire, self.base)
+        average_buffers(self.wire, self.model, weights.rest)
+
+    def _merged_parameters(self) -> list[tuple[nn.Parameter, str]]:
+        """What a merge averages and by which weight; parameters the user froze are the same everywhere."""
+        kinds = {id(p): kind for x in self.layers if x.is_factored for p, kind in zip(x.factors, "ab", strict=True)}
+        return [(p, kinds.get(id(p), "rest")) for p in self.parameters() if p.requires_grad or id(p) in kinds]
+
+    def _copy_base(self) -> list[Tensor]:
+        """Where all groups start from, if the wire carries differences."""
+        if self.config.wire == "fp32":
+            return []
+        return [p.detach().clone() for p, _ in self._merged_parameters()]
+
+    # Layers.
+
+    def _find_layers(self) -> None:
+        c = self.config
+        self.layers, self.kept = find_layers(
+            self.model,
+            trained=optimizer_parameters(self.optimizer),
+            order=self.order,
+            keep_first=c.keep_first,
+            keep_last=c.keep_last,
+            keep=c.keep,
+        )
+
+    def _watch_order(self) -> None:
+        """Note the order in which modules are used, to know the first and the last."""
+
+        def note(module: nn.Module, inputs: Any, name: str) -> None:
+            if name not in self.order:
+                self.order.append(name)
+
+        for name, module in self.model.named_modules():
+            if any(p.dim() >= 2 for p in module.parameters(recurse=False)):
+                hook = module.register_forward_pre_hook(lambda m, i, name=name: note(m, i, name))
+                self._watching.append(hook)
+
+    def _stop_watching(self) -> None:
+        if self._watching:
+            for hook in self._watching:
+                hook.remove()
+            self._watching = []
+            self.order = self.wire.tell(self.order)[0]
+
+    def _to_factors(self, layer: Layer, a: Tensor, b: Tensor) -> None:
+        weight = layer.weight
+        state = self.optimizer.state.get(weight, {})
+        to_factors(layer, a, b)
+        new_a, new_b = layer.factors
+        moments.exchange(self.optimizer, [weight], [new_a, new_b])
+        if self.config.moments == "carry" and state:
+            state_a, state_b = moments.factors_from_full(state, layer.view, a, b)
+            trained, carried = (new_a, state_a) if self.trains == "a" else (new_b, state_b)
+            self.optimizer.state[trained] = carried
+        self.lr_start = self.step
+
+    def _state_of_full(self, layer: Layer) -> dict[str, Any]:
+        """The state that the full weight takes over from the factor this group trained."""
+        a, b = layer.factors
+        state = self.optimizer.state.get(a if self.trains == "a" else b, {})
+        if self.config.moments != "carry" or not state:
+            return {}
+        fixed = {"b": b.detach()} if self.trains == "a" else {"a": a.detach()}
+        return moments.full_from_factor(state, layer.view, **fixed)
+
+    def _to_full(self, layer: Layer, state: dict[str, Any]) -> None:
+        factors = layer.factors
+        to_full(layer)
+        moments.exchange(self.optimizer, factors, [layer.weight])
+        if state:
+            self.optimizer.state[layer.weight] = state
+        self.lr_start = self.step
+
+    def _freeze(self) -> None:
+        for layer in self.layers:
+            if layer.is_factored:
+                a, b = layer.factors
+                a.requires_grad_(self.trains == "a")
+                b.requires_grad_(self.trains == "b")
+
+    # Checkpoints.
+
+    def state(self) -> dict[str, Any]:
+        """Place in the timetable, order of use, ranks and the learning rate's rebound."""
+        ranks = {layer.key: layer.rank for layer in self.layers if layer.is_factored}
+        more = {"index": self.index, "order": self.order, "lr_start": self.lr_start, "ranks": ranks}
+        return {**super().state(), **more}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go to a place in the timetable and give the model the shape it had there."""
+        super().load_state(state)
+        self.index, self.order, self.lr_start = state["index"], state["order"], state["lr_start"]
+        self._stop_watching()
+        self._find_layers()
+        for layer in self.layers:
+            if layer.is_factored:
+                self._to_full(layer, {})
+            rank = state["ranks"].get(layer.key)
+            if rank is not None:
+                m, n = layer.view.tall
+                self._to_factors(layer, torch.empty(m, rank), torch.empty(rank, n))
+        self.lr_start = state["lr_start"]
+        self._freeze()
+        self.replicated.wrap(self.topology.group if self.phase == "groups" else self.topology.world)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The values that groups started from, where the wire carries differences."""
+        return {f"base.{i}": t for i, t in enumerate(self.base)}
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Take the starting values back."""
+        self.base = [tensors[f"base.{i}"] for i in range(len(tensors))]

@@ -1,0 +1,89 @@
+"""One decomposition on all workers: shared out inside a node, compared between groups, mended where it differs."""
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.codec import checksum
+from thinwire.comm.collectives import Wire
+from thinwire.errors import DivergedError
+from thinwire.factor.convert import Layer
+from thinwire.factor.decompose import decompose
+
+Factors = tuple[Tensor, Tensor]
+
+
+def agreed_factors(layers: list[Layer], wire: Wire, cutoff: float) -> list[tuple[Layer, Factors]]:
+    """Factors of every layer that they make smaller, bit for bit the same on all workers; collective.
+
+    1. Members of a group inside one node decompose a share of the layers each and hand the factors around.
+    2. All workers compare a checksum a layer.
+    3. Layers that differ are overwritten by rank 0's.
+    """
+    owners = _owners(layers, wire)
+    found = [_factors(layer, cutoff) if owner in (None, wire.topology.member) else None for layer, owner in owners]
+    for member in sorted({owner for _, owner in owners if owner is not None}):
+        mine = [i for i, (_, owner) in enumerate(owners) if owner == member]
+        _hand_around(layers, found, mine, wire, member)
+    different = wire.differing([checksum(f) if f else 0 for f in found], "checksums")
+    if different:
+        _hand_around(layers, found, different, wire, None)
+    return [(layer, factors) for layer, factors in zip(layers, found, strict=True) if factors is not None]
+
+
+def _factors(layer: Layer, cutoff: float) -> Factors | None:
+    """None where factors would not be smaller than the layer."""
+    matrix = layer.matrix()
+    if not torch.isfinite(matrix).all():
+        raise DivergedError(f"layer {layer.name!r} has values that are not finite: training diverged before it was decomposed")
+    factors = decompose(matrix, cutoff)
+    return (factors.a, factors.b) if layer.view.is_smaller(factors.a.shape[1]) else None
+
+
+def _owners(layers: list[Layer], wire: Wire) -> list[tuple[Layer, int | None]]:
+    """Which member decomposes which layer, the costly ones first; None is everyone, where the group is not one node's."""
+    group = wire.topology.group
+    if len(group) == 1 or not any(set(group) <= set(node) for node in wire.topology.nodes):
+        return [(layer, None) for layer in layers]
+    load = [0] * len(group)
+    owner: dict[str, int] = {}
+    for layer in sorted(layers, key=_cost, reverse=True):
+        owner[layer.key] = load.index(min(load))
+        load[owner[layer.key]] += _cost(layer)
+    return [(layer, owner[layer.key]) for layer in layers]
+
+
+def _cost(layer: Layer) -> int:
+    m, n = layer.view.tall
+    return m * n * n
+
+
+def _hand_around(
+    layers: list[Layer], found: list[Factors | None], which: list[int], wire: Wire, member: int | None
+) -> None:
+    """Overwrite `found[which]` by those of a member of the group, or of rank 0 of the world."""
+    device = layers[0].parameters[0].device
+
+    def send(tensors: list[Tensor]) -> None:
+        if member is None:
+            wire.broadcast(tensors, "decomposition")
+        else:
+            wire.share_out(tensors, member, "decomposition")
+
+    ranks = torch.tensor([_rank(found[i]) for i in which], device=device)
+    send([ranks])
+    for i, rank in zip(which, ranks.tolist(), strict=True):
+        if rank != _rank(found[i]):
+            found[i] = _empty(layers[i], rank, device) if rank else None
+    tensors = [t for i in which for t in found[i] or ()]
+    if tensors:
+        send(tensors)
+
+
+def _rank(factors: Factors | None) -> int:
+    return factors[0].shape[1] if factors else 0
+
+
+def _empty(layer: Layer, rank: int, device: torch.device) -> Factors:
+    m, n = layer.view.tall
+    dtype = layer.parameters[0].dtype
+    return torch.empty(m, rank, device=device, dtype=dtype), torch.empty(rank, n, device=device, dtype=dtype)

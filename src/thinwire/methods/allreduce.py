@@ -1,0 +1,18 @@
+"""AllReduce: data-parallel training as PyTorch does it, the measure of everything else."""
+
+from thinwire.methods.base import Method
+
+
+class AllReduceMethod(Method):
+    """Gradients averaged over the world at every step by DistributedDataParallel."""
+
+    phases = ("train",)
+
+    def attach(self) -> None:
+        """Wrap the model over the world."""
+        self.replicated.wrap(self.topology.world)
+
+    def after_step(self) -> None:
+        """Count it, and agree on the buffers."""
+        self.step += 1
+        self.replicated.hand_on_buffers()

@@ -1,0 +1,169 @@
+"""The contract between a method and the replica that drives it.
+
+The replica calls, in this order:
+
+    attach()                   once, when every worker holds the same model
+    forward(…)                 for each training batch
+    lr_factor                  right before the optimizer's update, which it scales and which is put back after it
+    after_step()               when a step is over; the only place where phase or shape may change
+    lend_merged()              around an evaluation while workers hold different models
+    finish(cutoff)             once, at the end: one model on all workers, as small as the method makes it
+    state() / load_state(…)    what a checkpoint needs beyond model and optimizer
+
+A method changes the model and its optimizer in place, and talks to other workers only through its wire.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from thinwire.comm.collectives import Wire
+from thinwire.comm.replicate import Replicated
+from thinwire.config import check_cutoff
+from thinwire.errors import DisagreementError
+from thinwire.factor.convert import Kept, Layer, find_layers, to_factors
+from thinwire.factor.decompose import decompose
+
+
+@dataclass
+class Ground:
+    """What a method stands on."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    wire: Wire
+    ddp: dict[str, Any] = field(default_factory=dict)
+    has_scaler: bool = False
+    after_merge: Callable[[], None] = lambda: None
+    """Called when workers that trained apart are one again."""
+
+
+class Method(ABC):
+    """One way of training over a slow link."""
+
+    phases: ClassVar[tuple[str, ...]]
+    """Every name that `phase` may have."""
+
+    def __init__(self, config: Any, ground: Ground) -> None:
+        self.config = config
+        self.ground = ground
+        self.model = ground.model
+        self.optimizer = ground.optimizer
+        self.wire = ground.wire
+        self.topology = ground.wire.topology
+        self.replicated = Replicated(ground.model, ground.wire, config.wire, ground.ddp)
+        self.step = 0
+        self.forwards = 0
+        self.observed = torch.zeros(2, dtype=torch.float64)  # sum of losses, how many
+        self.layers: list[Layer] = []
+        self.kept: list[Kept] = []
+        self._set_phase(self.phases[0])
+
+    @abstractmethod
+    def attach(self) -> None:
+        """Take over the model."""
+
+    @abstractmethod
+    def after_step(self) -> None:
+        """A step is over."""
+
+    @property
+    def spans_world(self) -> bool:
+        """Whether all workers hold the same model between steps."""
+        return True
+
+    @property
+    def lr_factor(self) -> float:
+        """What the scheduled learning rate is multiplied by in the next update."""
+        return 1.0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """A training batch through the model."""
+        self.forwards += self.replicated.syncs
+        return self.replicated.forward(*args, **kwargs)
+
+    def observe(self, loss: float | Tensor) -> None:
+        """Hear of a training loss; never waits for the device."""
+        value = loss.detach().to(torch.float64).mean() if isinstance(loss, Tensor) else float(loss)
+        self.observed = self.observed.to(value.device) if isinstance(value, Tensor) else self.observed
+        self.observed[0] += value
+        self.observed[1] += 1
+
+    @contextmanager
+    def lend_merged(self) -> Iterator[None]:
+        """Lend every worker the model that a merge would give now."""
+        yield
+
+    def finish(self, cutoff: float | None) -> None:
+        """Leave one model on all workers; cut it where a cutoff is given."""
+        if cutoff is not None:
+            check_cutoff(cutoff, zero_allowed=True)
+            self.layers, self.kept = find_layers(self.model, trained=optimizer_parameters(self.optimizer))
+            self._truncate(cutoff)
+        self.replicated.unwrap()
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as plain values, the same on all workers."""
+        return {"step": self.step, "phase": self.phase}
+
+    def own_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this worker alone, as plain values."""
+        return {"forwards": self.forwards, "observed": self.observed.tolist()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps, as tensors beside the model's."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Bring counters, phase and the model's shape to those of `state`; values follow."""
+        self.step = state["step"]
+        self._set_phase(state["phase"])
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Go on from this worker's own part of a checkpoint."""
+        self.forwards = state["forwards"]
+        self.observed = torch.tensor(state["observed"], dtype=torch.float64)
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Take back what `tensors` gave."""
+
+    def rewrap(self) -> None:
+        """Wrap the model anew, as a checkpoint does on both of its sides."""
+        self.replicated.wrap(self.replicated.members)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The model's parameters in a fixed order."""
+        return list(self.model.parameters())
+
+    def check_counters(self) -> None:
+        """All workers must have come equally far; a worker that skipped a step unseen has run one batch more."""
+        rows = self.wire.everyone([self.step, self.forwards], "control")
+        common = max(rows, key=rows.count)
+        odd = [rank for rank, row in enumerate(rows) if row != common]
+        if odd:
+            told = ", ".join(f"rank {r} ran {int(rows[r][1])} batches in {int(rows[r][0])} steps" for r in odd)
+            remedy = "" if self.ground.has_scaler else "; if a GradScaler skips steps, pass it to attach(…, scaler=scaler)"
+            raise DisagreementError(
+                f"workers disagree at step {self.step}: {told}, the others {int(common[1])} in {int(common[0])}{remedy}"
+            )
+
+    def _set_phase(self, phase: str) -> None:
+        self.phase = phase
+        self.wire.ledger.phase = phase
+
+    def _truncate(self, cutoff: float) -> None:
+        for layer in self.layers:
+            factors = decompose(layer.matrix(), cutoff)
+            if layer.view.is_smaller(factors.a.shape[1]):
+                to_factors(layer, factors.a, factors.b)
+
+
+def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Every parameter an optimizer holds."""
+    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,0 +1,37 @@
+"""Every method there is, by the name users type."""
+
+from typing import Any, NamedTuple
+
+from thinwire import config
+from thinwire.errors import ConfigError
+from thinwire.methods.ab import ABMethod
+from thinwire.methods.allreduce import AllReduceMethod
+from thinwire.methods.base import Ground, Method
+
+
+class Entry(NamedTuple):
+    """A method: its config, its class, and one line for `thinwire list`."""
+
+    config: type
+    method: type[Method]
+    summary: str
+
+
+METHODS: dict[str, Entry] = {
+    "allreduce": Entry(config.AllReduce, AllReduceMethod, "gradients averaged at every step (PyTorch's DDP)"),
+    "ab": Entry(config.AB, ABMethod, "groups train low-rank factors alone and merge (AB training)"),
+}
+
+
+def name_of(given: Any) -> str:
+    """The name of the method that a config belongs to."""
+    for name, entry in METHODS.items():
+        if type(given) is entry.config:
+            return name
+    known = ", ".join(entry.config.__name__ for entry in METHODS.values())
+    raise ConfigError(f"{given!r} is not the config of a method, choose from: {known}")
+
+
+def make(given: Any, ground: Ground) -> Method:
+    """The method that a config asks for."""
+    return METHODS[name_of(given)].method(given, ground)

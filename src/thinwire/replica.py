@@ -1,0 +1,310 @@
+"""`attach`, the one line a user changes, and the `Replica` it returns."""
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from thinwire import snapshot
+from thinwire.admission import check_optimizer, check_same_architecture, describe_config, spread_first_values
+from thinwire.comm.collectives import Wire
+from thinwire.comm.ledger import Ledger
+from thinwire.comm.replicate import step_of_allreduce, step_of_ideal
+from thinwire.comm.topology import Topology, join
+from thinwire.errors import ThinwireError
+from thinwire.factor.export import to_plain
+from thinwire.methods.base import Ground, Method
+from thinwire.methods.registry import make, name_of
+
+log = logging.getLogger("thinwire")
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer,
+    config: Any,
+    *,
+    scaler: Any = None,
+    compile: dict[str, Any] | None = None,
+    ddp: dict[str, Any] | None = None,
+) -> "Replica":
+    """Train `model` by the method whose config this is; collective.
+
+    Call the returned replica instead of the model and keep the loop as it is. Give the `GradScaler` as
+    `scaler` if there is one, arguments of `torch.compile` as `compile`, further ones of
+    `DistributedDataParallel` (`bucket_cap_mb`, `find_unused_parameters`, …) as `ddp`.
+    """
+    name_of(config)
+    check_optimizer(model, optimizer)
+    join()
+    wire = Wire.open(config.group_size, Ledger())
+    check_same_architecture(model, optimizer, wire)
+    spread_first_values(model, wire)
+    ground = Ground(model, optimizer, wire, ddp=dict(ddp or {}), has_scaler=scaler is not None)
+    return Replica(make(config, ground), scaler=scaler, compile=compile)
+
+
+class Replica(nn.Module):
+    """A model in training on many workers; call it as you would the model."""
+
+    def __init__(self, method: Method, *, scaler: Any = None, compile: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.module = method.model
+        self._method = method
+        self._scaler = scaler
+        self._compile = compile
+        self._release: list[Callable[[], None]] = []
+        self._finished = False
+        self._scale_is_due = False
+        self._recompiles = Recompilations()
+        self._full = _count(method.model)
+        self._trained = sum(p.numel() for p in method.model.parameters() if p.requires_grad)
+        method.ground.after_merge = self._expect_scale
+        method.attach()
+        if compile is not None:
+            self.module.compile(**compile)
+        self._hook_into_steps()
+
+    # Training.
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """In training, a pass whose backward averages gradients; else the bare module, without a collective."""
+        if self._finished or not (self.training and torch.is_grad_enabled()):
+            return self.module(*args, **kwargs)
+        self._agree_on_scale()
+        return self._method.forward(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without averaging them, as DDP's `no_sync`."""
+        with self._method.replicated.no_sync():
+            yield
+
+    def observe(self, loss: float | Tensor) -> None:
+        """Tell of a training loss: for weighted merges and to notice divergence."""
+        self._method.observe(loss)
+
+    @contextlib.contextmanager
+    def merged(self) -> Iterator["Replica"]:
+        """Lend every worker the merged model; collective. Its bytes are booked under "evaluate"."""
+        if self.spans_world:
+            yield self
+            return
+        self._method.wire.barrier("merged()")
+        with contextlib.ExitStack() as stack:
+            with self.traffic.everything_is("evaluate"):
+                stack.enter_context(self._method.lend_merged())
+            yield self
+
+    def finish(self, cutoff: float | None = None) -> nn.Module:
+        """The trained model in plain, low-rank torch.nn layers; collective, once. The replica becomes it."""
+        if self._finished:
+            raise ThinwireError("finish() has run already: the replica is the finished model, replica.module")
+        self._method.wire.barrier("finish()")
+        self._method.finish(cutoff)
+        self.detach()
+        self.module = to_plain(self.module)
+        self._finished = True
+        return self.module
+
+    def detach(self) -> None:
+        """Let go of optimizer, scaler and model, in whatever shape it is."""
+        for release in self._release:
+            release()
+        self._release = []
+        self._method.replicated.unwrap()
+
+    # State.
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The plain model's state, with `X.weight_a` and `X.weight_b` where a layer is factored."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the plain model's state into its present shape."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The plain model's parameters under their own names."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The plain model's buffers under their own names."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def save(self, folder: Path | str) -> None:
+        """Write model, optimizer, method and ledger to a folder all workers see; collective."""
+        self._refuse_finished("save()")
+        self._method.wire.barrier("save()")
+        snapshot.save(self._method, self._scaler, folder)
+
+    def load(self, folder: Path | str) -> None:
+        """Go on from what `save` wrote; collective."""
+        self._refuse_finished("load()")
+        self._method.wire.barrier("load()")
+        snapshot.load(self._method, self._scaler, folder)
+
+    # What it is doing.
+
+    @property
+    def traffic(self) -> Ledger:
+        """What crossed the wire so far, counted for this worker's node."""
+        return self._method.wire.ledger
+
+    @property
+    def wire(self) -> Wire:
+        """This worker's end of the wire."""
+        return self._method.wire
+
+    @property
+    def topology(self) -> Topology:
+        """Who is where."""
+        return self._method.topology
+
+    @property
+    def phase(self) -> str:
+        """The name of the present phase."""
+        return "finished" if self._finished else self._method.phase
+
+    @property
+    def step(self) -> int:
+        """Steps taken."""
+        return self._method.step
+
+    @property
+    def spans_world(self) -> bool:
+        """Whether all workers hold the same model now."""
+        return self._finished or self._method.spans_world
+
+    @property
+    def recompilations(self) -> int:
+        """How often torch.compile had to start again because shapes changed."""
+        return self._recompiles.count
+
+    def ranks(self) -> dict[str, int]:
+        """The rank of each layer that is factored now."""
+        return {layer.name: layer.rank for layer in self._method.layers if layer.is_factored and layer.rank}
+
+    def describe(self) -> dict[str, Any]:
+        """Method, layout and size, as plain values."""
+        return {
+            "method": name_of(self._method.config),
+            "config": describe_config(self._method.config),
+            "groups": [list(group) for group in self.topology.groups],
+            "nodes": [list(node) for node in self.topology.nodes],
+            "kept_full": [{"layer": kept.name, "why": kept.why} for kept in self._method.kept],
+            "parameters_full": self._full,
+            "parameters": _count(self.module),
+        }
+
+    def traffic_summary(self) -> dict[str, Any]:
+        """The ledger as the mean over nodes; collective."""
+        return self._method.wire.node_mean().summary()
+
+    def baseline(self) -> dict[str, int]:
+        """Slow bytes a node that fp32 all-reduce, and the ideal one, would have sent for the steps so far."""
+        usual = step_of_allreduce(self.module, self.topology, self._trained)
+        return {"allreduce_fp32": usual.slow * self.step, "ideal_fp32": step_of_ideal(self.topology, self._trained) * self.step}
+
+    # Steps.
+
+    def _hook_into_steps(self) -> None:
+        optimizer, kept = self._method.optimizer, list[Any]()
+
+        def before(*_: Any) -> None:
+            factor = self._method.lr_factor
+            if factor != 1.0:
+                kept[:] = [group["lr"] for group in optimizer.param_groups]
+                for group in optimizer.param_groups:
+                    group["lr"] = group["lr"] * factor
+
+        def after(*_: Any) -> None:
+            # Put back before a phase may change, so that schedulers never see the scaled rate.
+            for group, lr in zip(optimizer.param_groups, kept, strict=False):
+                group["lr"] = lr
+            kept.clear()
+            if self._scaler is None:
+                self._end_step()
+
+        self._release += [
+            optimizer.register_step_pre_hook(before).remove,
+            optimizer.register_step_post_hook(after).remove,
+        ]
+        if self._scaler is not None:
+            self._hook_into_scaler(self._scaler)
+
+    def _hook_into_scaler(self, scaler: Any) -> None:
+        """A step is a call of `scaler.step`, skipped or not; after a merge all scales must agree."""
+        step, update = scaler.step, scaler.update
+
+        def counted_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            result = step(optimizer, *args, **kwargs)
+            if optimizer is self._method.optimizer:
+                self._end_step()
+            return result
+
+        def agreeing_update(*args: Any, **kwargs: Any) -> None:
+            update(*args, **kwargs)
+            self._agree_on_scale()
+
+        scaler.step, scaler.update = counted_step, agreeing_update
+        self._release.append(lambda: (delattr(scaler, "step"), delattr(scaler, "update"), None)[-1])
+
+    def _end_step(self) -> None:
+        self._method.after_step()
+        self._recompiles.look()
+
+    def _expect_scale(self) -> None:
+        # The merge happens inside scaler.step, and the scaler's own update is still to come on every worker.
+        self._scale_is_due = self._scaler is not None
+
+    def _agree_on_scale(self) -> None:
+        """The smallest scale and growth tracker of all workers, or each would unscale by its own factor."""
+        if not self._scale_is_due:
+            return
+        self._scale_is_due = False
+        state = self._scaler.state_dict()
+        if state:
+            mine = torch.tensor([-state["scale"], -float(state["_growth_tracker"])], dtype=torch.float64)
+            scale, growth = (-self.wire.largest(mine, "control")).tolist()
+            self._scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": int(growth)})
+
+    def _refuse_finished(self, call: str) -> None:
+        if self._finished:
+            raise ThinwireError(f"{call} after finish(): keep the finished model by thinwire.export or its state_dict()")
+
+
+class Recompilations:
+    """Counts graphs that torch.compile made, and warns once where Dynamo gives up."""
+
+    def __init__(self) -> None:
+        self.start = self._graphs()
+        self.count = 0
+        self._warned = False
+
+    def look(self) -> None:
+        """Count anew."""
+        self.count = self._graphs() - self.start
+        limit = torch._dynamo.config.recompile_limit
+        if self.count >= limit and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"torch.compile has made {self.count} graphs over changing ranks and stops at its limit of {limit} for one "
+                "function: raise torch._dynamo.config.recompile_limit, or train without compile",
+                stacklevel=2,
+            )
+
+    @staticmethod
+    def _graphs() -> int:
+        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def _count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())

@@ -1,0 +1,160 @@
+"""A replica on disk: model in its shape, optimizer, method, scaler and ledger.
+
+    state.json                       what is the same on all workers
+    model.safetensors                the model; model-rankR where groups hold different ones, R a group's first rank
+    optimizer.safetensors / .json    the optimizer's state, likewise
+    worker-rankR.json                a worker's own counters and ledger
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from thinwire.admission import describe_config
+from thinwire.errors import ConfigError
+from thinwire.methods.base import Method, optimizer_parameters
+from thinwire.methods.registry import name_of
+from thinwire.store import atomic_folder, like, newest, read_json, read_tensors, write_json, write_tensors
+
+FORMAT = 1
+
+
+def save(method: Method, scaler: Any, folder: Path | str) -> None:
+    """Write everything; collective."""
+    topology = method.topology
+    traffic = method.wire.node_mean().rows()
+    with atomic_folder(folder, method.wire) as aside:
+        if topology.rank == 0:
+            write_json(aside / "state.json", _common(method, scaler, traffic))
+        if topology.rank == (0 if method.spans_world else topology.group[0]):
+            suffix = _suffix(method)
+            write_tensors(aside / f"model{suffix}.safetensors", _distinct(method.model.state_dict()))
+            write_tensors(aside / f"method{suffix}.safetensors", method.tensors())
+            _write_optimizer(aside, suffix, method.optimizer)
+        own = {"method": method.own_state(), "ledger": method.wire.ledger.rows()}
+        write_json(aside / f"worker-rank{topology.rank}.json", own)
+    # Both a run that goes on and one that resumes continue with a fresh wrapper, so both sum in the same order.
+    method.rewrap()
+
+
+def load(method: Method, scaler: Any, folder: Path | str) -> None:
+    """Read everything back, the model's shape first; collective."""
+    folder = newest(folder)
+    state = read_json(folder / "state.json")
+    _check(method, state)
+    method.load_state(state["method"])
+    suffix = _suffix(method)
+    method.model.load_state_dict(_all_keys(method.model, read_tensors(folder / f"model{suffix}.safetensors")))
+    _read_optimizer(folder, suffix, method.optimizer)
+    device = next(method.model.parameters()).device
+    tensors = read_tensors(folder / f"method{suffix}.safetensors")
+    method.load_tensors({name: t.to(device) for name, t in tensors.items()})
+    if scaler is not None and state["scaler"] is not None:
+        scaler.load_state_dict(state["scaler"])
+    _load_own(method, state, folder)
+    method.rewrap()
+
+
+def _common(method: Method, scaler: Any, traffic: list[Any]) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "method_name": name_of(method.config),
+        "config": describe_config(method.config),
+        "world_size": method.topology.world_size,
+        "spans_world": method.spans_world,
+        "groups": [list(group) for group in method.topology.groups],
+        "method": method.state(),
+        "scaler": scaler.state_dict() if scaler is not None else None,
+        "traffic": traffic,
+    }
+
+
+def _check(method: Method, state: Mapping[str, Any]) -> None:
+    name = name_of(method.config)
+    if state["format"] != FORMAT:
+        raise ConfigError(f"the save has format {state['format']}, this version reads {FORMAT}")
+    if state["method_name"] != name:
+        raise ConfigError(f"the save is of method {state['method_name']!r}, attached is {name!r}; attach the same one")
+    size, now = state["world_size"], method.topology.world_size
+    if not state["spans_world"] and (size != now or state["groups"] != [list(g) for g in method.topology.groups]):
+        raise ConfigError(
+            f"the save is from the middle of a group phase of {size} workers in groups {state['groups']}, here are {now} "
+            "in other groups; go on with the same layout, or save in a phase that spans the world"
+        )
+    own = describe_config(method.config)
+    free = {"group_size"} if state["spans_world"] else set()
+    changed = sorted(k for k in own if own[k] != state["config"].get(k) and k not in free)
+    if changed:
+        told = ", ".join(f"{k}={state['config'].get(k)!r} there, {own[k]!r} here" for k in changed)
+        raise ConfigError(f"the save was made with another config: {told}; attach with the same one")
+
+
+def _load_own(method: Method, state: Mapping[str, Any], folder: Path) -> None:
+    """This worker's counters and ledger; a world of another size starts from the nodes' mean."""
+    topology = method.topology
+    if state["world_size"] == topology.world_size:
+        own = read_json(folder / f"worker-rank{topology.rank}.json")
+        method.load_own_state(own["method"])
+        method.wire.ledger.load_rows(own["ledger"])
+    else:
+        method.load_own_state(read_json(folder / "worker-rank0.json")["method"])
+        method.wire.ledger.load_rows(state["traffic"])
+
+
+def _suffix(method: Method) -> str:
+    return "" if method.spans_world else f"-rank{method.topology.group[0]}"
+
+
+def _distinct(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One name for each tensor: tied weights are written once."""
+    seen: set[tuple[int, torch.Size]] = set()
+    kept = {}
+    for name, t in tensors.items():
+        place = (t.data_ptr(), t.shape)
+        if t.numel() == 0 or place not in seen:
+            kept[name] = t
+            seen.add(place)
+    return kept
+
+
+def _all_keys(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tied weights under all their names again."""
+    by_place = {t.data_ptr(): tensors[name] for name, t in model.state_dict().items() if name in tensors}
+    return {name: tensors.get(name, by_place.get(t.data_ptr(), t)) for name, t in model.state_dict().items()}
+
+
+def _write_optimizer(folder: Path, suffix: str, optimizer: Optimizer) -> None:
+    tensors, plain = {}, {}
+    for i, p in enumerate(optimizer_parameters(optimizer)):
+        for name, value in optimizer.state.get(p, {}).items():
+            (tensors if isinstance(value, Tensor) else plain)[f"{i}.{name}"] = value
+    groups = [{k: _json(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    write_tensors(folder / f"optimizer{suffix}.safetensors", tensors)
+    write_json(folder / f"optimizer{suffix}.json", {"state": plain, "param_groups": groups})
+
+
+def _read_optimizer(folder: Path, suffix: str, optimizer: Optimizer) -> None:
+    saved = read_json(folder / f"optimizer{suffix}.json")
+    parameters = optimizer_parameters(optimizer)
+    optimizer.state.clear()
+    for key, value in {**saved["state"], **read_tensors(folder / f"optimizer{suffix}.safetensors")}.items():
+        index, name = key.split(".", 1)
+        p = parameters[int(index)]
+        # Steps live on the CPU unless the optimizer wants them beside the parameter, as its settings say.
+        moves = isinstance(value, Tensor) and (value.dim() > 0 or _steps_on_device(optimizer))
+        optimizer.state[p][name] = value.to(p.device) if moves else value
+    for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        for name, value in values.items():
+            group[name] = like(value, group.get(name))
+
+
+def _steps_on_device(optimizer: Optimizer) -> bool:
+    return any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
+
+
+def _json(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
