@@ -2,6 +2,7 @@
 
 import multiprocessing as mp
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -44,7 +45,7 @@ def _collect(gang: list[Any], results: Any, timeout: float) -> list[Any]:
         rank, value, error = results.get(timeout=timeout)
         if error:
             raise WorkerFailed(f"rank {rank}:\n{error}")
-        found[rank] = value
+        found[rank] = pickle.loads(value)
     return [found[rank] for rank in range(len(gang))]
 
 
@@ -62,7 +63,8 @@ def _worker(
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=workers, timeout=timedelta(seconds=patience)
             )
-        results.put((rank, function(rank, *args), None))
+        # By value: a tensor shared through a file descriptor dies with its worker.
+        results.put((rank, pickle.dumps(function(rank, *args)), None))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
         raise

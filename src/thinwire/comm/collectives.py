@@ -47,19 +47,19 @@ class Wire:
         """torch's process group of the world or of this worker's group."""
         return dist.group.WORLD if members == self.topology.world else self._group
 
-    def average(self, tensors: Sequence[Tensor], weight: float, purpose: str, wire: str = "fp32") -> None:
-        """Replace floating tensors by their sum over groups, each group's copy times its `weight`.
+    def average(self, tensors: Sequence[Tensor], purpose: str, wire: str = "fp32") -> None:
+        """Replace floating tensors by their sum over groups; whoever calls has weighted its group's copy.
 
         All members of a group hold the same values. Member j of every group carries share j over the slow
         link, then each group hands its shares around over its fast one.
         """
+        if len(self.topology.groups) == 1:
+            return
         for bucket in by_dtype(tensors):
-            flat = pack(bucket).mul_(weight)
-            if len(self.topology.groups) > 1:
-                travelling = flat.to(WIRES[wire]) if wire != "fp32" else flat
-                self._reduce_shares(travelling, purpose)
-                flat = travelling.to(flat.dtype)
-            unpack_into(flat, bucket)
+            flat = pack(bucket)
+            travelling = flat.to(WIRES[wire]) if wire != "fp32" else flat
+            self._reduce_shares(travelling, purpose)
+            unpack_into(travelling, bucket)
 
     def broadcast(self, tensors: Sequence[Tensor], purpose: str, members: Ranks | None = None) -> None:
         """Overwrite tensors with those of the first member."""

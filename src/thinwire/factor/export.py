@@ -74,7 +74,7 @@ def _two_convolutions(module: Any, dense: type[Any]) -> nn.Sequential:
 
 
 def _fill(layer: Any, weight: Tensor, bias: Tensor | None = None) -> None:
-    layer.weight = nn.Parameter(weight.reshape(layer.weight.shape).clone())
+    layer.weight = nn.Parameter(weight.reshape(layer.weight.shape).clone(memory_format=torch.contiguous_format))
     if bias is not None:
         layer.bias = nn.Parameter(bias.detach().clone())
 
@@ -87,7 +87,7 @@ def _parametrize(module: nn.Module, name: str) -> None:
     _fill(spread, right.t())
     if len(shape) > 2:
         spread = nn.Sequential(spread, nn.Unflatten(1, shape[1:]))
-    unfactor_weight(module, name, nn.Parameter(left.clone()))
+    unfactor_weight(module, name, nn.Parameter(left.clone(memory_format=torch.contiguous_format)))
     parametrize.register_parametrization(module, name, _marked(spread), unsafe=True)
 
 

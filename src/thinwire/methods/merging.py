@@ -19,21 +19,22 @@ def average_parameters(
     A rounded wire carries the difference to `base`, the values all groups started from: rounding
     the parameters themselves would delete small updates.
     """
-    values = [p.detach() for p in parameters]
-    if rounding != "fp32":
-        values = [p - start for p, start in zip(values, base, strict=True)]
-    for weight in sorted(set(weights)):
-        wire.average([v for v, w in zip(values, weights, strict=True) if w == weight], weight, "merge", rounding)
-    if rounding != "fp32":
-        with torch.no_grad():
-            for p, start, change in zip(parameters, base, values, strict=True):
-                p.copy_(start + change)
+    starts = base if rounding != "fp32" else [None] * len(parameters)
+    values = [
+        (p.detach() if start is None else p.detach() - start) * weight
+        for p, start, weight in zip(parameters, starts, weights, strict=True)
+    ]
+    wire.average(values, "merge", rounding)
+    with torch.no_grad():
+        for p, start, value in zip(parameters, starts, values, strict=True):
+            p.copy_(value if start is None else start + value)
 
 
 def average_buffers(wire: Wire, model: nn.Module, weight: float) -> None:
     """Running statistics by their mean; counters, which agree unless something is wrong, by their maximum."""
     buffers = list(model.buffers())
-    wire.average([b for b in buffers if b.is_floating_point()], weight, "buffers")
+    statistics = [b for b in buffers if b.is_floating_point()]
+    _average(wire, statistics, weight, "buffers")
     counters = [b for b in buffers if not b.is_floating_point()]
     if counters and len(wire.topology.groups) > 1:
         agreed = wire.largest(torch.stack([c.max().to(torch.int64) for c in counters]), "buffers")
@@ -48,13 +49,19 @@ def average_moments(wire: Wire, optimizer: Optimizer, parameters: Sequence[nn.Pa
     absent = wire.differing([_fingerprint(n) for n in names], "moments")
     reset(optimizer, [parameters[i] for i in absent])
     states = [optimizer.state[p] for p in parameters if p in optimizer.state]
-    wire.average([state[name] for state in states for name in moments_of(state)], weight, "moments")
+    _average(wire, [state[name] for state in states for name in moments_of(state)], weight, "moments")
     steps = [state for state in states if "step" in state]
     if steps and len(wire.topology.groups) > 1:
         agreed = wire.largest(torch.tensor([float(state["step"]) for state in steps], dtype=torch.float64), "moments")
         for state, value in zip(steps, agreed.tolist(), strict=True):
             step = state["step"]
             state["step"] = step.fill_(value) if isinstance(step, Tensor) else type(step)(value)
+
+
+def _average(wire: Wire, tensors: Sequence[Tensor], weight: float, purpose: str) -> None:
+    for t in tensors:
+        t.mul_(weight)
+    wire.average(tensors, purpose)
 
 
 def _fingerprint(names: list[str]) -> int:

@@ -1,0 +1,308 @@
+"""The design's laws 1 to 4 and 8, on one to four real workers."""
+
+import subprocess
+import sys
+from typing import Any
+
+import gang
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from worlds import ab, adamw, batch, optimizer_values, small_model, train_step, values
+
+import thinwire
+from thinwire.factor import export
+from thinwire.methods import agree
+
+LAYOUTS = [(4, 1), (4, 2), (4, "world"), (3, 1), (3, 2), (2, 1), (1, None)]
+
+
+# Law 1: attaching and finishing changes nothing.
+
+
+@pytest.mark.parametrize("config", [ab(), ab(warmup=0, cutoff=0.001), thinwire.AllReduce()])
+def test_attach_and_finish_without_a_step_is_the_identity(config: Any) -> None:
+    model = small_model().eval()
+    x, _ = batch(0, 0)
+    before = model(x).detach()
+    replica = thinwire.attach(model, adamw(model), config if config != ab() else ab(group_size=None))
+    small = replica.eval().finish(cutoff=0)
+    torch.testing.assert_close(small(x), before, rtol=1e-5, atol=1e-5)
+    assert replica.module is small and replica.phase == "finished"
+
+
+# Law 2: alone, a method is the bare optimizer.
+
+
+@pytest.mark.parametrize(("config", "steps"), [(thinwire.AllReduce(), 12), (ab(total_steps=30, warmup=12), 12)])
+def test_alone_it_trains_bit_for_bit_as_the_bare_optimizer(config: Any, steps: int) -> None:
+    bare, model = small_model(), small_model()
+    bare_optimizer, optimizer = adamw(bare), adamw(model)
+    replica = thinwire.attach(model, optimizer, config)
+    for step in range(steps):
+        assert train_step(bare, bare_optimizer, step, 0) == train_step(replica, optimizer, step, 0)
+        if step < steps - 1:
+            assert values(bare) == values(replica)
+    assert (replica.phase == "groups") == isinstance(config, thinwire.AB)
+
+
+# Law 3: AllReduce is DistributedDataParallel.
+
+
+def ddp_and_ours(rank: int) -> tuple[list[int], list[int]]:
+    theirs, ours = small_model(rank), small_model(rank)
+    their_optimizer, optimizer = adamw(theirs), adamw(ours)
+    ddp = DistributedDataParallel(theirs)
+    replica = thinwire.attach(ours, optimizer, thinwire.AllReduce())
+    left, right = [], []
+    for step in range(6):
+        train_step(ddp, their_optimizer, step, rank)
+        train_step(replica, optimizer, step, rank)
+        left.append(values(nn.ModuleList([theirs]) if rank == 0 else _without_buffers(theirs)))
+        right.append(values(nn.ModuleList([ours]) if rank == 0 else _without_buffers(ours)))
+    return left, right
+
+
+def _without_buffers(model: nn.Module) -> nn.Module:
+    # DDP hands buffers on before the next forward pass, we after the step: between steps only rank 0's compare.
+    return nn.ParameterList(model.parameters())
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_allreduce_equals_ddp_bit_for_bit(workers: int) -> None:
+    for theirs, ours in gang.run(ddp_and_ours, workers):
+        assert theirs == ours
+
+
+def bf16_wire(rank: int) -> tuple[float, int, int]:
+    torch.set_num_threads(1)
+    model, exact = small_model(), small_model()
+    optimizers = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(exact.parameters(), 0.1)
+    rounded = thinwire.attach(model, optimizers[0], thinwire.AllReduce(wire="bf16"))
+    plain = thinwire.attach(exact, optimizers[1], thinwire.AllReduce())
+    for step in range(2):
+        train_step(rounded, optimizers[0], step, rank)
+        train_step(plain, optimizers[1], step, rank)
+    gap = max(float((p - q).abs().max()) for p, q in zip(model.parameters(), exact.parameters(), strict=True))
+    gradients = [r.traffic.by_purpose["gradients"]["slow_bytes"] for r in (rounded, plain)]
+    assert values(model) != values(exact)
+    return gap, int(gradients[0]), int(gradients[1])
+
+
+def test_a_bf16_wire_halves_the_bytes_and_rounds_little() -> None:
+    for gap, rounded, plain in gang.run(bf16_wire, 2):
+        assert gap < 5e-3
+        assert 2 * rounded == plain
+
+
+# Law 4: after every merge and every step of a phase that spans the world, all workers agree.
+
+
+def trajectory(rank: int, settings: dict[str, Any], kind: str = "adamw") -> list[tuple[str, bool, int, int, str]]:
+    model = small_model(rank)
+    optimizer = adamw(model) if kind == "adamw" else torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    replica = thinwire.attach(model, optimizer, ab(**settings))
+    trace = []
+    for step in range(24):
+        loss = train_step(replica, optimizer, step, rank)
+        replica.observe(loss)
+        ranks = str(replica.ranks())
+        trace.append((replica.phase, replica.spans_world, values(replica), optimizer_values(optimizer), ranks))
+    return trace
+
+
+def assert_agreement(traces: list[list[tuple[str, bool, int, int, str]]]) -> None:
+    first = traces[0]
+    assert {phase for phase, *_ in first} == {"warmup", "groups", "rebound", "final"}
+    assert any(ranks != "{}" for *_, ranks in first), "nothing was ever factored"
+    for trace in traces[1:]:
+        for mine, theirs in zip(first, trace, strict=True):
+            assert mine[0] == theirs[0] and mine[4] == theirs[4]
+            if mine[1]:
+                assert mine == theirs
+
+
+@pytest.mark.parametrize(("workers", "group_size"), LAYOUTS)
+def test_workers_agree_in_every_layout(workers: int, group_size: Any) -> None:
+    assert_agreement(gang.run(trajectory, workers, {"group_size": group_size}))
+
+
+@pytest.mark.parametrize("merge", ["trained", "weighted"])
+@pytest.mark.parametrize("moments", ["average", "carry"])
+def test_workers_agree_with_every_merge(merge: str, moments: str) -> None:
+    settings = {"group_size": 2, "merge": merge, "moments": moments}
+    assert_agreement(gang.run(trajectory, 3, settings, "adamw" if merge == "trained" else "sgd"))
+
+
+def test_workers_agree_over_a_rounded_wire() -> None:
+    assert_agreement(gang.run(trajectory, 4, {"group_size": 2, "wire": "bf16", "moments": "average"}))
+
+
+def test_groups_do_train_apart() -> None:
+    traces = gang.run(trajectory, 4, {"group_size": 2})
+    inside = [i for i, (phase, *_) in enumerate(traces[0]) if phase == "groups"]
+    assert inside
+    for i in inside[1:]:
+        if traces[0][i - 1][0] == "groups":
+            assert traces[0][i][2] == traces[1][i][2] and traces[2][i][2] == traces[3][i][2]
+            assert traces[0][i][2] != traces[2][i][2]
+
+
+def merged_mean(rank: int, merge: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The group's own model one step before the merge, and what `merged()` makes of it."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    replica = thinwire.attach(model, optimizer, ab(group_size=2, merge=merge))
+    for step in range(8):
+        train_step(replica, optimizer, step, rank)
+    assert replica.phase == "groups"
+    own = {k: t.clone() for k, t in replica.state_dict().items()}
+    with replica.merged():
+        lent = {k: t.clone() for k, t in replica.state_dict().items()}
+    assert all(torch.equal(t, own[k]) for k, t in replica.state_dict().items())
+    return own, lent
+
+
+@pytest.mark.parametrize(("merge", "weights"), [("mean", (2 / 3, 1 / 3)), ("trained", None)])
+def test_a_merge_is_the_weighted_mean_of_copies(merge: str, weights: Any) -> None:
+    results = gang.run(merged_mean, 3, merge)
+    first, second = results[0][0], results[2][0]
+    for key, lent in results[1][1].items():
+        if lent.is_floating_point():
+            a, b = (2 / 3, 1 / 3) if weights or "_" not in key else (1.0, 0.0) if key.endswith("_a") else (0.0, 1.0)
+            a, b = (2 / 3, 1 / 3) if "running" in key else (a, b)
+            torch.testing.assert_close(lent, a * first[key] + b * second[key], rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(results[0][1][k], results[2][1][k]) for k in results[0][1])
+
+
+def flipped_signs(rank: int) -> tuple[int, float]:
+    model = small_model()
+    optimizer = adamw(model)
+    if rank == 1:
+        honest = agree.decompose
+        agree.decompose = lambda matrix, cutoff: _flip(honest(matrix, cutoff + (0.1 if matrix.shape[1] < 20 else 0)))
+    replica = thinwire.attach(model, optimizer, ab(warmup=2))
+    for step in range(2):
+        train_step(replica, optimizer, step, rank)
+    assert replica.phase == "groups"
+    return values(replica), replica.traffic.by_purpose["decomposition"]["slow_bytes"] if rank == 0 else 0
+
+
+def _flip(factors: Any) -> Any:
+    return factors._replace(a=-factors.a, b=-factors.b)
+
+
+def test_workers_whose_decompositions_differ_take_rank_zeros() -> None:
+    results = gang.run(flipped_signs, 2)
+    assert results[0][0] == results[1][0]
+    assert results[0][1] > 0
+
+
+# Law 8: what leaves the house is what was trained.
+
+
+class Attention(nn.Module):
+    """Attention, a transposed convolution and a plain layer, so that every kind of export is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(12, 16)
+        self.block = nn.TransformerEncoderLayer(16, 2, 48, batch_first=True, dropout=0.0)
+        self.up = nn.ConvTranspose1d(16, 24, 3)
+        self.leave = nn.Linear(24, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(self.block(self.enter(x)).transpose(1, 2))
+        return self.leave(hidden.mean(dim=2))
+
+
+def test_the_exported_model_is_the_finished_one(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(6, 7, 12)
+    optimizer = adamw(model)
+    replica = thinwire.attach(model, optimizer, ab(keep_first=False, keep_last=False, cutoff=0.4, group_size=None))
+    for _ in range(9):
+        loss = F.cross_entropy(replica(x), torch.arange(6) % 5)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    small = replica.eval().finish(cutoff=0.5)
+    assert not any("thinwire" in type(m).__module__ for m in small.modules())
+    folder = export.write(small, tmp_path / "exported", example_input=x)
+    torch.save({"x": x, "y": small(x).detach(), "y1": small(x[:1]).detach()}, tmp_path / "expected.pt")
+    count = sum(p.numel() for p in small.parameters())
+    assert count < replica.describe()["parameters_full"] and count == replica.describe()["parameters"]
+    script = tmp_path / "stranger.py"
+    script.write_text(STRANGER)
+    done = subprocess.run(
+        [sys.executable, script, folder, tmp_path / "expected.pt", str(count)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+STRANGER = '''
+import sys
+sys.modules["thinwire"] = None  # importing it is an error
+import torch
+from torch import nn
+folder, expected, count = sys.argv[1], torch.load(sys.argv[2]), int(sys.argv[3])
+sys.path.insert(0, folder)
+from load import load
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(12, 16)
+        self.block = nn.TransformerEncoderLayer(16, 2, 48, batch_first=True, dropout=0.0)
+        self.up = nn.ConvTranspose1d(16, 24, 3)
+        self.leave = nn.Linear(24, 5)
+    def forward(self, x):
+        hidden = self.up(self.block(self.enter(x)).transpose(1, 2))
+        return self.leave(hidden.mean(dim=2))
+
+model = load(Attention(), folder).eval()
+assert sum(p.numel() for p in model.parameters()) == count
+torch.testing.assert_close(model(expected["x"]), expected["y"], rtol=1e-5, atol=1e-5)
+program = torch.export.load(folder + "/program.pt2").module()
+torch.testing.assert_close(program(expected["x"]), expected["y"], rtol=1e-5, atol=1e-5)
+torch.testing.assert_close(program(expected["x"][:3]), expected["y"][:3], rtol=1e-5, atol=1e-5)
+'''
+
+
+# Law 5, the part that needs no kernel: every call of torch.distributed is in the ledger.
+
+
+def calls_counted(rank: int) -> tuple[int, int]:
+    import torch.distributed as dist
+
+    sizes: list[int] = []
+    honest = {name: getattr(dist, name) for name in ("all_reduce", "broadcast")}
+
+    def counting(name: str) -> Any:
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            sizes.append(tensor.numel() * tensor.element_size())
+            return honest[name](tensor, *args, **kwargs)
+
+        return call
+
+    model = small_model()
+    optimizer = adamw(model)
+    replica = thinwire.attach(model, optimizer, ab(group_size=1))
+    before = dict(replica.traffic.by_purpose)
+    for name in honest:
+        setattr(dist, name, counting(name))
+    for step in range(24):
+        train_step(replica, optimizer, step, rank)
+    by_purpose = replica.traffic.by_purpose
+    counted = sum(row["slow_bytes"] for name, row in by_purpose.items() if name not in ("control",))
+    counted -= sum(row["slow_bytes"] for name, row in before.items() if name not in ("control",))
+    return counted, sum(sizes)
+
+
+def test_the_ledger_counts_what_is_handed_to_torch() -> None:
+    # Two workers: a ring sends 2·(1/2)·S, a broadcast S from rank 0 alone.
+    (counted, handed), (counted_by_second, _) = gang.run(calls_counted, 2)
+    assert counted == handed
+    assert 0 < counted_by_second < counted
