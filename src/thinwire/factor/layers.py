@@ -28,9 +28,7 @@ def factor_weight(module: nn.Module, name: str, a: nn.Parameter, b: nn.Parameter
     """Replace the parameter `name` of `module` by the factors `a` and `b`."""
     view = view_of(module._parameters[name])  # type: ignore[arg-type]
     names = {**factored_names(module), name: view}
-    del module._parameters[name]
-    module.register_parameter(f"{name}_a", a)
-    module.register_parameter(f"{name}_b", b)
+    _exchange(module, [name], {f"{name}_a": a, f"{name}_b": b})
     _set_factored(module, names)
 
 
@@ -38,9 +36,16 @@ def unfactor_weight(module: nn.Module, name: str, weight: nn.Parameter) -> None:
     """Put a full parameter back; the module has its own class again once no factor is left."""
     names = factored_names(module)
     del names[name]
-    del module._parameters[f"{name}_a"], module._parameters[f"{name}_b"]
     _set_factored(module, names)
-    module.register_parameter(name, weight)
+    _exchange(module, [f"{name}_a", f"{name}_b"], {name: weight})
+
+
+def _exchange(module: nn.Module, old: list[str], new: dict[str, nn.Parameter]) -> None:
+    """Put `new` in the place of `old`: the order of a model's parameters is part of what others rely on."""
+    place = list(module._parameters).index(old[0])
+    kept = [(name, p) for name, p in module._parameters.items() if name not in old]
+    module._parameters.clear()
+    module._parameters.update([*kept[:place], *new.items(), *kept[place:]])
 
 
 def factored_names(module: nn.Module) -> dict[str, MatrixView]:

@@ -1,0 +1,146 @@
+"""Law 6: stopping anywhere and resuming gives the parameters of never having stopped, bit for bit."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import gang
+import pytest
+import torch
+from worlds import ab, adamw, optimizer_values, small_model, train_step, values
+
+import thinwire
+from thinwire import ConfigError, ThinwireError
+from thinwire.store import atomic_folder, newest
+
+STEPS = 22
+# One step in each phase: warm-up, a group phase's first step, its middle, rebound, a later cycle, the last phase.
+STOPS = (2, 4, 7, 10, 13, 20)
+METHODS = {
+    "allreduce": thinwire.AllReduce(),
+    "ab": ab(total_steps=STEPS),
+    "ab carry": ab(total_steps=STEPS, moments="carry", wire="bf16"),
+}
+
+
+def build(config: Any, seed: int = 0) -> tuple[Any, Any, Any]:
+    model = small_model(seed)
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    return thinwire.attach(model, optimizer, config), optimizer, scheduler
+
+
+def advance(replica: Any, optimizer: Any, scheduler: Any, start: int, end: int, rank: int) -> None:
+    for step in range(start, end):
+        replica.observe(train_step(replica, optimizer, step, rank))
+        scheduler.step()
+
+
+def fingerprint(replica: Any, optimizer: Any) -> tuple[int, int, int, str]:
+    return values(replica), optimizer_values(optimizer), replica.step, replica.phase
+
+
+def stop_and_resume(rank: int, config: Any, folder: str) -> tuple[list[Any], list[Any], list[Any]]:
+    """An unbroken run that saves at every stop; then, from each save, a fresh replica that goes on to the end."""
+    replica, optimizer, scheduler = build(config)
+    schedules, phases, step = {}, [], 0
+    for stop in STOPS:
+        advance(replica, optimizer, scheduler, step, stop, rank)
+        replica.save(Path(folder) / f"at-{stop}")
+        schedules[stop], step = scheduler.state_dict(), stop
+        phases.append(replica.phase)
+    advance(replica, optimizer, scheduler, step, STEPS, rank)
+    unbroken = [*fingerprint(replica, optimizer), replica.traffic.slow_bytes]
+    return unbroken, [resume_at(rank, config, folder, stop, schedules[stop]) for stop in STOPS], phases
+
+
+def resume_at(rank: int, config: Any, folder: str, stop: int, schedule: Any) -> list[Any]:
+    replica, optimizer, scheduler = build(config, seed=7)
+    replica.load(Path(folder) / f"at-{stop}")
+    scheduler.load_state_dict(schedule)
+    for later in (s for s in STOPS if s > stop):
+        advance(replica, optimizer, scheduler, replica.step, later, rank)
+        replica.save(Path(folder) / "again")
+    advance(replica, optimizer, scheduler, replica.step, STEPS, rank)
+    return [*fingerprint(replica, optimizer), replica.traffic.slow_bytes]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("workers", "group_size"), [(1, None), (2, 1), (3, 2), (4, 2)])
+def test_resuming_equals_never_having_stopped(tmp_path: Path, workers: int, group_size: Any, method: str) -> None:
+
+
+    config = dataclasses.replace(METHODS[method], group_size=group_size)
+    for unbroken, resumed, phases in gang.run(stop_and_resume, workers, config, str(tmp_path)):
+        for stop, result in zip(STOPS, resumed, strict=True):
+            assert result[:4] == unbroken[:4], f"resumed at {stop}"
+            # Sums of node means are whole bytes; a save itself adds a few of control.
+            assert result[4] == pytest.approx(unbroken[4], rel=0.01)
+        assert method == "allreduce" or set(phases) == {"warmup", "groups", "rebound", "final"}
+
+
+def test_a_save_is_safetensors_and_json_and_whole(tmp_path: Path) -> None:
+    replica, optimizer, scheduler = build(ab(group_size=None))
+    advance(replica, optimizer, scheduler, 0, 7, 0)
+    replica.save(tmp_path / "save")
+    assert {path.suffix for path in (tmp_path / "save").iterdir()} == {".safetensors", ".json"}
+    assert json.loads((tmp_path / "save" / "state.json").read_text())["method"]["phase"] == "groups"
+    assert [path.name for path in tmp_path.iterdir()] == ["save"]
+
+
+def test_a_crash_while_saving_leaves_the_old_save(tmp_path: Path) -> None:
+    replica, optimizer, scheduler = build(ab(group_size=None))
+    advance(replica, optimizer, scheduler, 0, 3, 0)
+    replica.save(tmp_path / "save")
+    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "save", None) as aside:
+        (aside / "half").write_text("…")
+        raise KeyboardInterrupt
+    other, _, _ = build(ab(group_size=None), seed=3)
+    other.load(tmp_path / "save")
+    assert values(other) == values(replica)
+    (tmp_path / "save").rename(tmp_path / "save.old")  # killed between the two renames
+    assert newest(tmp_path / "save") == tmp_path / "save.old"
+    other.load(tmp_path / "save")
+
+
+def save_at(rank: int, folder: str) -> None:
+    replica, optimizer, scheduler = build(ab(total_steps=STEPS))
+    for stop in (3, 6):
+        advance(replica, optimizer, scheduler, replica.step, stop, rank)
+        replica.save(Path(folder) / f"at-{stop}")
+
+
+def load_elsewhere(rank: int, folder: str) -> tuple[int, str]:
+    replica, optimizer, scheduler = build(ab(total_steps=STEPS))
+    replica.load(Path(folder) / "at-3")
+    traffic = replica.traffic.slow_bytes
+    advance(replica, optimizer, scheduler, 3, STEPS, rank)
+    assert replica.traffic.slow_bytes > traffic > 0
+    other, _, _ = build(ab(total_steps=STEPS))
+    with pytest.raises(ConfigError, match="middle of a group phase of 4 workers"):
+        other.load(Path(folder) / "at-6")
+    return values(replica), replica.phase
+
+
+def test_another_world_size_goes_on_from_a_merged_save_only(tmp_path: Path) -> None:
+    gang.run(save_at, 4, str(tmp_path))
+    results = gang.run(load_elsewhere, 2, str(tmp_path))
+    assert results[0] == results[1] and results[0][1] == "final"
+
+
+def test_a_save_of_something_else_is_refused(tmp_path: Path) -> None:
+    replica, optimizer, scheduler = build(ab(group_size=None))
+    advance(replica, optimizer, scheduler, 0, 3, 0)
+    replica.save(tmp_path / "save")
+    other, _, _ = build(thinwire.AllReduce())
+    with pytest.raises(ConfigError, match="method 'ab', attached is 'allreduce'"):
+        other.load(tmp_path / "save")
+    changed, _, _ = build(ab(group_size=None, cutoff=0.3))
+    with pytest.raises(ConfigError, match=r"cutoff=0\.2 there, 0\.3 here"):
+        changed.load(tmp_path / "save")
+    with pytest.raises(ConfigError, match="no saved folder"):
+        replica.load(tmp_path / "nowhere")
+    replica.finish()
+    with pytest.raises(ThinwireError, match="after finish"):
+        replica.save(tmp_path / "late")
