@@ -38,6 +38,7 @@ class Replicated:
         self.members: Ranks = ()
         self._ddp: DistributedDataParallel | None = None
         self._backwards = 0
+        self._accumulating = False
         self._refuse_own_options()
 
     def wrap(self, members: Ranks) -> None:
@@ -68,13 +69,17 @@ class Replicated:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients here without averaging them."""
-        with nullcontext() if self._ddp is None else self._ddp.no_sync():
-            yield
+        before, self._accumulating = self._accumulating, True
+        try:
+            with nullcontext() if self._ddp is None else self._ddp.no_sync():
+                yield
+        finally:
+            self._accumulating = before
 
     @property
     def syncs(self) -> bool:
-        """Whether the next backward pass averages gradients."""
-        return self._ddp is None or self._ddp.require_backward_grad_sync
+        """Whether the next backward pass averages gradients, or would if the group had other members."""
+        return not self._accumulating
 
     def hand_on_buffers(self) -> None:
         """Overwrite buffers by the first member's, as DDP does before a forward pass."""
