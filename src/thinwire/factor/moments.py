@@ -33,11 +33,22 @@ def exchange(optimizer: Optimizer, old: Sequence[nn.Parameter], new: Sequence[nn
     for group in optimizer.param_groups:
         places = [i for i, p in enumerate(group["params"]) if id(p) in gone]
         if places:
-            group["params"][:] = [p for p in group["params"] if id(p) not in gone]
-            group["params"][places[0] : places[0]] = list(new)
+            _put(group["params"], places, list(new))
+            if "param_names" in group:
+                _put(group["param_names"], places, _names(group["param_names"][places[0]], len(new)))
             break
     for p in old:
         optimizer.state.pop(p, None)
+
+
+def _put(values: list[Any], places: Sequence[int], new: list[Any]) -> None:
+    """Put `new` where the first of `places` was, and take away what stood at all of them."""
+    kept = [value for i, value in enumerate(values) if i not in places]
+    values[:] = [*kept[: places[0]], *new, *kept[places[0] :]]
+
+
+def _names(old: str, count: int) -> list[str]:
+    return [f"{old}_a", f"{old}_b"] if count == 2 else [old.removesuffix("_a")]
 
 
 def reset(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
