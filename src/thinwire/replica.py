@@ -99,7 +99,7 @@ class Replica(nn.Module):
             return
         self._method.wire.barrier("merged()")
         with contextlib.ExitStack() as stack:
-            with self.traffic.everything_is("evaluate"):
+            with self.traffic.everything_is("evaluate"), self._unrounded():
                 stack.enter_context(self._method.lend_merged())
             yield self
 
@@ -108,7 +108,8 @@ class Replica(nn.Module):
         if self._finished:
             raise ThinwireError("finish() has run already: the replica is the finished model, replica.module")
         self._method.wire.barrier("finish()")
-        self._method.finish(cutoff)
+        with self._unrounded():
+            self._method.finish(cutoff)
         self.detach()
         self.module = to_plain(self.module)
         self._finished = True
@@ -258,8 +259,13 @@ class Replica(nn.Module):
         self._release.append(lambda: (delattr(scaler, "step"), delattr(scaler, "update"), None)[-1])
 
     def _end_step(self) -> None:
-        self._method.after_step()
+        with self._unrounded():
+            self._method.after_step()
         self._recompiles.look()
+
+    def _unrounded(self) -> torch.autocast:
+        """No autocast: it would round weights that are decomposed, merged or multiplied out."""
+        return torch.autocast(next(self.module.parameters()).device.type, enabled=False)
 
     def _expect_scale(self) -> None:
         # The merge happens inside scaler.step, and the scaler's own update is still to come on every worker.
