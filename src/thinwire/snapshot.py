@@ -35,7 +35,7 @@ def save(method: Method, scaler: Any, folder: Path | str) -> None:
             write_tensors(aside / f"model{suffix}.safetensors", _distinct(method.model.state_dict()))
             write_tensors(aside / f"method{suffix}.safetensors", method.tensors())
             _write_optimizer(aside, suffix, method.optimizer)
-        own = {"method": method.own_state(), "ledger": method.wire.ledger.rows()}
+        own = {"method": method.own_state(), "ledger": method.wire.ledger.rows(), "scaler": _scale(scaler)}
         write_json(aside / f"worker-rank{topology.rank}.json", own)
     # Both a run that goes on and one that resumes continue with a fresh wrapper, so both sum in the same order.
     method.rewrap()
@@ -53,9 +53,7 @@ def load(method: Method, scaler: Any, folder: Path | str) -> None:
     device = next(method.model.parameters()).device
     tensors = read_tensors(folder / f"method{suffix}.safetensors")
     method.load_tensors({name: t.to(device) for name, t in tensors.items()})
-    if scaler is not None and state["scaler"] is not None:
-        scaler.load_state_dict(state["scaler"])
-    _load_own(method, state, folder)
+    _load_own(method, scaler, state, folder)
     method.rewrap()
 
 
@@ -68,7 +66,7 @@ def _common(method: Method, scaler: Any, traffic: list[Any]) -> dict[str, Any]:
         "spans_world": method.spans_world,
         "groups": [list(group) for group in method.topology.groups],
         "method": method.state(),
-        "scaler": scaler.state_dict() if scaler is not None else None,
+        "scaler": _scale(scaler),
         "traffic": traffic,
     }
 
@@ -93,16 +91,24 @@ def _check(method: Method, state: Mapping[str, Any]) -> None:
         raise ConfigError(f"the save was made with another config: {told}; attach with the same one")
 
 
-def _load_own(method: Method, state: Mapping[str, Any], folder: Path) -> None:
-    """This worker's counters and ledger; a world of another size starts from the nodes' mean."""
+def _scale(scaler: Any) -> dict[str, Any] | None:
+    return scaler.state_dict() if scaler is not None else None
+
+
+def _load_own(method: Method, scaler: Any, state: Mapping[str, Any], folder: Path) -> None:
+    """This worker's counters, ledger and scale; a world of another size starts from the nodes' mean."""
     topology = method.topology
+    scale = state["scaler"]
     if state["world_size"] == topology.world_size:
         own = read_json(folder / f"worker-rank{topology.rank}.json")
         method.load_own_state(own["method"])
         method.wire.ledger.load_rows(own["ledger"])
+        scale = own["scaler"]
     else:
         method.load_own_state(read_json(folder / "worker-rank0.json")["method"])
         method.wire.ledger.load_rows(state["traffic"])
+    if scaler is not None and scale:
+        scaler.load_state_dict(scale)
 
 
 def _suffix(method: Method) -> str:
