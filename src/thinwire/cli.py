@@ -198,7 +198,9 @@ def _report(folder: Path, places: list[Path], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
     else:
-        Console().print(table(rows))
+        # Not a terminal: nothing is known of its width, and a cut-off figure would be lost.
+        wide = Console()
+        Console(width=None if wide.is_terminal else 100).print(table(rows))
         click.echo(f"picture: {folder / 'comparison.png'}")
 
 

@@ -15,7 +15,7 @@ from thinwire.errors import ConfigError, unknown
 from thinwire.launch import as_worker, inside_job, launch
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, named
-from thinwire.train import fit
+from thinwire.train import checkpoint, fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,8 @@ class Job:
                 )
         if self.data is not None:
             self.trained.source(self.data)
+        if self.resume and (saved := checkpoint.find(self.out / "checkpoint")):
+            checkpoint.position(saved, checkpoint.identity(self.trained, self.config, self.seed))
 
     def run(self, say: Callable[[str], None]) -> dict[str, Any]:
         """Train and return the summary: here if this is a worker or the only one, else by workers."""

@@ -24,7 +24,7 @@ def digits() -> Recipe:
         task=CLASSIFY,
         source=data.digits,
         model=lambda source: models.DigitNet(),
-        optimizer=partial(AdamW, lr=2e-3, weight_decay=0.01),
+        optimizer=partial(AdamW, lr=3e-3, weight_decay=1.5),
         steps=600,
         batch=64,
         clip=1.0,

@@ -9,8 +9,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
-from thinwire.report.records import Run
+from thinwire.report.records import BASELINE, Run
 from thinwire.report.tables import ratio
 
 _COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974")
@@ -29,6 +30,8 @@ def draw(runs: list[Run], rows: list[dict[str, Any]], path: Path) -> None:
     metric = rows[0]["metric"]
     _dress(over_steps, "steps", metric)
     _dress(over_bytes, "slow-link bytes a node (MB)", "")
+    if metric == "accuracy":
+        over_steps.yaxis.set_major_formatter(PercentFormatter(1.0))
     _frame(over_steps, runs, metric)
     figure.suptitle(f"{rows[0]['recipe']}: {metric} over steps and over what crossed the slow link")
     figure.savefig(path)
@@ -40,7 +43,11 @@ def _colours(count: int) -> list[str]:
 
 def _label(row: dict[str, Any]) -> str:
     share = row["traffic_vs_allreduce_fp32"]
-    return row["method"] if share is None else f"{row['method']} ({ratio(share)} of all-reduce)"
+    return (
+        row["method"]
+        if share is None or row["method"] == BASELINE
+        else f"{row['method']} ({ratio(share)} of all-reduce)"
+    )
 
 
 def _curve(axes: Axes, runs: list[Run], across: str, unit: float, colour: str, label: str) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
+
+_CAPTION = "Slow-link bytes a node, without evaluation; against fp32 all-reduce as it runs, and an ideal one."
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """One line a method; bytes and ratios are without those of evaluation."""
     metric, several = rows[0]["metric"], max(len(row["seeds"]) for row in rows) > 1
     title = f"{rows[0]['recipe']}, {len(rows[0]['seeds'])} seed{'s' if several else ''}"
-    out = Table(title=title, caption="Slow-link bytes a node, without those of evaluation.")
-    out.add_column("method")
-    for heading in (metric, "slow link", "÷ all-reduce fp32", "÷ ideal fp32", "compression", "wall"):
-        out.add_column(heading, justify="right")
+    out = Table(title=title, caption=_CAPTION, box=SIMPLE_HEAD)
+    out.add_column("method", no_wrap=True)
+    for heading in (metric, "slow\nlink", "vs all-\nreduce", "vs\nideal", "compression", "wall"):
+        out.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         out.add_row(*_cells(row, several))
     return out

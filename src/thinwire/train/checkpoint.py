@@ -7,6 +7,7 @@ checkpoint/replica/               written by `replica.save`
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from thinwire.errors import ConfigError
 from thinwire.replica import Replica
 from thinwire.store import atomic_folder, newest, read_json, read_tensors, write_json, write_tensors
+from thinwire.train.task import Recipe
 
 
 def save(folder: Path, replica: Replica, scheduler: LambdaLR, position: dict[str, Any]) -> None:
@@ -41,10 +43,18 @@ def find(folder: Path) -> Path | None:
         return None
 
 
-def position(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """Where the saved run stands; refuses a run of other settings than `identity`."""
+def identity(recipe: Recipe, config: Any, seed: int) -> dict[str, Any]:
+    """What must be the same for a run to be gone on with, as plain values."""
+    fields = dataclasses.asdict(config).items()
+    settings = {name: list(value) if isinstance(value, tuple) else value for name, value in fields}
+    about = {"recipe": recipe.name, "steps": recipe.steps, "batch": recipe.batch, "seed": seed}
+    return about | {"method": type(config).__name__} | settings
+
+
+def position(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Where the saved run stands; refuses one of another identity than `wanted`."""
     saved = read_json(folder / "position.json")
-    for name, value in identity.items():
+    for name, value in wanted.items():
         if saved["identity"].get(name) != value:
             raise ConfigError(
                 f"cannot resume from `{folder}`: it was saved with `{name}`={saved['identity'].get(name)!r}, "
@@ -74,7 +84,7 @@ def _plain(scheduler: LambdaLR) -> dict[str, Any]:
 
 
 def _random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    numpy: dict[str, Any] = np.random.get_state(legacy=False)  # type: ignore[assignment]
+    numpy: dict[str, Any] = np.random.get_state(legacy=False)
     keys = numpy["state"]["key"].astype(np.int64)
     tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(keys)}
     if torch.cuda.is_available():

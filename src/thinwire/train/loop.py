@@ -94,7 +94,7 @@ def _prepare(recipe: Recipe, config: Any, out: Path, seed: int, data: Path | Non
     folder = checkpoint.find(out / "checkpoint") if resume else None
     saved: dict[str, Any] = {}
     if folder:
-        saved = checkpoint.position(folder, _identity(recipe, config, seed))
+        saved = checkpoint.position(folder, checkpoint.identity(recipe, config, seed))
         checkpoint.load(folder, replica, scheduler)
     elif rank == 0:
         _clear(out)
@@ -182,17 +182,9 @@ def _save(run: _Run, config: Any) -> None:
     position = {
         "step": run.replica.step,
         "wall_s": run.wall_s,
-        "identity": _identity(run.recipe, config, run.seed),
+        "identity": checkpoint.identity(run.recipe, config, run.seed),
     }
     checkpoint.save(run.out / "checkpoint", run.replica, run.scheduler, position)
-
-
-def _identity(recipe: Recipe, config: Any, seed: int) -> dict[str, Any]:
-    settings = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
-    return {"recipe": recipe.name, "steps": recipe.steps, "batch": recipe.batch, "seed": seed} | {
-        "method": type(config).__name__,
-        "config": settings,
-    }
 
 
 def _bytes_so_far(run: _Run) -> dict[str, Any]:

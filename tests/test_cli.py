@@ -1,0 +1,289 @@
+"""The command line on real workers, and what it says to bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from safetensors import safe_open
+
+from thinwire.cli import main
+
+STEPS, SAVE_EVERY = 60, 8
+LIMIT_S = 120
+COMPARED = ["--steps", "40", "--set", "group_steps=10"]  # a field that one of the two methods has
+SUMMARY_FIELDS = """
+    recipe method config seed world_size groups steps accuracy accuracy_before_truncation loss wall_s traffic
+    traffic_vs_allreduce_fp32 traffic_vs_ideal_fp32 parameters_full parameters_final compression kept_full
+    versions
+"""
+ROW_FIELDS = """
+    method seeds accuracy_mean accuracy_std slow_bytes_mean traffic_vs_allreduce_fp32 traffic_vs_ideal_fp32
+    compression_mean wall_s_mean
+"""
+
+
+def _start(*words) -> subprocess.Popen:
+    command = [sys.executable, "-m", "thinwire", *map(str, words)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _thinwire(*words, expect=0) -> tuple[str, str]:
+    with _start(*words) as process:
+        try:
+            out, err = process.communicate(timeout=LIMIT_S)
+        finally:
+            process.kill()
+    assert process.returncode == expect, err
+    return out, err
+
+
+def _ab(out, *more) -> list:
+    words = ["run", "digits", "--method", "ab", "--workers", 2, "--group-size", 1, "--steps", STEPS]
+    return [*words, "--save-every", SAVE_EVERY, "--out", out, *more]
+
+
+def _records(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
+
+
+def _tensors(run: Path) -> dict[str, bytes]:
+    (path,) = (run / "model").glob("*.safetensors")
+    with safe_open(path, framework="numpy") as file:
+        return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
+
+
+def _processes(mark: str) -> list[int]:
+    """Processes whose command line has `mark`, which only those of one run have."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if mark.encode() in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def _until(condition, what: str):
+    deadline = time.monotonic() + LIMIT_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {LIMIT_S} s for {what}"
+        time.sleep(0.05)
+    return value
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory) -> tuple[Path, str]:
+    out = tmp_path_factory.mktemp("unbroken") / "run"
+    return out, _thinwire(*_ab(out, "--json"))[0]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory) -> tuple[Path, str]:
+    out = tmp_path_factory.mktemp("compared")
+    words = ["compare", "digits", "--methods", "allreduce,ab", "--workers", 2, *COMPARED, "--out", out]
+    return out, _thinwire(*words)[0]
+
+
+def test_run_writes_records_summary_and_model(unbroken):
+    out, printed = unbroken
+    summary = json.loads(printed)
+    assert summary == json.loads((out / "summary.json").read_text())
+    assert not [field for field in SUMMARY_FIELDS.split() if field not in summary]
+    assert (summary["method"], summary["steps"], summary["groups"]) == ("ab", STEPS, [[0], [1]])
+    assert 0.5 < summary["accuracy"] <= 1
+    assert {"slow_bytes", "fast_bytes", "slow_calls", "by_phase", "by_purpose"} <= summary["traffic"].keys()
+    records = _records(out)
+    assert [r["step"] for r in records if r["kind"] == "step"] == list(range(1, STEPS + 1))
+    assert records[-1]["model"] == "finished" and records[-1]["accuracy"] == summary["accuracy"]
+    assert _tensors(out)
+
+
+def test_evaluation_says_which_model_and_stays_out_of_the_ratio(unbroken):
+    summary, records = json.loads(unbroken[1]), _records(unbroken[0])
+    models = {r["phase"]: r["model"] for r in records if r["kind"] == "evaluation"}
+    assert models["groups"] == "merged" and models["finished"] == "finished"
+    evaluate = summary["traffic"]["by_purpose"]["evaluate"]["slow_bytes"]
+    counted = summary["traffic"]["slow_bytes"] - evaluate
+    assert evaluate > 0
+    assert summary["traffic_vs_allreduce_fp32"] == pytest.approx(
+        counted / summary["baseline"]["allreduce_fp32"]
+    )
+
+
+def test_killed_and_resumed_is_as_never_stopped(unbroken, tmp_path):
+    out = tmp_path / "run"
+    with _start(*_ab(out, "--quiet")) as process:
+        _until(lambda: (out / "checkpoint").is_dir() and _records_seen(out) > 2 * SAVE_EVERY + 2, "two saves")
+        process.kill()  # SIGKILL: nothing of it can run any more, its workers must notice
+    _until(lambda: not _processes(str(out)), "the workers to leave with their launcher")
+    assert not (out / "summary.json").exists()
+    _, err = _thinwire("export", out, "--out", tmp_path / "model", expect=2)
+    assert "no finished run" in err
+    _thinwire(*_ab(out, "--resume", "--quiet"))
+    assert _tensors(out) == _tensors(unbroken[0])
+    steps = [r["step"] for r in _records(out) if r["kind"] == "step"]
+    assert steps == list(range(1, STEPS + 1))
+    ours, theirs = (json.loads((run / "summary.json").read_text()) for run in (out, unbroken[0]))
+    assert ours["accuracy"] == theirs["accuracy"]
+    assert _bytes(ours["traffic"]) == _bytes(theirs["traffic"])
+
+
+def _records_seen(out: Path) -> int:
+    path = out / "records.jsonl"
+    return path.read_text().count('"kind": "step"') if path.exists() else 0
+
+
+def _bytes(traffic: dict) -> dict:
+    """What training sent; a resumed run has to agree on where it stands once more, which is control."""
+    sent = {purpose: row["slow_bytes"] for purpose, row in traffic["by_purpose"].items()}
+    return {purpose: amount for purpose, amount in sent.items() if purpose != "control"}
+
+
+def test_a_killed_worker_ends_the_run_and_other_settings_are_not_resumed(tmp_path):
+    out = tmp_path / "run"
+    with _start(*_ab(out)) as process:
+        _until(lambda: (out / "checkpoint").is_dir(), "a save")
+        launched = [pid for pid in _processes(str(out)) if pid != process.pid]
+        workers = [
+            pid
+            for pid in launched
+            if b"torch.distributed.run" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        os.kill(workers[-1], signal.SIGKILL)
+        _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1
+    assert "was ended by SIGKILL" in err or "failed" in err
+    assert not _processes(str(out))
+    words = map(str, _ab(out, "--resume", "--quiet", "--set", "cutoff=0.3"))
+    result = CliRunner().invoke(main, list(words))
+    assert result.exit_code == 2
+    assert "it was saved with `cutoff`=0.15, this run has 0.3" in result.output
+
+
+def test_what_only_workers_can_see_is_said_once(tmp_path):
+    words = ["run", "digits", "--method", "ab", "--set", "keep=*", "--out", tmp_path / "run"]
+    _, err = _thinwire(*words, expect=2)
+    assert "Traceback" not in err and err.count("thinwire: ") <= 2
+    assert "factor" in err
+
+
+def test_ctrl_c_leaves_nothing_behind(tmp_path):
+    out = tmp_path / "run"
+    with _start(
+        "run", "digits", "--method", "allreduce", "--workers", 2, "--steps", 5000, "--out", out
+    ) as process:
+        _until(lambda: _records_seen(out) > 0, "the first step")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode != 0 and "Traceback" not in err
+    assert not _processes(str(out))
+
+
+def test_compare_sets_methods_side_by_side(compared):
+    out, printed = compared
+    rows = json.loads((out / "comparison.json").read_text())
+    assert [row["method"] for row in rows] == ["allreduce", "ab"]
+    assert not [field for field in ROW_FIELDS.split() if field not in rows[0]]
+    assert rows[0]["traffic_vs_allreduce_fp32"] == 1.0 > rows[1]["traffic_vs_allreduce_fp32"]
+    assert {path.name for path in out.iterdir()} >= {"allreduce-seed0", "ab-seed0", "comparison.png"}
+    assert "allreduce" in printed and f"picture: {out / 'comparison.png'}" in printed
+
+
+def test_compare_resumed_runs_nothing_twice(compared):
+    out, _ = compared
+    before = (out / "ab-seed0" / "summary.json").stat().st_mtime_ns
+    words = [
+        "compare",
+        "digits",
+        "--methods",
+        "allreduce,ab",
+        "--workers",
+        "2",
+        "--steps",
+        "32",
+        "--out",
+        str(out),
+    ]
+    result = CliRunner().invoke(main, [*words, "--resume", "--json"])
+    assert result.exit_code == 0 and len(json.loads(result.stdout)) == 2
+    assert (out / "ab-seed0" / "summary.json").stat().st_mtime_ns == before
+
+
+def test_report_and_export_read_folders(compared, tmp_path):
+    out, _ = compared
+    (out / "comparison.png").unlink()
+    result = CliRunner().invoke(main, ["report", str(out)])
+    assert result.exit_code == 0 and (out / "comparison.png").exists()
+    result = CliRunner().invoke(main, ["export", str(out / "ab-seed0"), "--out", str(tmp_path / "model")])
+    assert result.exit_code == 0, result.output
+    assert any((tmp_path / "model").glob("*.safetensors"))
+    again = CliRunner().invoke(main, ["export", str(out / "ab-seed0"), "--out", str(tmp_path / "model")])
+    assert again.exit_code == 2 and "not empty" in again.output
+
+
+def test_one_process_needs_nothing_else(tmp_path):
+    out = tmp_path / "run"
+    words = [
+        "run",
+        "shakespeare",
+        "--method",
+        "allreduce",
+        "--workers",
+        "1",
+        "--steps",
+        "2",
+        "--out",
+        str(out),
+    ]
+    result = CliRunner().invoke(main, [*words, "--json"])
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.stdout)
+    assert summary["world_size"] == 1 and 1 < summary["perplexity"] < 100
+    assert summary["perplexity_before_truncation"] == summary["perplexity"]
+
+
+def test_list_knows_recipes_and_methods():
+    text = CliRunner().invoke(main, ["list"]).output
+    for name in ("digits", "shakespeare", "allreduce", "ab"):
+        assert name in text
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("run mnist --method ab", "unknown recipe 'mnist', choose from: digits, shakespeare"),
+        ("run digits --method adam", "unknown method 'adam', choose from: ab, allreduce"),
+        ("compare digits --methods ab,adam", "unknown method 'adam'"),
+        (
+            "run digits --method ab --workers 2 --group-size 3",
+            "`group_size`=3 exceeds the world of 2 workers",
+        ),
+        ("run digits --method ab --group-size many", "must be a whole number of workers"),
+        ("run digits --method ab --steps 3", "`total_steps`=3 is too small"),
+        ("run digits --method ab --set cutoff=1.5", "`cutoff`=1.5"),
+        ("run digits --method ab --set cutof=0.1", "unknown field of AB 'cutof', choose from"),
+        ("run digits --method ab --set cutoff", "must be FIELD=VALUE"),
+        ("run digits --method ab --set zz.cutoff=0.1", "unknown method 'zz'"),
+        ("compare digits --methods allreduce,ab --set ab.cutof=0.1", "unknown field of AB 'cutof'"),
+        ("run digits --method ab --data no/such/place", "no `digits8x8.npz` in `no/such/place`"),
+        ("run digits --method ab --workers 65", "a batch of 64 cannot be shared by 65 workers"),
+        ("run digits --method ab --steps 0", "Invalid value for '--steps'"),
+        ("export .", None),
+        ("report .", "no finished run"),
+    ],
+)
+def test_bad_input_is_one_clear_sentence(words, wanted, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, words.split())
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+    assert wanted is None or wanted in result.output
+    assert not list(tmp_path.iterdir())
