@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from thinwire.comm.collectives import Wire
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.replicate import step_of_allreduce, step_of_ideal
 from thinwire.comm.topology import Topology, join
+from thinwire.config import check_cutoff
 from thinwire.errors import ThinwireError
 from thinwire.factor.export import to_plain
 from thinwire.methods.base import Ground, Method
@@ -107,10 +109,13 @@ class Replica(nn.Module):
         """The trained model in plain, low-rank torch.nn layers; collective, once. The replica becomes it."""
         if self._finished:
             raise ThinwireError("finish() has run already: the replica is the finished model, replica.module")
+        if cutoff is not None:
+            check_cutoff(cutoff, zero_allowed=True)
         self._method.wire.barrier("finish()")
         with self._unrounded():
             self._method.finish(cutoff)
         self.detach()
+        self.module._compiled_call_impl = None
         self.module = to_plain(self.module)
         self._finished = True
         return self.module
@@ -212,7 +217,8 @@ class Replica(nn.Module):
     def baseline(self) -> dict[str, int]:
         """Slow bytes a node that fp32 all-reduce, and the ideal one, would have sent for the steps so far."""
         usual = step_of_allreduce(self.module, self.topology, self._trained)
-        return {"allreduce_fp32": usual.slow * self.step, "ideal_fp32": step_of_ideal(self.topology, self._trained) * self.step}
+        ideal = step_of_ideal(self.topology, self._trained)
+        return {"allreduce_fp32": round(usual * self.step), "ideal_fp32": ideal * self.step}
 
     # Steps.
 
@@ -288,28 +294,33 @@ class Replica(nn.Module):
 
 
 class Recompilations:
-    """Counts graphs that torch.compile made, and warns once where Dynamo gives up."""
+    """Counts how often torch.compile started again, and warns once where Dynamo gives up."""
 
     def __init__(self) -> None:
-        self.start = self._graphs()
+        self.start = self._compiled()
         self.count = 0
         self._warned = False
 
     def look(self) -> None:
         """Count anew."""
-        self.count = self._graphs() - self.start
-        limit = torch._dynamo.config.recompile_limit
-        if self.count >= limit and not self._warned:
+        made = self._compiled() - self.start
+        if not made:
+            return
+        # The first time is a function's due; a model that breaks into many functions has not started again.
+        self.count = sum(times - 1 for times in made.values())
+        limit, most = torch._dynamo.config.recompile_limit, max(made.values())
+        if most >= limit and not self._warned:
             self._warned = True
             warnings.warn(
-                f"torch.compile has made {self.count} graphs over changing ranks and stops at its limit of {limit} for one "
-                "function: raise torch._dynamo.config.recompile_limit, or train without compile",
+                f"torch.compile has compiled one function {most} times over changing ranks and stops at its limit of "
+                f"{limit}: raise torch._dynamo.config.recompile_limit, or train without compile",
                 stacklevel=2,
             )
 
     @staticmethod
-    def _graphs() -> int:
-        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    def _compiled() -> Counter[Any]:
+        """How often Dynamo compiled each function."""
+        return Counter(torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER)
 
 
 def _count(model: nn.Module) -> int:

@@ -9,6 +9,7 @@ that workers agree on them between steps. And nothing is broadcast at wrapping: 
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.comm.codec import WIRES, by_dtype, pack, size_of
+from thinwire.comm.codec import WIRES, by_dtype, size_of
 from thinwire.comm.collectives import Wire
 from thinwire.comm.topology import Ranks, Sent, Topology
 from thinwire.errors import ConfigError
@@ -126,12 +127,15 @@ def bucket_order(topology: Topology, members: Ranks, trained: int, buckets: int)
     return order + topology.tree(members, 4 * buckets, members[0])
 
 
-def step_of_allreduce(model: nn.Module, topology: Topology, trained: int) -> Sent:
-    """What fp32 data-parallel training of `trained` parameters sends in one step: gradients and buffers."""
-    sent = topology.ring(topology.world, 4 * trained)
-    for bucket in by_dtype(model.buffers()):
-        sent += topology.tree(topology.world, size_of(pack(bucket)), 0)
-    return sent
+def step_of_allreduce(model: nn.Module, topology: Topology, trained: int) -> float:
+    """Slow bytes of one step of fp32 data-parallel training, gradients and buffers, as the mean over nodes."""
+    total = 0
+    for node in topology.nodes:
+        seen_from = replace(topology, rank=node[0])
+        total += seen_from.ring(topology.world, 4 * trained).slow
+        for bucket in by_dtype(model.buffers()):
+            total += seen_from.tree(topology.world, sum(size_of(b) for b in bucket), 0).slow
+    return total / len(topology.nodes)
 
 
 def step_of_ideal(topology: Topology, trained: int) -> int:

@@ -100,9 +100,21 @@ def find_layers(
         kept.setdefault(ends[0].key, "first layer")
     if ends and keep_last:
         kept.setdefault(ends[-1].key, "last layer")
-    reasons.warn_of_idle_patterns()
     to_factor = [layer for layer in candidates if layer.key not in kept]
     return to_factor, [Kept(layer.key, kept[layer.key]) for layer in candidates if layer.key in kept]
+
+
+def warn_of_idle_patterns(model: nn.Module, keep: Sequence[str]) -> None:
+    """Tell of patterns that keep nothing: likely a misspelt name."""
+    layers = list(_matrices(model))
+    for pattern in keep:
+        if not any(_matches(layer, pattern) for layer in layers):
+            known = ", ".join(layer.name for layer in layers[:6])
+            warnings.warn(f"keep pattern {pattern!r} matches no layer; there are {known}, …", stacklevel=2)
+
+
+def _matches(layer: Layer, pattern: str) -> bool:
+    return fnmatch.fnmatch(layer.name, pattern) or fnmatch.fnmatch(layer.key, pattern)
 
 
 def to_factors(layer: Layer, a: Tensor, b: Tensor) -> None:
@@ -142,7 +154,6 @@ class _Reasons:
     def __init__(self, model: nn.Module, trained: Iterable[nn.Parameter], keep: Sequence[str]) -> None:
         self.trained = {id(p) for p in trained}
         self.keep = keep
-        self.idle = set(keep)
         self.homes = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
         self.paths = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
 
@@ -152,14 +163,9 @@ class _Reasons:
                 return why
         return None
 
-    def warn_of_idle_patterns(self) -> None:
-        for pattern in sorted(self.idle):
-            warnings.warn(f"keep pattern {pattern!r} matches no layer", stacklevel=2)
-
     def _by_user(self, layer: Layer) -> str | None:
         for pattern in self.keep:
-            if fnmatch.fnmatch(layer.name, pattern) or fnmatch.fnmatch(layer.key, pattern):
-                self.idle.discard(pattern)
+            if _matches(layer, pattern):
                 return f"kept by pattern {pattern!r}"
         if not layer.weight.requires_grad:
             return "frozen"

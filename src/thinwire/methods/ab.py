@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from thinwire.config import AB, check_cutoff
+from thinwire.config import AB
 from thinwire.errors import ConfigError, DivergedError
 from thinwire.factor import moments
-from thinwire.factor.convert import Layer, find_layers, to_factors, to_full
+from thinwire.factor.convert import Layer, find_layers, to_factors, to_full, warn_of_idle_patterns
 from thinwire.methods.agree import agreed_factors
 from thinwire.methods.base import Ground, Method, optimizer_parameters
 from thinwire.methods.merging import average_buffers, average_moments, average_parameters
@@ -76,6 +76,7 @@ class ABMethod(Method):
             raise ConfigError(
                 f"nothing to factor in this model: {reasons}; a small model may want keep_first=False or keep_last=False"
             )
+        warn_of_idle_patterns(self.model, self.config.keep)
         self._watch_order()
         self.replicated.wrap(self.topology.world)
         self._follow_timetable()
@@ -114,13 +115,10 @@ class ABMethod(Method):
 
     def finish(self, cutoff: float | None) -> None:
         """Merge if groups are apart, then cut every layer at the cutoff."""
-        cutoff = self.config.cutoff if cutoff is None else cutoff
-        check_cutoff(cutoff, zero_allowed=True)
         if self.phase == "groups":
             self._merge()
         self._find_layers()
-        for layer, factors in agreed_factors(self.layers, self.wire, cutoff):
-            to_factors(layer, *factors)
+        self._cut(self.config.cutoff if cutoff is None else cutoff)
         self.replicated.unwrap()
 
     @contextmanager
@@ -299,8 +297,9 @@ class ABMethod(Method):
     def load_state(self, state: dict[str, Any]) -> None:
         """Go to a place in the timetable and give the model the shape it had there."""
         super().load_state(state)
-        self.index, self.order, self.lr_start = state["index"], state["order"], state["lr_start"]
-        self._stop_watching()
+        self.index, self.order = state["index"], state["order"]
+        if self.step:
+            self._stop_watching()
         self._find_layers()
         for layer in self.layers:
             if layer.is_factored:

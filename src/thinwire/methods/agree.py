@@ -19,6 +19,7 @@ def agreed_factors(layers: list[Layer], wire: Wire, cutoff: float) -> list[tuple
     2. All workers compare a checksum a layer.
     3. Layers that differ are overwritten by rank 0's.
     """
+    _refuse_diverged(layers)
     owners = _owners(layers, wire)
     found = [_factors(layer, cutoff) if owner in (None, wire.topology.member) else None for layer, owner in owners]
     for member in sorted({owner for _, owner in owners if owner is not None}):
@@ -30,12 +31,19 @@ def agreed_factors(layers: list[Layer], wire: Wire, cutoff: float) -> list[tuple
     return [(layer, factors) for layer, factors in zip(layers, found, strict=True) if factors is not None]
 
 
+def _refuse_diverged(layers: list[Layer]) -> None:
+    # Every worker looks at every layer, not only at its share: all stop together, and nobody waits for one that did.
+    for layer in layers:
+        if not all(bool(torch.isfinite(p).all()) for p in layer.parameters):
+            raise DivergedError(
+                f"layer {layer.name!r} has values that are not finite: training diverged before it was decomposed; "
+                "lower the learning rate or go back to a checkpoint"
+            )
+
+
 def _factors(layer: Layer, cutoff: float) -> Factors | None:
     """None where factors would not be smaller than the layer."""
-    matrix = layer.matrix()
-    if not torch.isfinite(matrix).all():
-        raise DivergedError(f"layer {layer.name!r} has values that are not finite: training diverged before it was decomposed")
-    factors = decompose(matrix, cutoff)
+    factors = decompose(layer.matrix(), cutoff)
     return (factors.a, factors.b) if layer.view.is_smaller(factors.a.shape[1]) else None
 
 

@@ -25,10 +25,9 @@ from torch.optim import Optimizer
 
 from thinwire.comm.collectives import Wire
 from thinwire.comm.replicate import Replicated
-from thinwire.config import check_cutoff
 from thinwire.errors import DisagreementError
 from thinwire.factor.convert import Kept, Layer, find_layers, to_factors
-from thinwire.factor.decompose import decompose
+from thinwire.methods.agree import agreed_factors
 
 
 @dataclass
@@ -103,9 +102,8 @@ class Method(ABC):
     def finish(self, cutoff: float | None) -> None:
         """Leave one model on all workers; cut it where a cutoff is given."""
         if cutoff is not None:
-            check_cutoff(cutoff, zero_allowed=True)
             self.layers, self.kept = find_layers(self.model, trained=optimizer_parameters(self.optimizer))
-            self._truncate(cutoff)
+            self._cut(cutoff)
         self.replicated.unwrap()
 
     def state(self) -> dict[str, Any]:
@@ -157,11 +155,12 @@ class Method(ABC):
         self.phase = phase
         self.wire.ledger.phase = phase
 
-    def _truncate(self, cutoff: float) -> None:
-        for layer in self.layers:
-            factors = decompose(layer.matrix(), cutoff)
-            if layer.view.is_smaller(factors.a.shape[1]):
-                to_factors(layer, factors.a, factors.b)
+    def _cut(self, cutoff: float) -> None:
+        """Cut every layer that becomes smaller by it, and note those that do not."""
+        for layer, factors in agreed_factors(self.layers, self.wire, cutoff):
+            to_factors(layer, *factors)
+        why = f"rank too high at cutoff {cutoff}"
+        self.kept = [*self.kept, *(Kept(layer.key, why) for layer in self.layers if not layer.is_factored)]
 
 
 def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
