@@ -200,18 +200,7 @@ def test_compare_sets_methods_side_by_side(compared):
 def test_compare_resumed_runs_nothing_twice(compared):
     out, _ = compared
     before = (out / "ab-seed0" / "summary.json").stat().st_mtime_ns
-    words = [
-        "compare",
-        "digits",
-        "--methods",
-        "allreduce,ab",
-        "--workers",
-        "2",
-        "--steps",
-        "32",
-        "--out",
-        str(out),
-    ]
+    words = ["compare", "digits", "--methods", "allreduce,ab", "--workers", "2", *COMPARED, "--out", str(out)]
     result = CliRunner().invoke(main, [*words, "--resume", "--json"])
     assert result.exit_code == 0 and len(json.loads(result.stdout)) == 2
     assert (out / "ab-seed0" / "summary.json").stat().st_mtime_ns == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -9,7 +10,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,9 @@ class _Commands(click.Group):
 @click.version_option(package_name="thinwire")
 def main() -> None:
     """Train PyTorch models over slow networks, and count every byte."""
-    logging.basicConfig(format="thinwire: %(message)s", level=logging.INFO if _speaks() else logging.WARNING)
+    # What the launcher checks its workers find again, and one notice of it is enough.
+    level = logging.INFO if inside_job() and _speaks() else logging.WARNING
+    logging.basicConfig(format="thinwire: %(message)s", level=level)
 
 
 def _shared(command: Callable[..., None]) -> Callable[..., None]:
@@ -115,8 +117,8 @@ def compare(
     names = [name.strip() for name in methods.split(",") if name.strip()] if methods else list(METHODS)
     base = Job(recipe=recipe, method="", out=folder, **_as_fields(flags))
     jobs = [
-        replace(base, method=name, seed=seed, out=folder / f"{name}-seed{seed}", settings=settings)
-        for name, settings in _dealt(base.settings, names).items()
+        dataclasses.replace(base, method=name, settings=own, seed=seed, out=folder / f"{name}-seed{seed}")
+        for name, own in _dealt(base.settings, names).items()
         for seed in range(seeds)
     ]
     for job in jobs:
@@ -162,7 +164,7 @@ def _dealt(settings: tuple[str, ...], names: list[str]) -> dict[str, tuple[str, 
 
 
 def _fields(method: str) -> set[str]:
-    return set(METHODS[method].config.__dataclass_fields__)
+    return {field.name for field in dataclasses.fields(METHODS[method].config)}
 
 
 def _as_fields(flags: dict[str, Any]) -> dict[str, Any]:
