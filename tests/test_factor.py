@@ -213,3 +213,22 @@ def test_parameters_are_exchanged_in_their_own_group() -> None:
     moments.exchange(optimizer, [first], new)
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(new[0]), id(new[1]), id(second)]
     assert first not in optimizer.state and optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_adam_takes_a_usual_step_after_moments_came_back_to_full() -> None:
+    torch.manual_seed(0)
+    view = view_of(torch.Size((40, 24)))
+    a, b, _ = decompose(torch.randn(40, 24), 0.0, rank=8)
+    factor = nn.Parameter(a.clone())
+    optimizer = torch.optim.Adam([factor], lr=1e-3)
+    for _ in range(50):
+        factor.grad = (torch.randn(40, 24) + 0.3) @ b.t()
+        optimizer.step()
+    state = moments.full_from_factor(optimizer.state[factor], view, b=b)
+    full = nn.Parameter(torch.zeros(40, 24))
+    resumed = torch.optim.Adam([full], lr=1e-3)
+    resumed.state[full] = state
+    full.grad = torch.randn(40, 24) + 0.3
+    resumed.step()
+    size = float(full.detach().abs().mean())
+    assert 1e-4 < size < 3e-3  # about the learning rate, as any Adam step
