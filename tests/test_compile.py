@@ -77,21 +77,24 @@ def check_recompilations(counts: list[int], graphs: list[int]) -> None:
 
 
 class Broken(nn.Module):
-    """A model that Dynamo compiles as many small functions."""
+    """A model that Dynamo compiles as six functions."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.layer = nn.Linear(64, 64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.flatten(1)[:, :16]
-        for layer in self.layers:
-            x = self.apart(layer, x)
-        return x
-
-    @torch.compiler.disable(recursive=False)
-    def apart(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(layer(x)) + x
+        x = self.layer(x.flatten(1))
+        torch._dynamo.graph_break()
+        x = x + 1
+        torch._dynamo.graph_break()
+        x = x + 2
+        torch._dynamo.graph_break()
+        x = x + 3
+        torch._dynamo.graph_break()
+        x = x + 4
+        torch._dynamo.graph_break()
+        return x + 5
 
 
 def warnings_at_limit(rank: int, limit: int) -> dict[str, Any]:
@@ -112,16 +115,22 @@ def test_dynamos_limit_is_told_once() -> None:
         torch.testing.assert_close(low["values"][name], value, rtol=1e-4, atol=1e-5)
 
 
-def break_up(rank: int) -> int:
-    small.strict()
+def break_up(rank: int) -> tuple[int, int]:
+    warnings.filterwarnings("error", message="torch.compile has")
     torch._dynamo.config.recompile_limit = 4
+    graphs: list[Any] = []
+
+    def count(graph: Any, example: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
     model = Broken()
     optimizer = small.sgd(model)
-    replica = thinwire.attach(model, optimizer, thinwire.AllReduce(), compile={"backend": "eager", "dynamic": False})
+    replica = thinwire.attach(model, optimizer, thinwire.AllReduce(), compile={"backend": count})
     for number in range(3):
         small.step(replica, optimizer, rank, number)
-    return replica.recompilations
+    return len(graphs), replica.recompilations
 
 
 def test_many_functions_are_not_many_recompilations() -> None:
-    assert gang.run(break_up, 1)[0] < 4
+    assert gang.run(break_up, 1) == [(6, 0)]
