@@ -144,3 +144,15 @@ def test_a_save_of_something_else_is_refused(tmp_path: Path) -> None:
     replica.finish()
     with pytest.raises(ThinwireError, match="after finish"):
         replica.save(tmp_path / "late")
+
+
+def test_a_save_can_be_loaded_into_a_replica_of_any_shape(tmp_path: Path) -> None:
+    replica, optimizer, scheduler = build(ab(total_steps=STEPS, group_size=None))
+    saved = {}
+    for stop in (3, 7, 10):
+        advance(replica, optimizer, scheduler, replica.step, stop, 0)
+        replica.save(tmp_path / f"at-{stop}")
+        saved[stop] = fingerprint(replica, optimizer)
+    for stop in (7, 3, 10, 7):
+        replica.load(tmp_path / f"at-{stop}")
+        assert fingerprint(replica, optimizer) == saved[stop]

@@ -22,6 +22,7 @@ from thinwire.config import AB
 from thinwire.errors import ConfigError, DivergedError
 from thinwire.factor import moments
 from thinwire.factor.convert import Layer, find_layers, to_factors, to_full, warn_of_idle_patterns
+from thinwire.factor.usage import OrderOfUse
 from thinwire.methods.agree import agreed_factors
 from thinwire.methods.base import Ground, Method, optimizer_parameters
 from thinwire.methods.merging import average_buffers, average_moments, average_parameters
@@ -62,10 +63,9 @@ class ABMethod(Method):
         super().__init__(config, ground)
         self.segments = timetable(config)
         self.index = 0
-        self.order: list[str] = []
+        self.usage = OrderOfUse(ground.model)
         self.lr_start: int | None = None
         self.base: list[Tensor] = []
-        self._watching: list[Any] = []
         self._warned = False
 
     def attach(self) -> None:
@@ -77,14 +77,14 @@ class ABMethod(Method):
                 f"nothing to factor in this model: {reasons}; a small model may want keep_first=False or keep_last=False"
             )
         warn_of_idle_patterns(self.model, self.config.keep)
-        self._watch_order()
+        self.usage.watch()
         self.replicated.wrap(self.topology.world)
         self._follow_timetable()
 
     def after_step(self) -> None:
         """Count it, agree on the buffers, and change phase where the timetable says so."""
         self.step += 1
-        self._stop_watching()
+        self._agree_on_order()
         self.replicated.hand_on_buffers()
         self._follow_timetable()
         if self.step > self.config.total_steps and not self._warned:
@@ -225,30 +225,17 @@ class ABMethod(Method):
         self.layers, self.kept = find_layers(
             self.model,
             trained=optimizer_parameters(self.optimizer),
-            order=self.order,
+            order=self.usage.order,
             keep_first=c.keep_first,
             keep_last=c.keep_last,
             keep=c.keep,
         )
 
-    def _watch_order(self) -> None:
-        """Note the order in which modules are used, to know the first and the last."""
-
-        def note(module: nn.Module, inputs: Any, name: str) -> None:
-            if name not in self.order:
-                self.order.append(name)
-
-        for name, module in self.model.named_modules():
-            if any(p.dim() >= 2 for p in module.parameters(recurse=False)):
-                hook = module.register_forward_pre_hook(lambda m, i, name=name: note(m, i, name))
-                self._watching.append(hook)
-
-    def _stop_watching(self) -> None:
-        if self._watching:
-            for hook in self._watching:
-                hook.remove()
-            self._watching = []
-            self.order = self.wire.tell(self.order)[0]
+    def _agree_on_order(self) -> None:
+        """After the first step the order of use is known; rank 0's counts."""
+        if self.step and self.usage.is_watching:
+            self.usage.stop()
+            self.usage.order = self.wire.tell(self.usage.order)[0]
 
     def _to_factors(self, layer: Layer, a: Tensor, b: Tensor) -> None:
         weight = layer.weight
@@ -291,19 +278,19 @@ class ABMethod(Method):
     def state(self) -> dict[str, Any]:
         """Place in the timetable, order of use, ranks and the learning rate's rebound."""
         ranks = {layer.key: layer.rank for layer in self.layers if layer.is_factored}
-        more = {"index": self.index, "order": self.order, "lr_start": self.lr_start, "ranks": ranks}
+        more = {"index": self.index, "order": self.usage.order, "lr_start": self.lr_start, "ranks": ranks}
         return {**super().state(), **more}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go to a place in the timetable and give the model the shape it had there."""
         super().load_state(state)
-        self.index, self.order = state["index"], state["order"]
-        if self.step:
-            self._stop_watching()
-        self._find_layers()
         for layer in self.layers:
             if layer.is_factored:
                 self._to_full(layer, {})
+        self.index, self.usage.order = state["index"], state["order"]
+        self._agree_on_order()
+        self._find_layers()
+        for layer in self.layers:
             rank = state["ranks"].get(layer.key)
             if rank is not None:
                 m, n = layer.view.tall

@@ -1,0 +1,38 @@
+"""The order in which a model uses its layers: which one is the first, which the last."""
+
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+class OrderOfUse:
+    """Names of the modules with weight matrices, as a forward pass reaches them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.order: list[str] = []
+        self._hooks: list[RemovableHandle] = []
+
+    @property
+    def is_watching(self) -> bool:
+        return bool(self._hooks)
+
+    def watch(self) -> None:
+        """Note every module that is called from now on."""
+        for name, module in self.model.named_modules():
+            if any(p.dim() >= 2 for p in module.parameters(recurse=False)):
+                self._hooks.append(module.register_forward_pre_hook(self._noting(name)))
+
+    def stop(self) -> None:
+        """Let go of the model."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _noting(self, name: str) -> Any:
+        def note(module: nn.Module, inputs: Any) -> None:
+            if name not in self.order:
+                self.order.append(name)
+
+        return note
