@@ -39,8 +39,12 @@ def _plain_layer(module: nn.Module, *, in_place: bool) -> nn.Module:
             return _two_convolutions(module, dense)
         if is_conv1d_of_transformers(dense):
             return _two_linears(module, weight_is_transposed=True)
-    for name in factored_names(module):
-        _parametrize(module, name)
+    # All weights are put back before any is parametrized: both change the module's class.
+    found = {name: (*_sides(module, name), view.shape) for name, view in factored_names(module).items()}
+    for name, (left, _, _) in found.items():
+        unfactor_weight(module, name, nn.Parameter(left.clone(memory_format=torch.contiguous_format)))
+    for name, (_, right, shape) in found.items():
+        _parametrize(module, name, right, shape)
     return module
 
 
@@ -79,15 +83,12 @@ def _fill(layer: Any, weight: Tensor, bias: Tensor | None = None) -> None:
         layer.bias = nn.Parameter(bias.detach().clone())
 
 
-def _parametrize(module: nn.Module, name: str) -> None:
+def _parametrize(module: nn.Module, name: str, right: Tensor, shape: tuple[int, ...]) -> None:
     """The weight as Linear(left): left (rows, k) times the Linear's weight (columns, k) transposed."""
-    left, right = _sides(module, name)
-    shape = factored_names(module)[name].shape
     spread: nn.Module = nn.Linear(right.shape[0], right.shape[1], bias=False)
     _fill(spread, right.t())
     if len(shape) > 2:
         spread = nn.Sequential(spread, nn.Unflatten(1, shape[1:]))
-    unfactor_weight(module, name, nn.Parameter(left.clone(memory_format=torch.contiguous_format)))
     parametrize.register_parametrization(module, name, _marked(spread), unsafe=True)
 
 
@@ -132,7 +133,7 @@ def _is_spread(module: nn.Sequential) -> bool:
 
 
 def _arguments(layer: Any) -> dict[str, Any]:
-    keys = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "padding_mode")
+    keys: tuple[str, ...] = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "padding_mode")
     if isinstance(layer, nn.Linear):
         keys = ("in_features", "out_features")
     arguments = {key: getattr(layer, key) for key in keys}
