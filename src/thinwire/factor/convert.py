@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from thinwire.factor import layers as factored
 from thinwire.factor.matrix import MatrixView, view_of
@@ -182,7 +183,7 @@ class _Reasons:
             return "embedding"
         if isinstance(module, nn.RNNBase | nn.RNNCellBase):
             return "recurrent layer"
-        if hasattr(module, "parametrizations"):
+        if hasattr(module, "parametrizations") or isinstance(module, ParametrizationList):
             return "parametrized already"
         if getattr(module, "groups", 1) != 1:
             return "grouped convolution"
