@@ -75,7 +75,7 @@ class Replica(nn.Module):
 
     # Training.
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """In training, a pass whose backward averages gradients; else the bare module, without a collective."""
         if self._finished or not (self.training and torch.is_grad_enabled()):
@@ -262,7 +262,11 @@ class Replica(nn.Module):
             self._agree_on_scale()
 
         scaler.step, scaler.update = counted_step, agreeing_update
-        self._release.append(lambda: (delattr(scaler, "step"), delattr(scaler, "update"), None)[-1])
+
+        def release() -> None:
+            del scaler.step, scaler.update
+
+        self._release.append(release)
 
     def _end_step(self) -> None:
         with self._unrounded():

@@ -134,7 +134,8 @@ def _all_keys(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def _write_optimizer(folder: Path, suffix: str, optimizer: Optimizer) -> None:
-    tensors, plain = {}, {}
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {}
     for i, p in enumerate(optimizer_parameters(optimizer)):
         for name, value in optimizer.state.get(p, {}).items():
             (tensors if isinstance(value, Tensor) else plain)[f"{i}.{name}"] = value

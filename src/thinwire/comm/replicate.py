@@ -24,7 +24,7 @@ from thinwire.errors import ConfigError
 
 # Newer versions of torch call it by another name.
 _parameters = inspect.signature(DistributedDataParallel).parameters
-_NO_BUFFERS = {"forward_sync_buffers" if "forward_sync_buffers" in _parameters else "broadcast_buffers": False}
+_NO_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in _parameters else "broadcast_buffers": False}
 _OWN = {"process_group", "init_sync", "broadcast_buffers", "device_mesh", "mixed_precision", "forward_sync_buffers"}
 
 
@@ -59,8 +59,7 @@ class Replicated:
         """Let go of the model: no hook of the old wrapper may fire under the next one."""
         if self._ddp is not None:
             # Reducer and logger share ownership of the autograd hooks; both must go.
-            self._ddp.reducer = None
-            self._ddp.logger = None
+            self._ddp.__dict__.update(reducer=None, logger=None)
             self._ddp = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,6 @@ property (A·B on demand). Hooks, names and references survive. Classes with a f
 every other class, MultiheadAttention among them, reads the property and so multiplies out.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -77,8 +76,17 @@ def _set_factored(module: nn.Module, names: dict[str, MatrixView]) -> None:
         del module._factored
 
 
-@functools.cache
+# One class for each dense one and set of names: what torch.compile guards on must not change at every cycle.
+_classes: dict[tuple[Any, tuple[str, ...]], type[nn.Module]] = {}
+
+
 def _factored_class(dense: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    if (dense, names) not in _classes:
+        _classes[dense, names] = _make_class(dense, names)
+    return _classes[dense, names]
+
+
+def _make_class(dense: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     body: dict[str, Any] = {name: _product(name) for name in names}
     body["_dense_class"] = dense
     body["extra_repr"] = _extra_repr
@@ -112,10 +120,11 @@ def _rebuild_empty(dense: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
     return cls.__new__(cls)
 
 
-def _thin_forward(dense: type[nn.Module]) -> Callable[..., Tensor] | None:
+def _thin_forward(dense: Any) -> Callable[..., Tensor] | None:
     """A forward pass through two thin factors; None for a class that has its own way of using its weight."""
-    for known, forward in ((nn.Linear, _linear_forward), *((c, _conv_forward) for c in _CONVOLUTIONS)):
-        if issubclass(dense, known) and dense.forward is known.forward:
+    known: dict[Any, Callable[..., Tensor]] = {nn.Linear: _linear_forward, **dict.fromkeys(_CONVOLUTIONS, _conv_forward)}
+    for cls, forward in known.items():
+        if issubclass(dense, cls) and dense.forward is cls.forward:
             return forward
     return _conv1d_forward if is_conv1d_of_transformers(dense) else None
 
@@ -127,8 +136,8 @@ def thin_is_cheaper(view: MatrixView, rank: int, uses: int) -> bool:
     return thin < full
 
 
-def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
-    view = self._factored["weight"]  # type: ignore[index]
+def _linear_forward(self: Any, input: Tensor) -> Tensor:
+    view = self._factored["weight"]
     a, b = self.weight_a, self.weight_b
     if not thin_is_cheaper(view, a.shape[1], input.numel() // max(1, input.shape[-1])):
         return F.linear(input, view.rebuild(a, b), self.bias)
