@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 from safetensors import safe_open
 
@@ -213,7 +214,9 @@ def test_report_and_export_read_folders(compared, tmp_path):
     assert result.exit_code == 0 and (out / "comparison.png").exists()
     result = CliRunner().invoke(main, ["export", str(out / "ab-seed0"), "--out", str(tmp_path / "model")])
     assert result.exit_code == 0, result.output
-    assert any((tmp_path / "model").glob("*.safetensors"))
+    program = torch.export.load(tmp_path / "model" / "program.pt2").module()
+    assert program(torch.zeros(5, 1, 8, 8)).shape == (5, 10)
+    assert "torch.export.load" in result.output
     again = CliRunner().invoke(main, ["export", str(out / "ab-seed0"), "--out", str(tmp_path / "model")])
     assert again.exit_code == 2 and "not empty" in again.output
 

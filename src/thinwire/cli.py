@@ -148,7 +148,12 @@ def export(run_dir: Path, out: Path) -> None:
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"`{out}` is not empty; give a new folder")
     shutil.copytree(run_dir / "model", out, dirs_exist_ok=True)
-    click.echo(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
+    lines = [
+        f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}",
+        f'as it is:             torch.export.load("{out / "program.pt2"}").module()',
+        f'into your own class:  load(MyModel(), "{out}"), with `load` from {out / "load.py"}',
+    ]
+    click.echo("\n".join(lines))
 
 
 def _dealt(settings: tuple[str, ...], names: list[str]) -> dict[str, tuple[str, ...]]:
