@@ -33,7 +33,8 @@ class WorkerError(ThinwireError, RuntimeError):
 
 def inside_job() -> bool:
     """Whether this process is one worker of a job that torchrun or srun started."""
-    return "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", 1)) > 1
+    # In a shell that salloc opened SLURM_NTASKS is set too, but nobody else is there.
+    return "RANK" in os.environ or ("SLURM_PROCID" in os.environ and int(os.environ["SLURM_NTASKS"]) > 1)
 
 
 def launch(arguments: list[str], workers: int, say: Callable[[str], None]) -> None:

@@ -159,5 +159,8 @@ def _order(size: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def share(indices: np.ndarray, rank: int, world_size: int) -> np.ndarray:
-    """Worker `rank`'s part of a global list; parts differ by one at most."""
+    """Worker `rank`'s part of a global list; parts differ by one at most.
+
+    Where they do, every worker's mean loss still weighs the same, as with DDP and a sharded loader.
+    """
     return np.array_split(indices, world_size)[rank]
