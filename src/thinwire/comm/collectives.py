@@ -4,8 +4,8 @@
 every call is the identity and nothing is counted.
 """
 
+import itertools
 import pickle
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -142,11 +142,13 @@ class Wire:
         """Wait for all workers, no longer than the process group's own timeout."""
         if self._control is None:
             return
+        number = _sign_in(self.topology.rank)
         try:
             dist.monitored_barrier(self._control, timeout=_timeout_of(self._control), wait_all_ranks=True)
         except RuntimeError as error:
-            missing = re.findall(r"[Rr]anks? ([\d, ]+) failed", str(error))
-            who = f"rank {missing[0].strip()} did not" if missing else "another rank did not, or left"
+            missing = _not_signed_in(self.topology.world, number)
+            ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+            who = f"{ranks} did not" if missing else "another rank came too late, or left"
             raise DisagreementError(f"{call} is collective: every rank must call it, and {who} ({error})") from error
 
     def _process_group_of(self, parts: Sequence[Ranks]) -> Any:
@@ -190,6 +192,28 @@ class Wire:
         start = time.perf_counter()
         call()
         self.ledger.record(purpose, slow=sent.slow, fast=sent.fast, seconds=time.perf_counter() - start)
+
+
+# Only rank 0 hears from a barrier who is missing, and nobody if it is rank 0. So each rank leaves a note first.
+_barriers = itertools.count(1)
+
+
+def _sign_in(rank: int) -> int:
+    number = next(_barriers)
+    _store().set(f"thinwire/barrier/{rank}", str(number))
+    return number
+
+
+def _not_signed_in(world: Ranks, number: int) -> list[int]:
+    keys = {rank: f"thinwire/barrier/{rank}" for rank in world}
+    try:
+        return [r for r, key in keys.items() if not _store().check([key]) or int(_store().get(key)) < number]
+    except RuntimeError:  # whoever kept the notes has left
+        return []
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
 
 
 def _process_group(members: Ranks) -> Any:
