@@ -2,9 +2,10 @@
 
 import dataclasses
 import math
+import numbers
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -87,9 +88,10 @@ class AB:
         _check_choice(self, "wire", ("fp32", "bf16"))
         _check_group_size(self.group_size)
         check_cutoff(self.cutoff)
-        if isinstance(self.keep, str):
-            raise ConfigError(f"`keep`={self.keep!r} must be a tuple of patterns: write keep=({self.keep!r},)")
-        object.__setattr__(self, "keep", tuple(self.keep))
+        for name in ("keep_first", "keep_last"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"`{name}`={getattr(self, name)!r} must be True or False")
+        object.__setattr__(self, "keep", _patterns(self.keep))
         self._check_one_cycle_fits()
 
     @property
@@ -130,10 +132,9 @@ class AB:
 
 def check_cutoff(cutoff: float, *, zero_allowed: bool = False) -> None:
     """Refuse a cutoff that keeps nothing or means nothing."""
-    low = cutoff >= 0 if zero_allowed else cutoff > 0
-    if not (low and cutoff < 1):
+    if not (_is_number(cutoff) and (0 < cutoff < 1 or (zero_allowed and cutoff == 0))):
         allowed = "in [0, 1)" if zero_allowed else "between 0 and 1, both excluded"
-        raise ConfigError(f"`cutoff`={cutoff} must be {allowed}; it is a share of the largest singular value, try 0.15")
+        raise ConfigError(f"`cutoff`={cutoff!r} must be {allowed}; it is a share of the largest singular value, try 0.15")
 
 
 def from_strings(cls: type[Config], given: Mapping[str, str], **defaults: Any) -> Config:
@@ -190,6 +191,18 @@ def _describe(hint: Any) -> str:
     return names.get(hint, str(hint))
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _patterns(keep: Any) -> tuple[str, ...]:
+    if isinstance(keep, str):
+        raise ConfigError(f"`keep`={keep!r} must be a tuple of patterns: write keep=({keep!r},)")
+    if not isinstance(keep, Iterable) or not all(isinstance(pattern, str) for pattern in keep):
+        raise ConfigError(f"`keep`={keep!r} must be a tuple of patterns, such as keep=('head*',)")
+    return tuple(keep)
+
+
 def _length(value: float, whole: int) -> int:
     return int(value) if value >= 1 else round(value * whole)
 
@@ -218,6 +231,6 @@ def _check_steps(config: AB) -> None:
     for name in ("warmup", "group_steps", "rebound", "lr_rebound"):
         value = getattr(config, name)
         least = 0 if name != "group_steps" else math.ulp(0.0)
-        if not (math.isfinite(value) and value >= least and (value < 1 or value == int(value))):
+        if not (_is_number(value) and value >= least and (value < 1 or value == int(value))):
             lowest = "above 0" if name == "group_steps" else "from 0"
             raise ConfigError(f"`{name}`={value!r} must be a fraction {lowest} to below 1, or a whole number of steps")
