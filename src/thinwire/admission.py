@@ -63,7 +63,8 @@ def _architecture(model: nn.Module, optimizer: Optimizer) -> list[str]:
     group_of = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
     lines = [f"optimizer {type(optimizer).__name__} with {len(optimizer.param_groups)} groups"]
     for name, t in [*model.named_parameters(), *model.named_buffers()]:
-        lines.append(f"{name} {list(t.shape)} {t.dtype} in group {group_of.get(id(t), 'none')}")
+        frozen = ", frozen" if isinstance(t, nn.Parameter) and not t.requires_grad else ""
+        lines.append(f"{name} {list(t.shape)} {t.dtype} in group {group_of.get(id(t), 'none')}{frozen}")
     return lines
 
 
