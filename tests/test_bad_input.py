@@ -1,0 +1,380 @@
+"""Bad input, each with a message that a stranger understands: what was given, what is allowed, what to do."""
+
+import logging
+import math
+import re
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import gang
+import pytest
+import small
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import thinwire
+from thinwire import AB, AllReduce, ConfigError, DisagreementError, DivergedError
+
+
+def says(message: str, *parts: str) -> bool:
+    return all(part in message for part in parts)
+
+
+# Configs.
+
+STEP_FIELDS = [
+    (field, value)
+    for field in ("warmup", "group_steps", "rebound", "lr_rebound")
+    for value in (-0.1, 1.5, math.nan, math.inf, "0.2", None, True)
+]
+
+
+@pytest.mark.parametrize(("field", "value"), [*STEP_FIELDS, ("group_steps", 0)])
+def test_lengths_are_fractions_or_whole_steps(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        AB(total_steps=100, **{field: value})
+    assert says(str(caught.value), f"`{field}`={value!r}", "a fraction", "below 1", "a whole number of steps")
+
+
+@pytest.mark.parametrize("value", [0, -5, 1e4, "100", None, True])
+def test_total_steps_is_a_whole_number(value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        AB(total_steps=value)
+    assert says(str(caught.value), f"`total_steps`={value!r}", "whole number from 1 on")
+
+
+@pytest.mark.parametrize("total_steps", [1, 10, 15])
+def test_too_few_steps_for_one_cycle_say_how_many_fit(total_steps: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        AB(total_steps=total_steps)
+    message = str(caught.value)
+    assert says(message, f"`total_steps`={total_steps} is too small for one cycle", "`group_steps`=0.0333")
+    least = int(re.search(r"at least (\d+)", message)[1])  # type: ignore[index]
+    assert AB(total_steps=least).group_length == 1
+    with pytest.raises(ConfigError):
+        AB(total_steps=least - 1)
+
+
+def test_a_warm_up_that_leaves_no_room_says_what_it_takes() -> None:
+    with pytest.raises(ConfigError) as caught:
+        AB(total_steps=100, warmup=98)
+    assert says(str(caught.value), "warm-up takes 98", "a group phase 3", "together 101", "raise total_steps or lower")
+    assert AB(total_steps=101, warmup=98).warmup_length == 98
+
+
+@pytest.mark.parametrize("cutoff", [0, 1, -0.1, 1.5, math.nan, "0.15", None])
+def test_cutoff_lies_between_0_and_1(cutoff: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        AB(total_steps=100, cutoff=cutoff)
+    assert says(str(caught.value), f"`cutoff`={cutoff!r}", "between 0 and 1", "try 0.15")
+
+
+CHOICES = [
+    (AB, "merge", "mean, trained, weighted"),
+    (AB, "moments", "reset, average, carry"),
+    (AB, "cycle", "paper"),
+    (AB, "wire", "fp32, bf16"),
+    (AllReduce, "wire", "fp32, bf16"),
+]
+
+
+@pytest.mark.parametrize(("config", "field", "known"), CHOICES)
+@pytest.mark.parametrize("value", ["mode", 3, None, ["mean"]])
+def test_choices_list_what_there_is(config: Any, field: str, known: str, value: Any) -> None:
+    needed = {"total_steps": 100} if config is AB else {}
+    with pytest.raises(ConfigError) as caught:
+        config(**needed, **{field: value})
+    assert says(str(caught.value), f"`{field}`={value!r} is not known", "choose from", known)
+
+
+@pytest.mark.parametrize("config", [lambda **f: AB(total_steps=100, **f), AllReduce])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "node", True, [2]])
+def test_group_sizes_are_whole_or_the_world(config: Any, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(group_size=value)
+    assert says(str(caught.value), f"`group_size`={value!r}", "whole number", '"world"', "None")
+
+
+@pytest.mark.parametrize("value", ["fc*", 5, ("fc", 5), None])
+def test_keep_is_a_tuple_of_patterns(value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        AB(total_steps=100, keep=value)
+    assert says(str(caught.value), f"`keep`={value!r}", "tuple of patterns", "keep=(")
+
+
+@pytest.mark.parametrize("field", ["keep_first", "keep_last"])
+@pytest.mark.parametrize("value", ["no", 0, None])
+def test_switches_are_true_or_false(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        AB(total_steps=100, **{field: value})
+    assert says(str(caught.value), f"`{field}`={value!r}", "True or False")
+
+
+def test_configs_are_frozen_and_by_keyword() -> None:
+    with pytest.raises(TypeError):
+        AB(100)  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        AB(total_steps=100).cutoff = 0.2  # type: ignore[misc]
+
+
+# Attaching.
+
+
+def attach(config: Any, model: nn.Module | None = None, **more: Any) -> Any:
+    model = model or small.mlp()
+    return thinwire.attach(model, small.sgd(model), config, **more)
+
+
+@pytest.mark.parametrize("given", ["ab", AB, None, {"total_steps": 100}])
+def test_something_that_is_no_config_lists_the_configs(given: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        attach(given)
+    assert says(str(caught.value), "is not the config of a method", "AllReduce", "AB")
+
+
+def test_a_model_with_nothing_to_factor_says_why() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+    with pytest.raises(ConfigError) as caught:
+        attach(small.ab(), model)
+    assert says(str(caught.value), "nothing to factor", "1.weight (first layer)", "3.weight (last layer)", "keep_first=False")
+    assert attach(small.ab(keep_first=False), model).phase == "warmup"
+    with pytest.raises(ConfigError, match="it has no weight matrices"):
+        attach(small.ab(), nn.Sequential(nn.BatchNorm1d(4)))
+
+
+def test_an_optimizer_of_another_model() -> None:
+    for config in (small.ab(), AllReduce()):
+        with pytest.raises(ConfigError) as caught:
+            thinwire.attach(small.mlp(), small.sgd(small.mlp()), config)
+        assert says(str(caught.value), "SGD, 8 parameters", "none of the model's parameters", "this model's parameters()")
+
+
+def test_ddp_options_that_are_taken() -> None:
+    with pytest.raises(ConfigError) as caught:
+        attach(AllReduce(), ddp={"process_group": None, "init_sync": True, "bucket_cap_mb": 5})
+    assert says(str(caught.value), "init_sync, process_group", "leave them out")
+    assert "bucket_cap_mb" not in str(caught.value)
+
+
+def test_a_pattern_that_matches_nothing_warns_once() -> None:
+    model = small.mlp()
+    optimizer = small.sgd(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        replica = thinwire.attach(model, optimizer, small.ab(keep=("fc*", "3*", "3", "5.weight_a")))
+        for _ in small.walk(replica, optimizer, 0):
+            pass
+        replica.finish()
+    told = sorted(str(w.message) for w in caught)
+    assert len(told) == 2
+    assert says(told[0], "keep pattern '5.weight_a' matches no layer", "there are 1, 3, 5, 7")
+    assert says(told[1], "keep pattern 'fc*' matches no layer")
+
+
+def test_steps_beyond_the_last_warn_once() -> None:
+    model = small.mlp()
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, small.ab())
+    for _ in small.walk(replica, optimizer, 0):
+        pass
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in small.walk(replica, optimizer, 0, 4):
+            assert replica.phase == "final"
+    (warning,) = caught
+    assert says(str(warning.message), "step 22", "total_steps=21", "stays in phase 'final'")
+
+
+def test_a_finished_replica_says_so() -> None:
+    replica = attach(AllReduce())
+    with pytest.raises(ConfigError, match=r"`cutoff`=1.5 must be in \[0, 1\)"):
+        replica.finish(1.5)
+    replica.finish()
+    assert replica.phase == "finished"
+    for call, said in ((replica.finish, "has run already"), (lambda: replica.save("x"), "after finish")):
+        with pytest.raises(thinwire.ThinwireError, match=said):
+            call()
+
+
+def test_loading_from_nowhere_or_another_config_says_so(tmp_path: Any) -> None:
+    replica = attach(small.ab())
+    with pytest.raises(ConfigError, match="there is no saved folder at '.*nowhere'"):
+        replica.load(tmp_path / "nowhere")
+    replica.save(tmp_path / "save")
+    with pytest.raises(ConfigError, match=r"another config: cutoff=0.6 there, 0.3 here"):
+        attach(small.ab(cutoff=0.3)).load(tmp_path / "save")
+    with pytest.raises(ConfigError, match="of method 'ab', attached is 'allreduce'"):
+        attach(AllReduce()).load(tmp_path / "save")
+
+
+# Workers that differ.
+
+
+def differ(rank: int) -> dict[str, str]:
+    found = {}
+    for what in ("shape", "name", "dtype", "groups", "frozen", "more"):
+        model, optimizer = odd_one(what if rank == 2 else "none")
+        with pytest.raises(DisagreementError) as caught:
+            thinwire.attach(model, optimizer, small.ab())
+        found[what] = str(caught.value)
+    return found
+
+
+def odd_one(what: str) -> tuple[nn.Module, Any]:
+    model: Any = small.net()
+    if what == "shape":
+        model.middle = nn.Linear(32, 32, bias=False)
+        model.head = nn.Linear(32, 11)
+    if what == "name":
+        model.other = model.head
+        del model.head
+    if what == "dtype":
+        model.middle.bfloat16()
+    if what == "frozen":
+        model.middle.requires_grad_(False)
+    if what == "more":
+        model.extra = nn.Linear(4, 4)
+    groups = [{"params": [p]} for p in model.parameters()] if what == "groups" else model.parameters()
+    return model, torch.optim.SGD(groups, lr=0.1)
+
+
+def test_different_architectures_name_the_ranks_and_the_place() -> None:
+    there = {
+        "shape": ("middle.bias [32]", "head.weight [11, 32]"),
+        "name": ("head.weight", "other.weight"),
+        "dtype": ("torch.float32", "torch.bfloat16"),
+        "groups": ("1 groups", "10 groups"),
+        "frozen": ("middle.weight", "frozen"),
+        "more": ("norm.running_mean", "extra.weight"),
+    }
+    found = gang.run(differ, 3, patience=20)
+    assert found[0] == found[1] == found[2]
+    for what, (here, other) in there.items():
+        assert says(found[0][what], "different models", "rank 0 has", "where rank 2 has", here, other)
+        assert "ranks that differ from rank 0: 2)" in found[0][what]
+
+
+def start_apart(rank: int) -> dict[str, Any]:
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("thinwire").addHandler(handler)
+    logging.getLogger("thinwire").setLevel(logging.INFO)
+    model, same = small.net(seed=rank), small.net()
+    with torch.no_grad():
+        model.norm.running_mean.fill_(rank)  # type: ignore[operator,union-attr]
+    own = small.clone(model)
+    replica = thinwire.attach(model, small.sgd(model), small.ab())
+    alike = thinwire.attach(same, small.sgd(same), small.ab())
+    return {
+        "own": own,
+        "now": small.clone(model),
+        "sent": replica.traffic.by_purpose.get("first values"),
+        "alike": alike.traffic.by_purpose.get("first values"),
+        "logged": [line for line in logged if "rank 0's" in line],
+    }
+
+
+def test_different_first_values_become_rank_0s_and_are_counted_once() -> None:
+    here, there = gang.run(start_apart, 2)
+    assert not small.same(here["own"], there["own"])
+    assert small.same(here["now"], here["own"]) and small.same(there["now"], here["own"])
+    size = sum(t.numel() * t.element_size() for t in here["own"].values())
+    assert here["sent"]["slow_bytes"] == size
+    assert here["alike"] is there["alike"] is None
+    assert len(here["logged"]) == 1 and there["logged"] == []
+
+
+# Divergence.
+
+
+def diverge(rank: int, what: str) -> str:
+    model = small.net()
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, small.ab(group_size=2))
+    with pytest.raises(DivergedError) as caught:
+        for number in small.walk(replica, optimizer, rank):
+            if number == 4 and rank == 2:
+                spoil(replica, what)
+    return str(caught.value)
+
+
+def spoil(replica: Any, what: str) -> None:
+    if what == "loss":
+        replica.observe(torch.tensor(math.nan))
+    else:
+        with torch.no_grad():
+            replica.module.middle.weight_b[0, 0] = math.inf
+
+
+def diverge_both(rank: int) -> list[str]:
+    return [diverge(rank, "loss"), diverge(rank, "parameter")]
+
+
+def test_a_group_that_diverged_stops_everyone_by_name() -> None:
+    for messages in gang.run(diverge_both, 3, patience=20):
+        for message in messages:
+            assert says(message, "group 1", "ranks 2 to 2", "not finite", "step 7", "nothing was merged", "lower the learning rate")
+
+
+def other_mistakes(rank: int) -> dict[str, str]:
+    found = {}
+    for size in (3, 100):
+        with pytest.raises(ConfigError) as caught:
+            attach(small.ab(group_size=size))
+        found[f"size {size}"] = str(caught.value)
+    model = small.net()
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, small.ab(merge="weighted"))
+    with pytest.raises(ConfigError) as caught:
+        for _ in small.walk(replica, optimizer, rank):
+            pass
+    found["unobserved"] = str(caught.value)
+    return found
+
+
+def test_group_sizes_beyond_the_world_and_losses_nobody_told() -> None:
+    for found in gang.run(other_mistakes, 2, patience=20):
+        for size in (3, 100):
+            assert says(found[f"size {size}"], f"`group_size`={size} exceeds the world of 2 workers", "use 1 to 2", '"world"')
+        assert says(found["unobserved"], "merge='weighted'", "replica.observe(loss)")
+
+
+def test_a_single_process_is_a_world_of_one() -> None:
+    with pytest.raises(ConfigError, match=r"`group_size`=2 exceeds the world of 1 worker; use 1 to 1"):
+        attach(small.ab(group_size=2))
+
+
+# A rank that does not come.
+
+
+def stay_away(rank: int, call: str, absent: int, folder: str) -> str | None:
+    model = small.net()
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, small.ab())
+    for _ in small.walk(replica, optimizer, rank, 4):
+        pass
+    store = dist.distributed_c10d._get_default_store()
+    if rank == absent:
+        # Alive until the others have given up: a rank that is busy elsewhere, not one that died.
+        store.wait([f"told {other}" for other in range(3) if other != absent], timedelta(seconds=60))
+        return None
+    with pytest.raises(DisagreementError) as caught:
+        {"save()": lambda: replica.save(folder), "finish()": replica.finish, "merged()": replica.merged().__enter__}[call]()
+    store.set(f"told {rank}", "1")
+    return str(caught.value)
+
+
+def test_collective_calls_say_who_is_missing(tmp_path: Any) -> None:
+    cases = [("save()", 1), ("finish()", 2), ("merged()", 0)]
+    with ThreadPoolExecutor() as pool:
+        runs = [pool.submit(gang.run, stay_away, 3, *case, str(tmp_path / "save"), patience=5) for case in cases]
+        for (call, absent), run in zip(cases, runs, strict=True):
+            messages = [message for message in run.result() if message is not None]
+            assert len(messages) == 2
+            for message in messages:
+                assert says(message, f"{call} is collective: every rank must call it, and rank {absent} did not")
+    assert not (tmp_path / "save").exists()
