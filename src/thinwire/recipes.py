@@ -40,7 +40,7 @@ def shakespeare() -> Recipe:
         task=PREDICT,
         source=data.shakespeare,
         model=lambda source: models.CharGPT(vocabulary=len(cast(data.Text, source).characters)),
-        optimizer=partial(AdamW, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1),
+        optimizer=partial(AdamW, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.5),
         steps=800,
         batch=32,
         clip=1.0,
