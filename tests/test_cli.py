@@ -205,6 +205,9 @@ def test_compare_resumed_runs_nothing_twice(compared):
     result = CliRunner().invoke(main, [*words, "--resume", "--json"])
     assert result.exit_code == 0 and len(json.loads(result.stdout)) == 2
     assert (out / "ab-seed0" / "summary.json").stat().st_mtime_ns == before
+    for other in (["--set", "cutoff=0.3"], ["--workers", "3"]):
+        result = CliRunner().invoke(main, [*words, *other, "--resume", "--json"])
+        assert result.exit_code == 2 and "holds a finished run with" in result.output
 
 
 def test_report_and_export_read_folders(compared, tmp_path):

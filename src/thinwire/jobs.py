@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from thinwire.admission import describe_config
 from thinwire.comm.topology import arrange
 from thinwire.config import from_strings
 from thinwire.errors import ConfigError, unknown
@@ -107,6 +108,9 @@ class Job:
             "seed": self.seed,
             "steps": self.trained.steps,
         }
+        wanted["config"] = json.loads(json.dumps(describe_config(self.config)))
+        if not inside_job():
+            wanted["world_size"] = self.workers
         for name, value in wanted.items():
             if summary[name] != value:
                 raise ConfigError(
