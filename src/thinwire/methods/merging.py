@@ -35,12 +35,12 @@ def average_buffers(wire: Wire, model: nn.Module, weight: float) -> None:
     buffers = list(model.buffers())
     statistics = [b for b in buffers if b.is_floating_point()]
     _average(wire, statistics, weight, "buffers")
-    counters = [b for b in buffers if not b.is_floating_point()]
+    # Masks and tables (integer or complex) are the model's constants, the same everywhere.
+    counters = [b for b in buffers if b.numel() == 1 and not (b.is_floating_point() or b.is_complex())]
     if counters and len(wire.topology.groups) > 1:
         agreed = wire.largest(torch.stack([c.max().to(torch.int64) for c in counters]), "buffers")
         for counter, value in zip(counters, agreed.tolist(), strict=True):
-            if counter.numel() == 1:
-                counter.fill_(value)
+            counter.fill_(value)
 
 
 def average_moments(wire: Wire, optimizer: Optimizer, parameters: Sequence[nn.Parameter], weight: float) -> None:
