@@ -195,8 +195,9 @@ class Replica(nn.Module):
         return self._recompiles.count
 
     def ranks(self) -> dict[str, int]:
-        """The rank of each layer that is factored now."""
-        return {layer.name: layer.rank for layer in self._method.layers if layer.is_factored and layer.rank}
+        """The rank of each layer that is factored now, by its name, or its weight's where it has several."""
+        factored = [layer for layer in self._method.layers if layer.is_factored]
+        return {x.name if x.parameter == "weight" else x.key: x.rank for x in factored if x.rank}
 
     def describe(self) -> dict[str, Any]:
         """Method, layout and size, as plain values."""
@@ -225,7 +226,13 @@ class Replica(nn.Module):
     def _hook_into_steps(self) -> None:
         optimizer, kept = self._method.optimizer, list[Any]()
 
+        def put_back() -> None:
+            for group, lr in zip(optimizer.param_groups, kept, strict=False):
+                group["lr"] = lr
+            kept.clear()
+
         def before(*_: Any) -> None:
+            put_back()  # a closure that raised ended the last step before its time
             factor = self._method.lr_factor
             if factor != 1.0:
                 kept[:] = [group["lr"] for group in optimizer.param_groups]
@@ -233,10 +240,8 @@ class Replica(nn.Module):
                     group["lr"] = group["lr"] * factor
 
         def after(*_: Any) -> None:
-            # Put back before a phase may change, so that schedulers never see the scaled rate.
-            for group, lr in zip(optimizer.param_groups, kept, strict=False):
-                group["lr"] = lr
-            kept.clear()
+            # Before a phase may change, so that schedulers never see the scaled rate.
+            put_back()
             if self._scaler is None:
                 self._end_step()
 
@@ -294,7 +299,7 @@ class Replica(nn.Module):
 
     def _refuse_finished(self, call: str) -> None:
         if self._finished:
-            raise ThinwireError(f"{call} after finish(): keep the finished model by thinwire.export or its state_dict()")
+            raise ThinwireError(f"{call} after finish(): keep the finished model by its state_dict()")
 
 
 class Recompilations:
