@@ -1,6 +1,7 @@
 """Tiny models, batches and loops that several tests share."""
 
 import hashlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -43,13 +44,20 @@ def mlp(seed: int = 0) -> nn.Module:
     """Four Linears and no BatchNorm: a sum of micro-batches is one large batch. "3" and "5" get factored."""
     torch.manual_seed(seed)
     sizes = (64, 32, 32, 32, 10)
-    layers = [part for m, n in zip(sizes, sizes[1:]) for part in (nn.Linear(m, n), nn.ReLU())]
+    layers = [part for m, n in itertools.pairwise(sizes) for part in (nn.Linear(m, n), nn.ReLU())]
     return nn.Sequential(nn.Flatten(), *layers[:-1])
 
 
 def ab(**fields: Any) -> thinwire.AB:
-    """Warm-up 3, then cycles of 4 steps apart and 2 together; the cutoff is high, since random weights are flat."""
-    cycle = {"total_steps": STEPS, "warmup": 3, "group_steps": 4, "rebound": 2, "lr_rebound": 3, "cutoff": 0.6}
+    """Warm-up 3, then cycles of 4 steps apart and 2 together; the cutoff is high: random weights are flat."""
+    cycle = {
+        "total_steps": STEPS,
+        "warmup": 3,
+        "group_steps": 4,
+        "rebound": 2,
+        "lr_rebound": 3,
+        "cutoff": 0.6,
+    }
     return thinwire.AB(**{**cycle, **fields})
 
 

@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
-import gang
 import pytest
-import small
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import gang
+import small
 import thinwire
 from thinwire import AB, AllReduce, ConfigError, DisagreementError, DivergedError
 
@@ -61,7 +61,9 @@ def test_too_few_steps_for_one_cycle_say_how_many_fit(total_steps: int) -> None:
 def test_a_warm_up_that_leaves_no_room_says_what_it_takes() -> None:
     with pytest.raises(ConfigError) as caught:
         AB(total_steps=100, warmup=98)
-    assert says(str(caught.value), "warm-up takes 98", "a group phase 3", "together 101", "raise total_steps or lower")
+    assert says(
+        str(caught.value), "warm-up takes 98", "a group phase 3", "together 101", "raise total_steps or lower"
+    )
     assert AB(total_steps=101, warmup=98).warmup_length == 98
 
 
@@ -139,7 +141,13 @@ def test_a_model_with_nothing_to_factor_says_why() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
     with pytest.raises(ConfigError) as caught:
         attach(small.ab(), model)
-    assert says(str(caught.value), "nothing to factor", "1.weight (first layer)", "3.weight (last layer)", "keep_first=False")
+    assert says(
+        str(caught.value),
+        "nothing to factor",
+        "1.weight (first layer)",
+        "3.weight (last layer)",
+        "keep_first=False",
+    )
     assert attach(small.ab(keep_first=False), model).phase == "warmup"
     with pytest.raises(ConfigError, match="it has no weight matrices"):
         attach(small.ab(), nn.Sequential(nn.BatchNorm1d(4)))
@@ -149,7 +157,12 @@ def test_an_optimizer_of_another_model() -> None:
     for config in (small.ab(), AllReduce()):
         with pytest.raises(ConfigError) as caught:
             thinwire.attach(small.mlp(), small.sgd(small.mlp()), config)
-        assert says(str(caught.value), "SGD, 8 parameters", "none of the model's parameters", "this model's parameters()")
+        assert says(
+            str(caught.value),
+            "SGD, 8 parameters",
+            "none of the model's parameters",
+            "this model's parameters()",
+        )
 
 
 def test_ddp_options_that_are_taken() -> None:
@@ -201,7 +214,7 @@ def test_a_finished_replica_says_so() -> None:
 
 def test_loading_from_nowhere_or_another_config_says_so(tmp_path: Any) -> None:
     replica = attach(small.ab())
-    with pytest.raises(ConfigError, match="there is no saved folder at '.*nowhere'"):
+    with pytest.raises(ConfigError, match=r"there is no saved folder at '.*nowhere'"):
         replica.load(tmp_path / "nowhere")
     replica.save(tmp_path / "save")
     with pytest.raises(ConfigError, match=r"another config: cutoff=0.6 there, 0.3 here"):
@@ -310,14 +323,39 @@ def spoil(replica: Any, what: str) -> None:
             replica.module.middle.weight_b[0, 0] = math.inf
 
 
-def diverge_both(rank: int) -> list[str]:
-    return [diverge(rank, "loss"), diverge(rank, "parameter")]
+def diverge_before_a_split(rank: int) -> str:
+    """One layer alone: only one member of the group would decompose it."""
+    model = small.net()
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, small.ab(group_size=2))
+    with pytest.raises(DivergedError) as caught:
+        for number in range(small.STEPS):
+            x, y = small.batch(rank, number)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(replica(x), y).backward()
+            if number == 2:
+                replica.module.middle.weight.grad[0, 0] = math.nan
+            optimizer.step()
+    return str(caught.value)
+
+
+def every_divergence(rank: int) -> list[str]:
+    return [diverge(rank, "loss"), diverge(rank, "parameter"), diverge_before_a_split(rank)]
 
 
 def test_a_group_that_diverged_stops_everyone_by_name() -> None:
-    for messages in gang.run(diverge_both, 3, patience=20):
-        for message in messages:
-            assert says(message, "group 1", "ranks 2 to 2", "not finite", "step 7", "nothing was merged", "lower the learning rate")
+    for loss, parameter, layer in gang.run(every_divergence, 3, patience=20):
+        assert says(layer, "layer 'middle'", "not finite", "lower the learning rate")
+        for message in (loss, parameter):
+            assert says(
+                message,
+                "group 1",
+                "ranks 2 to 2",
+                "not finite",
+                "step 7",
+                "nothing was merged",
+                "lower the learning rate",
+            )
 
 
 def other_mistakes(rank: int) -> dict[str, str]:
@@ -339,7 +377,12 @@ def other_mistakes(rank: int) -> dict[str, str]:
 def test_group_sizes_beyond_the_world_and_losses_nobody_told() -> None:
     for found in gang.run(other_mistakes, 2, patience=20):
         for size in (3, 100):
-            assert says(found[f"size {size}"], f"`group_size`={size} exceeds the world of 2 workers", "use 1 to 2", '"world"')
+            assert says(
+                found[f"size {size}"],
+                f"`group_size`={size} exceeds the world of 2 workers",
+                "use 1 to 2",
+                '"world"',
+            )
         assert says(found["unobserved"], "merge='weighted'", "replica.observe(loss)")
 
 
@@ -363,7 +406,11 @@ def stay_away(rank: int, call: str, absent: int, folder: str) -> str | None:
         store.wait([f"told {other}" for other in range(3) if other != absent], timedelta(seconds=60))
         return None
     with pytest.raises(DisagreementError) as caught:
-        {"save()": lambda: replica.save(folder), "finish()": replica.finish, "merged()": replica.merged().__enter__}[call]()
+        {
+            "save()": lambda: replica.save(folder),
+            "finish()": replica.finish,
+            "merged()": replica.merged().__enter__,
+        }[call]()
     store.set(f"told {rank}", "1")
     return str(caught.value)
 
@@ -371,10 +418,14 @@ def stay_away(rank: int, call: str, absent: int, folder: str) -> str | None:
 def test_collective_calls_say_who_is_missing(tmp_path: Any) -> None:
     cases = [("save()", 1), ("finish()", 2), ("merged()", 0)]
     with ThreadPoolExecutor() as pool:
-        runs = [pool.submit(gang.run, stay_away, 3, *case, str(tmp_path / "save"), patience=5) for case in cases]
+        runs = [
+            pool.submit(gang.run, stay_away, 3, *case, str(tmp_path / "save"), patience=5) for case in cases
+        ]
         for (call, absent), run in zip(cases, runs, strict=True):
             messages = [message for message in run.result() if message is not None]
             assert len(messages) == 2
             for message in messages:
-                assert says(message, f"{call} is collective: every rank must call it, and rank {absent} did not")
+                assert says(
+                    message, f"{call} is collective: every rank must call it, and rank {absent} did not"
+                )
     assert not (tmp_path / "save").exists()

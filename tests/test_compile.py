@@ -3,12 +3,12 @@
 import warnings
 from typing import Any
 
-import gang
 import pytest
-import small
 import torch
 from torch import nn
 
+import gang
+import small
 import thinwire
 
 
@@ -101,18 +101,18 @@ def warnings_at_limit(rank: int, limit: int) -> dict[str, Any]:
     torch._dynamo.config.recompile_limit = limit
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = train(rank, "compile=", "eager")
-    result["said"] = [str(w.message) for w in caught if "torch.compile" in str(w.message)]
-    return result
+        compiled = train(rank, "compile=", "eager")
+    said = [str(w.message) for w in caught if "torch.compile" in str(w.message)]
+    return {"said": said, "compiled": compiled["values"], "plain": train(rank, "plain", None)["values"]}
 
 
 def test_dynamos_limit_is_told_once() -> None:
-    (low,), (high,) = gang.run(warnings_at_limit, 1, 3), gang.run(warnings_at_limit, 1, 8)
-    assert high["said"] == []
-    (message,) = low["said"]
+    """With the usual limit nothing is said: the tests above turn warnings into errors."""
+    (found,) = gang.run(warnings_at_limit, 1, 3)
+    (message,) = found["said"]
     assert "3 times" in message and "limit of 3" in message and "recompile_limit" in message
-    for name, value in high["values"].items():
-        torch.testing.assert_close(low["values"][name], value, rtol=1e-4, atol=1e-5)
+    for name, value in found["plain"].items():
+        torch.testing.assert_close(found["compiled"][name], value, rtol=1e-4, atol=1e-5)
 
 
 def break_up(rank: int) -> tuple[int, int]:

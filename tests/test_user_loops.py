@@ -4,15 +4,15 @@ import contextlib
 import copy
 from typing import Any
 
-import gang
 import pytest
-import small
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import gang
+import small
 import thinwire
 
 WORLD_PHASES = ("warmup", "rebound", "final", "train")
@@ -132,7 +132,9 @@ BROKEN = {4: 1, 12: 1, 14: 0, 16: 0, 19: 1}
 """Step and rank of batches that overflow: in a group phase, at its last step, and in full-rank phases."""
 
 
-def scaled_step(replica: Any, optimizer: Any, scaler: Any, rank: int, number: int, broken: dict[int, int]) -> None:
+def scaled_step(
+    replica: Any, optimizer: Any, scaler: Any, rank: int, number: int, broken: dict[int, int]
+) -> None:
     x, y = small.batch(rank, number)
     loss = F.cross_entropy(replica(x), y)
     if broken.get(number) == rank:
@@ -173,7 +175,11 @@ def test_a_step_skipped_on_one_worker_leaves_all_workers_alike() -> None:
         assert here["step"] == there["step"] == number + 1
         if here["phase"] in WORLD_PHASES:
             assert here == there, f"workers differ after step {number}"
-    apart = [number for number, (here, there) in enumerate(zip(*found, strict=True)) if here["scale"] != there["scale"]]
+    apart = [
+        number
+        for number, (here, there) in enumerate(zip(*found, strict=True))
+        if here["scale"] != there["scale"]
+    ]
     # The step was skipped by one worker alone, or this test shows nothing.
     assert 4 in apart
     final = found[0][-1]["scale"][0]
@@ -306,7 +312,10 @@ def scheduled_loop(config: Any, make: Any, rank: int) -> dict[str, list[Any]]:
 
 def schedule_as_without(rank: int) -> list[tuple[Any, Any]]:
     small.strict()
-    return [(scheduled_loop(small.ab(), make, rank), scheduled_loop(None, make, rank)) for make in SCHEDULES.values()]
+    return [
+        (scheduled_loop(small.ab(), make, rank), scheduled_loop(None, make, rank))
+        for make in SCHEDULES.values()
+    ]
 
 
 def test_schedulers_never_notice_the_rebound() -> None:
@@ -372,6 +381,20 @@ def test_closures_and_every_way_of_zeroing_train_alike() -> None:
     assert all_equal([found[0][way] for way in ("before", "after", "between", "zeros")])
 
 
+def test_a_closure_that_raises_does_not_leave_a_scaled_rate_for_good() -> None:
+    model = small.mlp()
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, small.ab())
+    for _ in small.walk(replica, optimizer, 0, 3):
+        pass
+    assert replica.phase == "groups"
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    for _ in small.walk(replica, optimizer, 0, 3):
+        pass
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
 # Optimizers.
 
 OPTIMIZERS: dict[str, Any] = {
@@ -413,7 +436,9 @@ def test_optimizers_agree_after_every_merge(kind: str) -> None:
     for moments in ("reset", "average", "carry"):
         for states in zip(*(worker[moments] for worker in found), strict=True):
             if states[0]["phase"] in WORLD_PHASES:
-                assert all_equal(list(states)), f"{kind}, {moments}: workers differ after step {states[0]['step']}"
+                assert all_equal(list(states)), (
+                    f"{kind}, {moments}: workers differ after step {states[0]['step']}"
+                )
             assert all(state["finite"] for state in states)
         merged = found[0][moments][6]
         # At the merge itself: nothing is known any more, or of what was not factored, or of everything.
