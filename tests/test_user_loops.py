@@ -488,6 +488,10 @@ def look_at(replica: Any) -> None:
         first = replica(x)
     second = replica(x)  # eval() alone must do as well
     replica.train()
+    replica.module.norm.eval()  # its statistics would move
+    with torch.no_grad():
+        replica(x)  # and so must no_grad() alone
+    replica.train()
     assert replica.phase == phase
     torch.testing.assert_close(first, second)
 
