@@ -80,9 +80,7 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
 
-def _block(
-    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, steps: int
-) -> Callable[[], None]:
+def _block(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, steps: int) -> Callable[[], None]:
     def run() -> None:
         for _ in range(steps):
             loss = F.cross_entropy(model(x), y)

@@ -86,9 +86,7 @@ def median_interval(ordered: Sequence[float]) -> tuple[float, float]:
     return ordered[first], ordered[n - 1 - first]
 
 
-def alternate(
-    first: Callable[[], Any], second: Callable[[], Any], pairs: int, wait: Callable[[], None]
-) -> list[Pair]:
+def alternate(first: Callable[[], Any], second: Callable[[], Any], pairs: int, wait: Callable[[], None]) -> list[Pair]:
     """The time of both, one after the other, who goes first changing from pair to pair."""
     timed = []
     for i in range(pairs):

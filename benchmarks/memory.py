@@ -54,9 +54,7 @@ def compare(workers: int, batch: int, device: str, pairs: int) -> Iterator[Figur
     for rank in range(workers):
         ab, full = [r[0][rank] for r in runs], [r[1][rank] for r in runs]
         ratios = [max(a.values()) / f["steps"] for a, f in zip(ab, full, strict=True)]
-        detail = {"full": _mib(full, "steps")} | {
-            part: _mib(ab, part) for part in ("decompose", "steps", "merge")
-        }
+        detail = {"full": _mib(full, "steps")} | {part: _mib(ab, part) for part in ("decompose", "steps", "merge")}
         trains = "A" if workers == 2 and rank == 0 else "B"
         against = "bare loop" if workers == 1 else "DDP"
         title = f"AB trains {trains} / {against}, workers {workers}, batch {batch}"
@@ -153,9 +151,7 @@ class Meter:
 
     def peak(self) -> float:
         """Bytes."""
-        return (
-            torch.cuda.max_memory_allocated() if self.device == "cuda" else _resident("VmHWM")
-        ) - self.before
+        return (torch.cuda.max_memory_allocated() if self.device == "cuda" else _resident("VmHWM")) - self.before
 
 
 def _warm_up_libraries(device: str) -> None:

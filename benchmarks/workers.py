@@ -18,9 +18,7 @@ def run_workers(count: int, threads: int, work: Callable[..., Any], *args: Any) 
         return [torch.load(Path(folder) / f"result{rank}", weights_only=False) for rank in range(count)]
 
 
-def _worker(
-    rank: int, count: int, threads: int, folder: Path, work: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def _worker(rank: int, count: int, threads: int, folder: Path, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(threads)
     if os.path.exists("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -43,7 +43,9 @@ def main() -> None:
         optimizer.step()
         scheduler.step()
         if rank == 0 and step % 50 == 0:
-            print(f"step {step:3d}  {replica.phase:8s} loss {loss.item():.3f}  {replica.traffic.slow_bytes / 1e6:.1f} MB")
+            print(
+                f"step {step:3d}  {replica.phase:8s} loss {loss.item():.3f}  {replica.traffic.slow_bytes / 1e6:.1f} MB"
+            )
 
     small = replica.finish().eval()
     if rank == 0:

@@ -18,7 +18,9 @@ class WorkerFailed(AssertionError):
     """A worker raised; the message has its traceback."""
 
 
-def run(function: Callable[..., Any], workers: int, *args: Any, timeout: float = 120, patience: float = 60) -> list[Any]:
+def run(
+    function: Callable[..., Any], workers: int, *args: Any, timeout: float = 120, patience: float = 60
+) -> list[Any]:
     """Call `function(rank, *args)` in `workers` processes and return what each returned, by rank.
 
     `patience` is the process group's timeout: how long a collective waits for a missing rank.
@@ -26,7 +28,9 @@ def run(function: Callable[..., Any], workers: int, *args: Any, timeout: float =
     with tempfile.TemporaryDirectory() as folder:
         results = _context.Queue()
         gang = [
-            _context.Process(target=_worker, args=(function, rank, workers, folder, patience, args, results), daemon=True)
+            _context.Process(
+                target=_worker, args=(function, rank, workers, folder, patience, args, results), daemon=True
+            )
             for rank in range(workers)
         ]
         for process in gang:

@@ -61,9 +61,7 @@ def test_too_few_steps_for_one_cycle_say_how_many_fit(total_steps: int) -> None:
 def test_a_warm_up_that_leaves_no_room_says_what_it_takes() -> None:
     with pytest.raises(ConfigError) as caught:
         AB(total_steps=100, warmup=98)
-    assert says(
-        str(caught.value), "warm-up takes 98", "a group phase 3", "together 101", "raise total_steps or lower"
-    )
+    assert says(str(caught.value), "warm-up takes 98", "a group phase 3", "together 101", "raise total_steps or lower")
     assert AB(total_steps=101, warmup=98).warmup_length == 98
 
 
@@ -418,14 +416,23 @@ def stay_away(rank: int, call: str, absent: int, folder: str) -> str | None:
 def test_collective_calls_say_who_is_missing(tmp_path: Any) -> None:
     cases = [("save()", 1), ("finish()", 2), ("merged()", 0)]
     with ThreadPoolExecutor() as pool:
-        runs = [
-            pool.submit(gang.run, stay_away, 3, *case, str(tmp_path / "save"), patience=5) for case in cases
-        ]
+        runs = [pool.submit(gang.run, stay_away, 3, *case, str(tmp_path / "save"), patience=5) for case in cases]
         for (call, absent), run in zip(cases, runs, strict=True):
             messages = [message for message in run.result() if message is not None]
             assert len(messages) == 2
             for message in messages:
-                assert says(
-                    message, f"{call} is collective: every rank must call it, and rank {absent} did not"
-                )
+                assert says(message, f"{call} is collective: every rank must call it, and rank {absent} did not")
     assert not (tmp_path / "save").exists()
+
+
+def other_settings(rank: int) -> str:
+    model = small.net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(DisagreementError) as caught:
+        thinwire.attach(model, optimizer, small.ab(group_size=1 + rank % 2))
+    return str(caught.value)
+
+
+def test_workers_with_different_settings_are_refused_before_they_wait() -> None:
+    for message in gang.run(other_settings, 2, patience=20):
+        assert "ranks 1 differ from rank 0" in message and "group_size=" in message

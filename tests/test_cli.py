@@ -114,9 +114,7 @@ def test_evaluation_says_which_model_and_stays_out_of_the_ratio(unbroken):
     evaluate = summary["traffic"]["by_purpose"]["evaluate"]["slow_bytes"]
     counted = summary["traffic"]["slow_bytes"] - evaluate
     assert evaluate > 0
-    assert summary["traffic_vs_allreduce_fp32"] == pytest.approx(
-        counted / summary["baseline"]["allreduce_fp32"]
-    )
+    assert summary["traffic_vs_allreduce_fp32"] == pytest.approx(counted / summary["baseline"]["allreduce_fp32"])
 
 
 def test_killed_and_resumed_is_as_never_stopped(unbroken, tmp_path):
@@ -153,11 +151,7 @@ def test_a_killed_worker_ends_the_run_and_other_settings_are_not_resumed(tmp_pat
     with _start(*_ab(out)) as process:
         _until(lambda: (out / "checkpoint").is_dir(), "a save")
         launched = [pid for pid in _processes(str(out)) if pid != process.pid]
-        workers = [
-            pid
-            for pid in launched
-            if b"torch.distributed.run" not in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
+        workers = [pid for pid in launched if b"torch.distributed.run" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
         os.kill(workers[-1], signal.SIGKILL)
         _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
@@ -178,9 +172,7 @@ def test_what_only_workers_can_see_is_said_once(tmp_path):
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path):
     out = tmp_path / "run"
-    with _start(
-        "run", "digits", "--method", "allreduce", "--workers", 2, "--steps", 5000, "--out", out
-    ) as process:
+    with _start("run", "digits", "--method", "allreduce", "--workers", 2, "--steps", 5000, "--out", out) as process:
         _until(lambda: _records_seen(out) > 0, "the first step")
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=LIMIT_S)

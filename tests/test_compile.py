@@ -134,3 +134,17 @@ def break_up(rank: int) -> tuple[int, int]:
 
 def test_many_functions_are_not_many_recompilations() -> None:
     assert gang.run(break_up, 1) == [(6, 0)]
+
+
+def test_a_bare_sequential_is_compiled_whole() -> None:
+    graphs: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    replica = thinwire.attach(model, optimizer, thinwire.AllReduce(), compile={"backend": backend})
+    assert replica(torch.randn(3, 8)).shape == (3, 4)
+    assert len(graphs) == 1 and set(replica.state_dict()) == {f"{i}.{p}" for i in (0, 2, 4) for p in ("weight", "bias")}

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import thinwire.factor.decompose as module
 from thinwire.factor import moments
 from thinwire.factor.convert import find_layers, to_factors, to_full
-from thinwire.factor.decompose import decompose, rank_of, svd
+from thinwire.factor.decompose import decompose, decompose_if_smaller, rank_of, svd
 from thinwire.factor.layers import thin_is_cheaper
 from thinwire.factor.matrix import view_of
 
@@ -61,6 +62,21 @@ def test_rank_counts_values_above_the_cutoff_and_is_at_least_one() -> None:
     assert rank_of(torch.zeros(3), 0.15) == 1
     zero = decompose(torch.zeros(6, 4), 0.15)
     assert zero.a.shape == (6, 1) and not (zero.a @ zero.b).any()
+
+
+def test_factors_that_would_not_be_smaller_are_not_made() -> None:
+    matrix = decaying(60, 30)
+    assert decompose_if_smaller(matrix, 1e-5) is None
+    few, all_of_them = decompose_if_smaller(matrix, 0.15), decompose(matrix, 0.15)
+    assert few is not None and torch.equal(few.a, all_of_them.a) and torch.equal(few.b, all_of_them.b)
+
+
+def test_a_wrong_left_basis_is_noticed() -> None:
+    matrix = decaying(60, 30)
+    sigma, v = module._eigen(matrix)
+    assert module._factors(matrix, sigma, v[:, :9]) is not None
+    v[:, 3] = v[:, 2]
+    assert module._factors(matrix, sigma, v[:, :9]) is None
 
 
 def test_signs_do_not_depend_on_the_signs_of_the_input() -> None:

@@ -30,9 +30,7 @@ def vit() -> nn.Module:
 
     torch.manual_seed(0)
     shape = {"image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 32, "intermediate_size": 48}
-    config = ViTConfig(
-        num_hidden_layers=2, num_attention_heads=2, num_labels=10, hidden_dropout_prob=0.0, **shape
-    )
+    config = ViTConfig(num_hidden_layers=2, num_attention_heads=2, num_labels=10, hidden_dropout_prob=0.0, **shape)
     return ViTForImageClassification(config)
 
 
@@ -157,9 +155,7 @@ def finish(name: str, replica: Any) -> dict[str, Any]:
     return {
         "factored": before[0],
         "finished": output_of(name, finished),
-        "own classes": [
-            type(m).__module__ for m in finished.modules() if type(m).__module__.startswith("thinwire")
-        ],
+        "own classes": [type(m).__module__ for m in finished.modules() if type(m).__module__.startswith("thinwire")],
         "described": replica.describe(),
         "bits": small.model_bits(finished),
         "ranks at the end": replica.ranks(),
@@ -168,9 +164,7 @@ def finish(name: str, replica: Any) -> dict[str, Any]:
 
 SEPARATE = {f"attention.{part}" for part in ("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj")}
 WANTED = {
-    "gpt2": {
-        f"transformer.h.{i}.{part}" for i in (0, 1) for part in ("attn.c_attn", "mlp.c_fc", "mlp.c_proj")
-    },
+    "gpt2": {f"transformer.h.{i}.{part}" for i in (0, 1) for part in ("attn.c_attn", "mlp.c_fc", "mlp.c_proj")},
     "vit": set(),
     "encoder": {"encoder.layers.0.self_attn.in_proj_weight", "encoder.layers.1.linear1", *SEPARATE},
     "odd": {"up", "scaled"},
@@ -337,3 +331,15 @@ def check_read_only(layer: Any) -> None:
     with pytest.raises(AttributeError):
         del layer.weight
     assert "weight" not in dict(layer.named_parameters())
+
+
+def test_a_weight_that_its_parent_reads_is_still_there_when_finished() -> None:
+    pytest.importorskip("transformers")
+    model = vit()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    replica = thinwire.attach(model, optimizer, small.ab(keep_first=False, warmup=0, total_steps=4, group_size=None))
+    loss_of("vit", replica, 0, 0).backward()
+    optimizer.step()
+    replica.finish(0.6)  # the embeddings read `projection.weight.dtype`
+    assert output_of("vit", replica.eval()).isfinite().all()
+    assert not any("_weight_was_read" in vars(m) for m in replica.module.modules())

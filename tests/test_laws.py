@@ -4,17 +4,17 @@ import subprocess
 import sys
 from typing import Any
 
-import gang
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from worlds import ab, adamw, batch, optimizer_values, small_model, train_step, values
 
+import gang
 import thinwire
 from thinwire.factor import export
 from thinwire.methods import agree
+from worlds import ab, adamw, batch, optimizer_values, small_model, train_step, values
 
 LAYOUTS = [(4, 1), (4, 2), (4, "world"), (3, 1), (3, 2), (2, 1), (1, None)]
 
@@ -181,8 +181,10 @@ def flipped_signs(rank: int) -> tuple[int, float]:
     model = small_model()
     optimizer = adamw(model)
     if rank == 1:
-        honest = agree.decompose
-        agree.decompose = lambda matrix, cutoff: _flip(honest(matrix, cutoff + (0.1 if matrix.shape[1] < 20 else 0)))
+        honest = agree.decompose_if_smaller
+        agree.decompose_if_smaller = lambda matrix, cutoff: _flip(
+            honest(matrix, 0.3 if matrix.shape[1] < 20 else cutoff)
+        )
     replica = thinwire.attach(model, optimizer, ab(warmup=2))
     for step in range(2):
         train_step(replica, optimizer, step, rank)
@@ -242,7 +244,7 @@ def test_the_exported_model_is_the_finished_one(tmp_path: Any) -> None:
     assert done.returncode == 0, done.stderr
 
 
-STRANGER = '''
+STRANGER = """
 import sys
 sys.modules["thinwire"] = None  # importing it is an error
 import torch
@@ -268,7 +270,7 @@ torch.testing.assert_close(model(expected["x"]), expected["y"], rtol=1e-5, atol=
 program = torch.export.load(folder + "/program.pt2").module()
 torch.testing.assert_close(program(expected["x"]), expected["y"], rtol=1e-5, atol=1e-5)
 torch.testing.assert_close(program(expected["x"][:3]), expected["y"][:3], rtol=1e-5, atol=1e-5)
-'''
+"""
 
 
 # Law 5, the part that needs no kernel: every call of torch.distributed is in the ledger.

@@ -5,14 +5,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gang
 import pytest
 import torch
-from worlds import ab, adamw, optimizer_values, small_model, train_step, values
 
+import gang
 import thinwire
 from thinwire import ConfigError, ThinwireError
 from thinwire.store import atomic_folder, newest
+from worlds import ab, adamw, optimizer_values, small_model, train_step, values
 
 STEPS = 22
 # One step in each phase: warm-up, a group phase's first step, its middle, rebound, a later cycle, the last phase.
@@ -69,7 +69,6 @@ def resume_at(rank: int, config: Any, folder: str, stop: int, schedule: Any) -> 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("workers", "group_size"), [(1, None), (2, 1), (3, 2), (4, 2)])
 def test_resuming_equals_never_having_stopped(tmp_path: Path, workers: int, group_size: Any, method: str) -> None:
-
 
     config = dataclasses.replace(METHODS[method], group_size=group_size)
     for unbroken, resumed, phases in gang.run(stop_and_resume, workers, config, str(tmp_path)):

@@ -60,9 +60,7 @@ def test_only_comm_calls_torch_distributed(path):
     if _room(path) == "comm":
         return
     assert not any(name.startswith("torch.distributed") for name in _imports(path))
-    attributes = (
-        n for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Attribute)
-    )
+    attributes = (n for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Attribute))
     assert "torch.distributed" not in {ast.unparse(node) for node in attributes}
 
 
@@ -80,9 +78,7 @@ def test_training_and_command_line_name_no_method(path):
 def test_the_rules_bite(tmp_path, monkeypatch):
     (tmp_path / "factor").mkdir()
     bad = tmp_path / "factor" / "layers.py"
-    bad.write_text(
-        "from thinwire import comm\nfrom ..train.loop import fit\nimport torch.distributed as dist\n"
-    )
+    bad.write_text("from thinwire import comm\nfrom ..train.loop import fit\nimport torch.distributed as dist\n")
     monkeypatch.setattr("test_rooms.PACKAGE", tmp_path)
     with pytest.raises(AssertionError, match="factor may import"):
         test_imports_come_from_above(bad)

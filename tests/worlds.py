@@ -57,10 +57,8 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def ab(**changes: Any) -> thinwire.AB:
     """Warm-up 4, then groups 5 and rebound 2 in turn, 24 steps: three cycles less a step or two."""
-    settings: dict[str, Any] = dict(
-        total_steps=24, warmup=4, group_steps=5, rebound=2, lr_rebound=2, cutoff=0.2, group_size=1
-    )
-    return thinwire.AB(**{**settings, **changes})
+    settings = {"total_steps": 24, "warmup": 4, "group_steps": 5, "rebound": 2, "lr_rebound": 2}
+    return thinwire.AB(**{**settings, "cutoff": 0.2, "group_size": 1, **changes})
 
 
 def values(model: nn.Module) -> int:

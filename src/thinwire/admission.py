@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from thinwire.comm.codec import checksum
 from thinwire.comm.collectives import Wire
 from thinwire.errors import ConfigError, DisagreementError
 from thinwire.methods.base import optimizer_parameters

@@ -52,17 +52,11 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
     """The flags that `run` and `compare` have in common."""
     path = click.Path(path_type=Path, file_okay=False)
     options = [
-        click.option(
-            "--workers", type=click.IntRange(1), default=2, show_default=True, help="Workers to start."
-        ),
-        click.option(
-            "--group-size", metavar="G", help='Workers to a group, or "world". On one machine: to a node.'
-        ),
+        click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="Workers to start."),
+        click.option("--group-size", metavar="G", help='Workers to a group, or "world". On one machine: to a node.'),
         click.option("--steps", type=click.IntRange(1), metavar="N", help="Steps instead of the recipe's."),
         click.option("--data", type=path, metavar="DIR", help="Read data from here, not from the package."),
-        click.option(
-            "--set", "settings", multiple=True, metavar="FIELD=VALUE", help="A field of the method."
-        ),
+        click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="A field of the method."),
         click.option("--out", type=path, metavar="DIR", help="Where to write; under runs/ if not given."),
         click.option("--resume", is_flag=True, help="Go on from the last save."),
         click.option("--save-every", type=click.IntRange(1), metavar="N", help="Save every N steps."),
@@ -105,9 +99,7 @@ def run(recipe: str, method: str, as_json: bool, quiet: bool, out: Path | None, 
 @main.command()
 @click.argument("recipe")
 @click.option("--methods", metavar="A,B", help="Methods, separated by commas; all of them if not given.")
-@click.option(
-    "--seeds", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Seeds 0 to N−1."
-)
+@click.option("--seeds", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Seeds 0 to N−1.")
 @_shared
 def compare(
     recipe: str, methods: str | None, seeds: int, as_json: bool, quiet: bool, out: Path | None, **flags: Any

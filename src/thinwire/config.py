@@ -119,7 +119,7 @@ class AB:
             least = math.floor(0.5 / self.group_steps) + 1
             raise ConfigError(
                 f"`total_steps`={self.total_steps} is too small for one cycle: `group_steps`={self.group_steps} "
-                f"of it is less than one step; use total_steps of at least {least}, or whole steps such as group_steps=1"
+                f"of it is less than one step; use total_steps of at least {least}, or whole steps, as group_steps=1"
             )
         needed = self.warmup_length + self.group_length
         if needed > self.total_steps:
@@ -134,7 +134,9 @@ def check_cutoff(cutoff: float, *, zero_allowed: bool = False) -> None:
     """Refuse a cutoff that keeps nothing or means nothing."""
     if not (_is_number(cutoff) and (0 < cutoff < 1 or (zero_allowed and cutoff == 0))):
         allowed = "in [0, 1)" if zero_allowed else "between 0 and 1, both excluded"
-        raise ConfigError(f"`cutoff`={cutoff!r} must be {allowed}; it is a share of the largest singular value, try 0.15")
+        raise ConfigError(
+            f"`cutoff`={cutoff!r} must be {allowed}; it is a share of the largest singular value, try 0.15"
+        )
 
 
 def from_strings(cls: type[Config], given: Mapping[str, str], **defaults: Any) -> Config:
@@ -225,9 +227,7 @@ def _check_group_size(group_size: Any) -> None:
 def _check_steps(config: AB) -> None:
     total = config.total_steps
     if not isinstance(total, int) or isinstance(total, bool) or total < 1:
-        raise ConfigError(
-            f"`total_steps`={total!r} must be a whole number from 1 on: the optimizer steps of the run"
-        )
+        raise ConfigError(f"`total_steps`={total!r} must be a whole number from 1 on: the optimizer steps of the run")
     for name in ("warmup", "group_steps", "rebound", "lr_rebound"):
         value = getattr(config, name)
         least = 0 if name != "group_steps" else math.ulp(0.0)

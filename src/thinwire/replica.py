@@ -21,6 +21,7 @@ from thinwire.comm.topology import Topology, join
 from thinwire.config import check_cutoff
 from thinwire.errors import ThinwireError
 from thinwire.factor.export import to_plain
+from thinwire.factor.layers import mark_as_read, weight_was_read
 from thinwire.methods.base import Ground, Method
 from thinwire.methods.registry import make, name_of
 
@@ -45,7 +46,7 @@ def attach(
     name_of(config)
     check_optimizer(model, optimizer)
     join()
-    wire = Wire.open(config.group_size, Ledger())
+    wire = Wire.open(config.group_size, repr(config), Ledger())
     check_same_architecture(model, optimizer, wire)
     spread_first_values(model, wire)
     ground = Ground(model, optimizer, wire, ddp=dict(ddp or {}), has_scaler=scaler is not None)
@@ -70,7 +71,7 @@ class Replica(nn.Module):
         method.ground.after_merge = self._expect_scale
         method.attach()
         if compile is not None:
-            self.module.compile(**compile)
+            _compile(self.module, compile)
         self._hook_into_steps()
 
     # Training.
@@ -114,6 +115,7 @@ class Replica(nn.Module):
         self._method.wire.barrier("finish()")
         with self._unrounded():
             self._method.finish(cutoff)
+        self._agree_on_read_weights()
         self.detach()
         self.module._compiled_call_impl = None
         self.module = to_plain(self.module)
@@ -297,6 +299,12 @@ class Replica(nn.Module):
             scale, growth = (-self.wire.largest(mine, "control")).tolist()
             self._scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": int(growth)})
 
+    def _agree_on_read_weights(self) -> None:
+        """Rank 0 may have evaluated alone and read weights that others did not; all become the same model."""
+        own = [name for name, module in self.module.named_modules() if weight_was_read(module)]
+        for name in {name for told in self.wire.tell(own) for name in told}:
+            mark_as_read(self.module.get_submodule(name))
+
     def _refuse_finished(self, call: str) -> None:
         if self._finished:
             raise ThinwireError(f"{call} after finish(): keep the finished model by its state_dict()")
@@ -330,6 +338,16 @@ class Recompilations:
     def _compiled() -> Counter[Any]:
         """How often Dynamo compiled each function."""
         return Counter(torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER)
+
+
+def _compile(model: nn.Module, options: dict[str, Any]) -> None:
+    """Compile a model in place, so that its identity and the names of its state stay."""
+
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    # As `Module.compile` does, but starting from a frame of ours: Dynamo skips those of torch.nn's containers.
+    model._compiled_call_impl = torch.compile(whole, **options)
 
 
 def _count(model: nn.Module) -> int:

@@ -1,9 +1,9 @@
 """A replica on disk: model in its shape, optimizer, method, scaler and ledger.
 
-    state.json                       what is the same on all workers
-    model.safetensors                the model; model-rankR where groups hold different ones, R a group's first rank
-    optimizer.safetensors / .json    the optimizer's state, likewise
-    worker-rankR.json                a worker's own counters and ledger
+state.json                       what is the same on all workers
+model.safetensors                the model; model-rankR where groups hold different ones, R a group's first rank
+optimizer.safetensors / .json    the optimizer's state, likewise
+worker-rankR.json                a worker's own counters and ledger
 """
 
 from collections.abc import Mapping
@@ -80,8 +80,8 @@ def _check(method: Method, state: Mapping[str, Any]) -> None:
     size, now = state["world_size"], method.topology.world_size
     if not state["spans_world"] and (size != now or state["groups"] != [list(g) for g in method.topology.groups]):
         raise ConfigError(
-            f"the save is from the middle of a group phase of {size} workers in groups {state['groups']}, here are {now} "
-            "in other groups; go on with the same layout, or save in a phase that spans the world"
+            f"the save is from the middle of a group phase of {size} workers in groups {state['groups']}, "
+            f"here are {now} in other groups; go on with the same layout, or save in a phase that spans the world"
         )
     own = describe_config(method.config)
     free = {"group_size"} if state["spans_world"] else set()

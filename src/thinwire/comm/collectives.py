@@ -39,9 +39,9 @@ class Wire:
         self._control = _control_group() if topology.world_size > 1 else None
 
     @classmethod
-    def open(cls, group_size: int | str | None, ledger: Ledger) -> "Wire":
-        """Lay out the running job; collective."""
-        return cls(discover(group_size), ledger)
+    def open(cls, group_size: int | str | None, settings: str, ledger: Ledger) -> "Wire":
+        """Lay out the running job, whose workers must all have the same settings; collective."""
+        return cls(discover(group_size, settings), ledger)
 
     def process_group(self, members: Ranks) -> Any:
         """torch's process group of the world or of this worker's group."""

@@ -24,7 +24,9 @@ from thinwire.errors import ConfigError
 
 # Newer versions of torch call it by another name.
 _parameters = inspect.signature(DistributedDataParallel).parameters
-_NO_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in _parameters else "broadcast_buffers": False}
+_NO_BUFFERS: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _parameters else "broadcast_buffers": False
+}
 _OWN = {"process_group", "init_sync", "broadcast_buffers", "device_mesh", "mixed_precision", "forward_sync_buffers"}
 
 

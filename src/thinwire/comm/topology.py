@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, DisagreementError
 
 log = logging.getLogger("thinwire")
 
@@ -139,11 +139,19 @@ def _from_environment(name: str, slurm: str, default: int) -> int:
     return int(os.environ.get(name, os.environ.get(slurm, default)))
 
 
-def discover(group_size: int | str | None) -> Topology:
-    """The layout of the running job; collective."""
+def discover(group_size: int | str | None, settings: str) -> Topology:
+    """The layout of the running job, whose workers must all have the same settings; collective."""
     if not dist.is_initialized():
         return arrange(0, [0], group_size)
-    return arrange(dist.get_rank(), _machines(), group_size)
+    machines, given = zip(*_everyone(_machine(), settings), strict=True)
+    odd = [rank for rank, other in enumerate(given) if other != given[0]]
+    if odd:
+        # Said before anything depends on it: workers with other groups would wait for one another forever.
+        raise DisagreementError(
+            f"workers were attached with different settings: ranks {', '.join(map(str, odd))} differ from rank 0, "
+            f"here is {settings}; give the same config on every worker"
+        )
+    return arrange(dist.get_rank(), machines, group_size)
 
 
 def arrange(rank: int, machines: Sequence[int], group_size: int | str | None) -> Topology:
@@ -167,16 +175,20 @@ def arrange(rank: int, machines: Sequence[int], group_size: int | str | None) ->
     return Topology(rank, nodes, groups)
 
 
-def _machines() -> list[int]:
-    """A number for each rank's machine: torchrun's or SLURM's node number, else the host name's hash."""
-    own = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID"))
-    digest = hashlib.blake2b((own or socket.gethostname()).encode(), digest_size=7).digest()
-    mine = torch.tensor([int.from_bytes(digest)], dtype=torch.int64)
+def _machine() -> str:
+    """This rank's machine: torchrun's or SLURM's node number, else the host's name."""
+    return os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or socket.gethostname()
+
+
+def _everyone(*texts: str) -> list[list[int]]:
+    """A number for each of these texts, the same for the same text, from every rank."""
+    numbers = [int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest()) for text in texts]
+    mine = torch.tensor(numbers, dtype=torch.int64)
     if "cpu" not in dist.get_backend_config():
         mine = mine.cuda()
     everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
-    return [int(machine) for machine in everyone]
+    return [row.tolist() for row in everyone]
 
 
 def _runs(machines: Sequence[int]) -> tuple[Ranks, ...]:
@@ -188,7 +200,9 @@ def _runs(machines: Sequence[int]) -> tuple[Ranks, ...]:
         else:
             nodes.append([rank])
     if len(nodes) != len(set(machines)):
-        raise ConfigError("the ranks of one machine do not follow one another; start the job with block placement of ranks")
+        raise ConfigError(
+            "the ranks of one machine do not follow one another; start the job with block placement of ranks"
+        )
     return tuple(tuple(node) for node in nodes)
 
 

@@ -110,8 +110,8 @@ def warn_of_idle_patterns(model: nn.Module, keep: Sequence[str]) -> None:
     layers = list(_matrices(model))
     for pattern in keep:
         if not any(_matches(layer, pattern) for layer in layers):
-            known = ", ".join(layer.name for layer in layers[:6])
-            warnings.warn(f"keep pattern {pattern!r} matches no layer; there are {known}, …", stacklevel=2)
+            known = ", ".join([layer.name for layer in layers[:6]] + ["…"] * (len(layers) > 6))
+            warnings.warn(f"keep pattern {pattern!r} matches no layer; there are {known}", stacklevel=2)
 
 
 def _matches(layer: Layer, pattern: str) -> bool:

@@ -10,8 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Orthogonality of the scaled left vectors that a Gram decomposition must reach to be used.
+# How orthogonal the scaled left vectors of a Gram decomposition must be for it to be used.
 RESIDUAL = 1e-4
+_PROBES = 8
+_ROWS = 2048
+_COLUMNS = 192
 
 
 class Factors(NamedTuple):
@@ -24,8 +27,26 @@ class Factors(NamedTuple):
 
 def decompose(matrix: Tensor, cutoff: float, *, rank: int | None = None) -> Factors:
     """Factors of a tall matrix, cut where singular values fall to `cutoff` of the largest, or at `rank`."""
-    factors = _by_gram(matrix, cutoff, rank)
-    return factors if factors is not None else svd(matrix, cutoff, rank=rank)
+    found = _eigen(matrix)
+    if found is not None:
+        sigma, vectors = found
+        factors = _factors(matrix, sigma, vectors[:, : rank or rank_of(sigma, cutoff)])
+        if factors is not None:
+            return factors
+    return svd(matrix, cutoff, rank=rank)
+
+
+def decompose_if_smaller(matrix: Tensor, cutoff: float) -> Factors | None:
+    """The same, or None where the factors would hold no fewer numbers than the matrix."""
+    found = _eigen(matrix)
+    if found is None:
+        factors = svd(matrix, cutoff)
+        return factors if _is_smaller(matrix, factors.a.shape[1]) else None
+    sigma, vectors = found
+    rank = rank_of(sigma, cutoff)
+    if not _is_smaller(matrix, rank):
+        return None
+    return _factors(matrix, sigma, vectors[:, :rank]) or svd(matrix, cutoff, rank=rank)
 
 
 def rank_of(sigma: Tensor, cutoff: float) -> int:
@@ -44,33 +65,56 @@ def svd(matrix: Tensor, cutoff: float, *, rank: int | None = None) -> Factors:
     return _as_dtype(a, b, sigma, matrix)
 
 
-def _by_gram(matrix: Tensor, cutoff: float, rank: int | None) -> Factors | None:
-    exact = matrix.double()
+def _eigen(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Singular values and right vectors (n, n) in fp64, largest first; None where they cannot be had this way."""
     try:
-        squares, vectors = torch.linalg.eigh(exact.t() @ exact)  # (n, n), ascending
+        squares, vectors = torch.linalg.eigh(_gram(matrix))  # ascending, from the lower triangle
     except torch.linalg.LinAlgError:
         return None
     sigma = squares.flip(0).clamp_min(0).sqrt()
     if not (torch.isfinite(sigma).all() and sigma[0] > 0):
         return None
-    k = rank or rank_of(sigma, cutoff)
-    v = vectors.flip(1)[:, :k]  # (n, k)
+    return sigma, vectors.flip(1)
+
+
+def _gram(matrix: Tensor) -> Tensor:
+    """The lower triangle of WᵀW in fp64.
+
+    By pieces of rows, because a whole copy of the weight in fp64 would be the largest thing in memory;
+    and by blocks of columns, because nobody reads the upper triangle.
+    """
+    n = matrix.shape[1]
+    gram = matrix.new_zeros(n, n, dtype=torch.float64)
+    for piece in matrix.split(_ROWS):
+        exact = piece.double()
+        for start in range(0, n, _COLUMNS):
+            block = slice(start, start + _COLUMNS)
+            gram[start:, block].addmm_(exact[:, start:].t(), exact[:, block])
+    return gram
+
+
+def _factors(matrix: Tensor, sigma: Tensor, v: Tensor) -> Factors | None:
+    """Factors from right vectors (n, k); None where the left vectors that follow are not orthogonal."""
     v = v * _signs(v)
     # Directions below the Gram matrix's own precision are kept at its floor, so that nothing is divided by zero.
-    root = sigma[:k].clamp_min(1e-9 * sigma[0]).sqrt()
+    root = sigma[: v.shape[1]].clamp_min(1e-9 * sigma[0]).sqrt()
     # Only the Gram matrix squares the condition number; the product with V is as exact as the weight itself.
     working = matrix if matrix.dtype in (torch.float32, torch.float64) else matrix.float()
     a = (working @ v.to(working.dtype)) / root.to(working.dtype)  # (m, n) @ (n, k)
-    if not _is_orthogonal(a, root, sigma):
-        return None
-    return _as_dtype(a, (v * root).t(), sigma, matrix)
+    return _as_dtype(a, (v * root).t(), sigma, matrix) if _is_orthogonal(a, root, sigma) else None
 
 
 def _is_orthogonal(a: Tensor, root: Tensor, sigma: Tensor) -> bool:
-    """AᵀA = Σ to RESIDUAL of the largest singular value."""
-    gram = a.t() @ a  # (k, k)
-    gram.diagonal().sub_(root.square())
-    return bool(gram.abs().max() <= RESIDUAL * sigma[0])
+    """AᵀA = Σ, seen through a few random signs: a product of two thin matrices instead of a whole one."""
+    fixed = torch.Generator().manual_seed(0)
+    probes = torch.randint(0, 2, (a.shape[1], _PROBES), generator=fixed).mul_(2).sub_(1).to(a)  # (k, probes)
+    off = a.t() @ (a @ probes) - root.square().to(a.dtype)[:, None] * probes
+    return bool(off.abs().max() <= RESIDUAL * sigma[0])
+
+
+def _is_smaller(matrix: Tensor, rank: int) -> bool:
+    m, n = matrix.shape
+    return rank * (m + n) < m * n
 
 
 def _signs(v: Tensor) -> Tensor:

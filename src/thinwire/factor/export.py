@@ -15,7 +15,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from thinwire.factor.layers import dense_class, factored_names, factors_of, is_conv1d_of_transformers, unfactor_weight
+from thinwire.factor.layers import (
+    dense_class,
+    factored_names,
+    factors_of,
+    forget_reading,
+    is_conv1d_of_transformers,
+    unfactor_weight,
+    weight_was_read,
+)
 
 _READS_WEIGHTS_OF_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
@@ -27,12 +35,15 @@ def to_plain(model: nn.Module) -> nn.Module:
         for name, child in list(module.named_children()):
             if factored_names(child):
                 setattr(module, name, _plain_layer(child, in_place=parent_reads))
-    return _plain_layer(model, in_place=False) if factored_names(model) else model
+    plain = _plain_layer(model, in_place=False) if factored_names(model) else model
+    for module in plain.modules():
+        forget_reading(module)
+    return plain
 
 
 def _plain_layer(module: nn.Module, *, in_place: bool) -> nn.Module:
     dense = dense_class(module)
-    if not in_place and tuple(factored_names(module)) == ("weight",):
+    if not (in_place or weight_was_read(module)) and tuple(factored_names(module)) == ("weight",):
         if dense is nn.Linear:
             return _two_linears(module)
         if dense in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
@@ -133,7 +144,15 @@ def _is_spread(module: nn.Sequential) -> bool:
 
 
 def _arguments(layer: Any) -> dict[str, Any]:
-    keys: tuple[str, ...] = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "padding_mode")
+    keys: tuple[str, ...] = (
+        "in_channels",
+        "out_channels",
+        "kernel_size",
+        "stride",
+        "padding",
+        "dilation",
+        "padding_mode",
+    )
     if isinstance(layer, nn.Linear):
         keys = ("in_features", "out_features")
     arguments = {key: getattr(layer, key) for key in keys}

@@ -57,6 +57,22 @@ def factors_of(module: nn.Module, name: str) -> tuple[nn.Parameter, nn.Parameter
     return module._parameters[f"{name}_a"], module._parameters[f"{name}_b"]  # type: ignore[return-value]
 
 
+def mark_as_read(module: nn.Module) -> None:
+    """Note that code outside the module reads its weight, and so will want one in the finished model too."""
+    if not weight_was_read(module):
+        module.__dict__["_weight_was_read"] = True
+
+
+def weight_was_read(module: nn.Module) -> bool:
+    """Whether anyone but the module itself has read a factored weight of it."""
+    return "_weight_was_read" in module.__dict__
+
+
+def forget_reading(module: nn.Module) -> None:
+    """Leave no trace of it in a model that is finished."""
+    module.__dict__.pop("_weight_was_read", None)
+
+
 def dense_class(module: nn.Module) -> type[nn.Module]:
     """The class the module had before anything was factored."""
     return getattr(type(module), "_dense_class", type(module))
@@ -99,6 +115,7 @@ def _make_class(dense: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modul
 
 def _product(name: str) -> property:
     def weight(self: nn.Module) -> Tensor:
+        mark_as_read(self)
         return self._factored[name].rebuild(self._parameters[f"{name}_a"], self._parameters[f"{name}_b"])  # type: ignore[index,union-attr]
 
     weight.__doc__ = f"`{name}_a` times `{name}_b`, computed at every reading."
@@ -122,7 +139,10 @@ def _rebuild_empty(dense: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
 
 def _thin_forward(dense: Any) -> Callable[..., Tensor] | None:
     """A forward pass through two thin factors; None for a class that has its own way of using its weight."""
-    known: dict[Any, Callable[..., Tensor]] = {nn.Linear: _linear_forward, **dict.fromkeys(_CONVOLUTIONS, _conv_forward)}
+    known: dict[Any, Callable[..., Tensor]] = {
+        nn.Linear: _linear_forward,
+        **dict.fromkeys(_CONVOLUTIONS, _conv_forward),
+    }
     for cls, forward in known.items():
         if issubclass(dense, cls) and dense.forward is cls.forward:
             return forward

@@ -39,6 +39,7 @@ def exchange(optimizer: Optimizer, old: Sequence[nn.Parameter], new: Sequence[nn
             break
     for p in old:
         optimizer.state.pop(p, None)
+    reset(optimizer, new)
 
 
 def _put(values: list[Any], places: Sequence[int], new: list[Any]) -> None:
@@ -55,6 +56,16 @@ def reset(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
     """Forget what the optimizer knows of these parameters; they start again from step 0."""
     for p in parameters:
         optimizer.state.pop(p, None)
+        first = _first_state(optimizer, p)
+        if first:
+            optimizer.state[p] = first
+
+
+def _first_state(optimizer: Optimizer, p: nn.Parameter) -> State:
+    """What the constructor notes of a parameter: nothing, but for Adagrad in older versions of torch."""
+    if not isinstance(optimizer, torch.optim.Adagrad):
+        return {}
+    return dict(type(optimizer)([p], **optimizer.defaults).state.get(p, {}))
 
 
 def factors_from_full(state: State, view: MatrixView, a: Tensor, b: Tensor) -> tuple[State, State]:

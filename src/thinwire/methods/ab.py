@@ -74,7 +74,8 @@ class ABMethod(Method):
         if not self.layers:
             reasons = ", ".join(f"{kept.name} ({kept.why})" for kept in self.kept) or "it has no weight matrices"
             raise ConfigError(
-                f"nothing to factor in this model: {reasons}; a small model may want keep_first=False or keep_last=False"
+                f"nothing to factor in this model: {reasons}; a small model may want keep_first=False or "
+                "keep_last=False"
             )
         warn_of_idle_patterns(self.model, self.config.keep)
         self.usage.watch()
@@ -89,7 +90,8 @@ class ABMethod(Method):
         self._follow_timetable()
         if self.step > self.config.total_steps and not self._warned:
             warnings.warn(
-                f"step {self.step} is beyond total_steps={self.config.total_steps}: training stays in phase {self.phase!r}",
+                f"step {self.step} is beyond total_steps={self.config.total_steps}: "
+                f"training stays in phase {self.phase!r}",
                 stacklevel=2,
             )
             self._warned = True
@@ -149,6 +151,7 @@ class ABMethod(Method):
     def _split(self) -> None:
         """Steps 2 and 3: decompose, freeze what this group does not train, average gradients inside the group."""
         self._find_layers()
+        self._make_room()
         for layer, factors in agreed_factors(self.layers, self.wire, self.config.cutoff):
             self._to_factors(layer, *factors)
         self._freeze()
@@ -159,6 +162,7 @@ class ABMethod(Method):
     def _merge(self) -> None:
         """Step 4: one model again, full-rank, with the optimizer in the same state everywhere."""
         weights = self._weigh()
+        self._make_room()
         states = {layer.key: self._state_of_full(layer) for layer in self.layers if layer.is_factored}
         self._average(weights)
         for layer in self.layers:
@@ -172,6 +176,13 @@ class ABMethod(Method):
         self.replicated.wrap(self.topology.world)
         self.ground.after_merge()
 
+    def _make_room(self) -> None:
+        """Gradients that the last step used up and the wrapper's buckets, before both shapes are in memory."""
+        self.replicated.unwrap()
+        for layer in self.layers:
+            for p in layer.parameters:
+                p.grad = None
+
     def _weigh(self) -> Weights:
         """This group's weights in a merge; a group that diverged stops the run here, by name."""
         loss, count = self.observed.tolist()
@@ -184,7 +195,9 @@ class ABMethod(Method):
                     f"group {i} (ranks {group[0]} to {group[-1]}) has a loss or a parameter that is not finite at step "
                     f"{self.step}, so nothing was merged; lower the learning rate or go back to a checkpoint"
                 )
-        return self._weights([sum(reports[r][0] for r in g) for g in groups], [sum(reports[r][1] for r in g) for g in groups])
+        return self._weights(
+            [sum(reports[r][0] for r in g) for g in groups], [sum(reports[r][1] for r in g) for g in groups]
+        )
 
     def _weights(self, losses: list[float], counts: list[float]) -> Weights:
         sizes = [float(len(group)) for group in self.topology.groups]

@@ -7,7 +7,7 @@ from thinwire.comm.codec import checksum
 from thinwire.comm.collectives import Wire
 from thinwire.errors import DivergedError
 from thinwire.factor.convert import Layer
-from thinwire.factor.decompose import decompose
+from thinwire.factor.decompose import decompose_if_smaller
 
 Factors = tuple[Tensor, Tensor]
 
@@ -43,12 +43,12 @@ def _refuse_diverged(layers: list[Layer]) -> None:
 
 def _factors(layer: Layer, cutoff: float) -> Factors | None:
     """None where factors would not be smaller than the layer."""
-    factors = decompose(layer.matrix(), cutoff)
-    return (factors.a, factors.b) if layer.view.is_smaller(factors.a.shape[1]) else None
+    factors = decompose_if_smaller(layer.matrix(), cutoff)
+    return (factors.a, factors.b) if factors is not None else None
 
 
 def _owners(layers: list[Layer], wire: Wire) -> list[tuple[Layer, int | None]]:
-    """Which member decomposes which layer, the costly ones first; None is everyone, where the group is not one node's."""
+    """Which member decomposes which layer; None is everyone, where the group is not inside one node."""
     group = wire.topology.group
     if len(group) == 1 or not any(set(group) <= set(node) for node in wire.topology.nodes):
         return [(layer, None) for layer in layers]

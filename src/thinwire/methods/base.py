@@ -82,6 +82,7 @@ class Method(ABC):
         """What the scheduled learning rate is multiplied by in the next update."""
         return 1.0
 
+    @torch.compiler.disable(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """A training batch through the model."""
         self.forwards += self.replicated.syncs
@@ -130,6 +131,7 @@ class Method(ABC):
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Take back what `tensors` gave."""
+        assert not tensors, "a method that saves tensors must load them"
 
     def rewrap(self) -> None:
         """Wrap the model anew, as a checkpoint does on both of its sides."""
@@ -142,11 +144,14 @@ class Method(ABC):
     def check_counters(self) -> None:
         """All workers must have come equally far; a worker that skipped a step unseen has run one batch more."""
         rows = self.wire.everyone([self.step, self.forwards], "control")
-        common = max(rows, key=rows.count)
+        # Of two equally common, the one with fewer batches: whoever skipped a step has run one more.
+        common = max(rows, key=lambda row: (rows.count(row), -row[1]))
         odd = [rank for rank, row in enumerate(rows) if row != common]
         if odd:
             told = ", ".join(f"rank {r} ran {int(rows[r][1])} batches in {int(rows[r][0])} steps" for r in odd)
-            remedy = "" if self.ground.has_scaler else "; if a GradScaler skips steps, pass it to attach(…, scaler=scaler)"
+            remedy = (
+                "" if self.ground.has_scaler else "; if a GradScaler skips steps, pass it to attach(…, scaler=scaler)"
+            )
             raise DisagreementError(
                 f"workers disagree at step {self.step}: {told}, the others {int(common[1])} in {int(common[0])}{remedy}"
             )

@@ -61,9 +61,7 @@ def _curve(axes: Axes, runs: list[Run], across: str, unit: float, colour: str, l
         for p in points:
             axes.plot(p[:, 0] / unit, p[:, 1], color=colour, alpha=0.3, linewidth=0.8)
     marker = "o" if shortest <= 30 else None
-    axes.plot(
-        mean[:, 0] / unit, mean[:, 1], color=colour, linewidth=2, marker=marker, markersize=3, label=label
-    )
+    axes.plot(mean[:, 0] / unit, mean[:, 1], color=colour, linewidth=2, marker=marker, markersize=3, label=label)
 
 
 def _points(run: Run, across: str) -> np.ndarray:

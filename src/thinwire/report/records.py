@@ -69,9 +69,7 @@ def read_runs(folder: Path) -> list[Run]:
         return [read_run(folder)]
     found = [read_run(path.parent) for path in sorted(folder.glob("*/summary.json"))]
     if not found:
-        raise ConfigError(
-            f"no finished run in `{folder}`: looked for summary.json there and one folder below"
-        )
+        raise ConfigError(f"no finished run in `{folder}`: looked for summary.json there and one folder below")
     return sorted(found, key=_baseline_first)
 
 
@@ -83,9 +81,7 @@ def compare(runs: list[Run]) -> list[dict[str, Any]]:
     """The rows of `comparison.json`: one a method, over its seeds, in the order methods first appear."""
     metrics = {run.metric for run in runs}
     if len(metrics) > 1:
-        raise ConfigError(
-            f"runs judged by different metrics cannot be compared: {', '.join(sorted(metrics))}"
-        )
+        raise ConfigError(f"runs judged by different metrics cannot be compared: {', '.join(sorted(metrics))}")
     measured = {run.summary["seed"]: run.counted_bytes for run in runs if _is_measured_baseline(run)}
     methods = list(dict.fromkeys(run.summary["method"] for run in runs))
     return [_row([run for run in runs if run.summary["method"] == method], measured) for method in methods]
@@ -107,9 +103,7 @@ def _row(runs: list[Run], measured: dict[int, float]) -> dict[str, Any]:
         f"{metric}_std": stdev(figures) if len(figures) > 1 else 0.0,
         f"{metric}_before_truncation_mean": _mean(runs, f"{metric}_before_truncation"),
         "slow_bytes_mean": fmean(run.counted_bytes for run in runs),
-        "evaluate_bytes_mean": fmean(
-            run.summary["traffic"]["slow_bytes"] - run.counted_bytes for run in runs
-        ),
+        "evaluate_bytes_mean": fmean(run.summary["traffic"]["slow_bytes"] - run.counted_bytes for run in runs),
         "traffic_vs_allreduce_fp32": _mean_ratio(runs, measured),
         "traffic_vs_ideal_fp32": _mean(runs, "traffic_vs_ideal_fp32"),
         "compression_mean": _mean(runs, "compression"),

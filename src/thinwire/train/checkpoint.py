@@ -70,9 +70,7 @@ def load(folder: Path, replica: Replica, scheduler: LambdaLR) -> None:
     rank = replica.topology.rank
     if (folder / f"random-{rank}.json").is_file():
         # Workers that were not there when the run was saved keep their seeds.
-        _restore_random(
-            read_tensors(folder / f"random-{rank}.safetensors"), read_json(folder / f"random-{rank}.json")
-        )
+        _restore_random(read_tensors(folder / f"random-{rank}.safetensors"), read_json(folder / f"random-{rank}.json"))
 
 
 def _plain(scheduler: LambdaLR) -> dict[str, Any]:

@@ -148,9 +148,7 @@ class Batches:
         """The global batch of `step`, counted from 0; a batch may reach into the next epoch."""
         places = np.arange(step * self.batch, (step + 1) * self.batch)
         epochs, within = np.divmod(places, self.size)
-        return np.concatenate(
-            [_order(self.size, self.seed, int(e))[within[epochs == e]] for e in np.unique(epochs)]
-        )
+        return np.concatenate([_order(self.size, self.seed, int(e))[within[epochs == e]] for e in np.unique(epochs)])
 
 
 @lru_cache(maxsize=2)

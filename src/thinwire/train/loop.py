@@ -124,9 +124,7 @@ def _train_step(run: _Run, indices: np.ndarray) -> None:
     run.replica.observe(loss)
     run.optimizer.step()
     run.scheduler.step()
-    run.recorder.write(
-        "step", step=run.replica.step, phase=phase, loss=loss.item(), lr=rate, **_bytes_so_far(run)
-    )
+    run.recorder.write("step", step=run.replica.step, phase=phase, loss=loss.item(), lr=rate, **_bytes_so_far(run))
 
 
 def _evaluate(run: _Run, *, finished: bool = False) -> dict[str, float]:
@@ -205,11 +203,7 @@ def _clear(out: Path) -> None:
 
 
 def _device() -> torch.device:
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _seed(seed: int, stream: int = 0) -> None:

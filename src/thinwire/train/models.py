@@ -36,9 +36,7 @@ def _block(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
 class CharGPT(nn.Module):
     """A decoder-only transformer over characters; gives logits of shape (batch, time, vocabulary)."""
 
-    def __init__(
-        self, *, vocabulary: int, block: int = 64, width: int = 128, depth: int = 4, heads: int = 4
-    ) -> None:
+    def __init__(self, *, vocabulary: int, block: int = 64, width: int = 128, depth: int = 4, heads: int = 4) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.places = nn.Embedding(block, width)
