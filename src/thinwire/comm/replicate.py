@@ -1,13 +1,14 @@
 """PyTorch's DistributedDataParallel on a given group, every byte of it counted, cheap to wrap again.
 
-DDP keeps what it does well: buckets and their overlap with the backward pass. Three things are done here
-instead, with the same result. Gradients go through a hook, because that is where they can be counted and
-rounded. Buffers are handed on by the first member *after* a step and not before the next forward pass, so
-that workers agree on them between steps. And nothing is broadcast at wrapping: workers hold the same values.
+DDP keeps what it does well: buckets and their overlap with the backward pass. In fp32 its own reducer runs
+untouched and a hook on one parameter sees each backward pass; a communication hook would cost one more pass
+over all gradients, and is there only where gradients are rounded or may be unused. Buffers are handed on by
+the first member *after* a step and not before the next forward pass, with the same result, so that workers
+agree on them between steps. And nothing is broadcast at wrapping: workers hold the same values.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm.codec import WIRES, by_dtype, size_of
 from thinwire.comm.collectives import Wire
@@ -40,7 +42,9 @@ class Replicated:
         self.options = dict(options or {})
         self.members: Ranks = ()
         self._ddp: DistributedDataParallel | None = None
+        self._watch: RemovableHandle | None = None
         self._backwards = 0
+        self._awaits_backward = False
         self._accumulating = False
         self._refuse_own_options()
 
@@ -54,8 +58,12 @@ class Replicated:
         self._ddp = DistributedDataParallel(
             self.model, process_group=group, init_sync=False, **_NO_BUFFERS, **self.options
         )
-        self._ddp.register_comm_hook(group, self._average)
         self._backwards = 0
+        if self.rounding != "fp32" or self.options.get("find_unused_parameters") or self.options.get("static_graph"):
+            self._ddp.register_comm_hook(group, self._average)
+        else:
+            watched = next(p for p in self.model.parameters() if p.requires_grad)
+            self._watch = watched.register_post_accumulate_grad_hook(self._see_backward)
 
     def unwrap(self) -> None:
         """Let go of the model: no hook of the old wrapper may fire under the next one."""
@@ -63,10 +71,16 @@ class Replicated:
             # Reducer and logger share ownership of the autograd hooks; both must go.
             self._ddp.__dict__.update(reducer=None, logger=None)
             self._ddp = None
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass, prepared for a backward pass that averages gradients."""
-        return self.model(*args, **kwargs) if self._ddp is None else self._ddp(*args, **kwargs)
+        if self._ddp is None:
+            return self.model(*args, **kwargs)
+        self._awaits_backward = self._awaits_backward or self.syncs
+        return self._ddp(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -87,6 +101,17 @@ class Replicated:
         """Overwrite buffers by the first member's, as DDP does before a forward pass."""
         self.wire.broadcast(list(self.model.buffers()), "buffers", self.members)
 
+    def _see_backward(self, parameter: torch.Tensor) -> None:
+        """One backward pass that averages: DDP decides by the forward pass before it."""
+        if not self._awaits_backward:
+            return
+        self._awaits_backward = False
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        size = sum(size_of(p) for p in trained)
+        self._count("gradients", self.wire.topology.ring(self.members, size))
+        limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, int(1024**2 * self.options.get("bucket_cap_mb", 25))]
+        self._count_control(lambda: len(dist._compute_bucket_assignment_by_size(trained[::-1], limits)[0]))
+
     def _average(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         gradients = bucket.buffer()
         # The reducer multiplies by 1/W too; dividing would round differently.
@@ -94,20 +119,20 @@ class Replicated:
         travelling = gradients if self.rounding == "fp32" else gradients.to(WIRES[self.rounding])
         self._count("gradients", self.wire.topology.ring(self.members, size_of(travelling)))
         if bucket.is_last():
-            self._count_control(bucket.index() + 1)
+            self._count_control(lambda: bucket.index() + 1)
         done = dist.all_reduce(travelling, group=group, async_op=True).get_future()
         if travelling is gradients:
             return done.then(lambda future: future.value()[0])
         return done.then(lambda future: gradients.copy_(future.value()[0]))
 
-    def _count_control(self, buckets: int) -> None:
+    def _count_control(self, buckets: Callable[[], int]) -> None:
         """What DDP itself sends: the order of buckets, once, before the second backward pass; used flags."""
         self._backwards += 1
         trained = sum(p.requires_grad for p in self.model.parameters())
         if self._finds_unused:
             self._count("control", self.wire.topology.ring(self.members, 4 * trained))
         elif self._backwards == 2:
-            self._count("control", bucket_order(self.wire.topology, self.members, trained, buckets))
+            self._count("control", bucket_order(self.wire.topology, self.members, trained, buckets()))
 
     @property
     def _finds_unused(self) -> bool:
