@@ -8,7 +8,7 @@ from pathlib import Path
 
 def test_ab_keeps_up_with_all_reduce_on_digits(tmp_path: Path) -> None:
     """One seed, so the margin is 3 points: 16 of 540 digits. `benchmarks/README.md` has five seeds."""
-    flags = "--methods allreduce,ab --workers 4 --group-size 2 --seeds 1 --quiet".split()
+    flags = ["--methods", "allreduce,ab", "--workers", "4", "--group-size", "2", "--seeds", "1", "--quiet"]
     command = [sys.executable, "-m", "thinwire", "compare", "digits", *flags, "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr

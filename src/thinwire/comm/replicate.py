@@ -106,7 +106,7 @@ class Replicated:
         if not self._awaits_backward:
             return
         self._awaits_backward = False
-        trained = [p for p in self.model.parameters() if p.requires_grad]
+        trained: list[torch.Tensor] = [p for p in self.model.parameters() if p.requires_grad]
         size = sum(size_of(p) for p in trained)
         self._count("gradients", self.wire.topology.ring(self.members, size))
         limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, int(1024**2 * self.options.get("bucket_cap_mb", 25))]
