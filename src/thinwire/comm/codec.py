@@ -15,11 +15,9 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 def unpack_into(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Write a flat bucket back into its tensors."""
-    start = 0
     with torch.no_grad():
-        for t in tensors:
-            t.copy_(flat[start : start + t.numel()].view_as(t))
-            start += t.numel()
+        pieces = flat.split([t.numel() for t in tensors])
+        torch._foreach_copy_(list(tensors), [piece.view_as(t) for piece, t in zip(pieces, tensors, strict=True)])
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
