@@ -68,6 +68,8 @@ class Replica(nn.Module):
         self._recompiles = Recompilations()
         self._full = _count(method.model)
         self._trained = sum(p.numel() for p in method.model.parameters() if p.requires_grad)
+        # Here and not by a decorator: that would load Dynamo, seconds, with the package.
+        self.forward = torch.compiler.disable(self.forward, recursive=False)  # type: ignore[method-assign]
         method.ground.after_merge = self._expect_scale
         method.attach()
         if compile is not None:
@@ -76,7 +78,6 @@ class Replica(nn.Module):
 
     # Training.
 
-    @torch.compiler.disable(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """In training, a pass whose backward averages gradients; else the bare module, without a collective."""
         if self._finished or not (self.training and torch.is_grad_enabled()):

@@ -59,6 +59,8 @@ class Method(ABC):
         self.replicated = Replicated(ground.model, ground.wire, config.wire, ground.ddp)
         self.step = 0
         self.forwards = 0
+        # Counters must not be traced: every step would look like another program to torch.compile.
+        self.forward = torch.compiler.disable(self.forward, recursive=False)  # type: ignore[method-assign]
         self.observed = torch.zeros(2, dtype=torch.float64)  # sum of losses, how many
         self.layers: list[Layer] = []
         self.kept: list[Kept] = []
@@ -82,7 +84,6 @@ class Method(ABC):
         """What the scheduled learning rate is multiplied by in the next update."""
         return 1.0
 
-    @torch.compiler.disable(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """A training batch through the model."""
         self.forwards += self.replicated.syncs

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 
 from thinwire.report.records import BASELINE, Run
 from thinwire.report.tables import ratio
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974")
 _MARGIN = 0.05
@@ -20,6 +19,11 @@ _MARGIN = 0.05
 
 def draw(runs: list[Run], rows: list[dict[str, Any]], path: Path) -> None:
     """Write the picture as PNG: one line a method, the mean over seeds, with the seeds as thin lines."""
+    # Loaded here: it takes a second that only this function should cost.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
     figure = Figure(figsize=(11, 4.4), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     over_steps, over_bytes = figure.subplots(1, 2, sharey=True)
