@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 import thinwire
-from thinwire.comm.topology import join
 from thinwire.train import data
 
 STEPS = 300
@@ -21,7 +20,6 @@ STEPS = 300
 def main() -> None:
     """Train a small net on the digits that come with the package."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    join()  # torch.distributed.init_process_group, from torchrun's or SLURM's environment
     torch.manual_seed(0)
     digits = data.digits(None)
     model = nn.Sequential(

@@ -11,7 +11,7 @@ from thinwire.methods.registry import METHODS
 
 PACKAGE = Path(__file__).parent.parent / "src" / "thinwire"
 ORDER = [
-    *("errors", "config", "factor", "comm", "store", "methods", "admission", "snapshot", "replica"),
+    *("errors", "config", "factor", "comm", "store", "methods", "compiling", "admission", "snapshot", "replica"),
     *("train", "recipes", "report", "plan", "tune", "launch", "jobs", "cli"),
 ]
 DOORS = ("__init__", "__main__")  # the package's own front doors see every room

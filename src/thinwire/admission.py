@@ -1,15 +1,14 @@
 """What is checked once, when a model is attached: the optimizer, the architecture, the first values."""
 
-import dataclasses
 import hashlib
 import logging
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from thinwire.comm.collectives import Wire
 from thinwire.errors import ConfigError, DisagreementError
+from thinwire.factor.layers import factored_names
 from thinwire.methods.base import optimizer_parameters
 
 log = logging.getLogger("thinwire")
@@ -22,6 +21,11 @@ _REFUSED = {
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse an optimizer that cannot follow, or that trains something else."""
+    if any(factored_names(module) for module in model.modules()):
+        raise ConfigError(
+            "the model has layers in two factors, left by an earlier attach: finish() that replica, "
+            "or build a new model and load() a save into it"
+        )
     kind = type(optimizer).__name__
     if kind in _REFUSED:
         raise ConfigError(f"optimizer {kind} cannot be attached: {_REFUSED[kind]}")
@@ -73,12 +77,3 @@ def _digest(lines: list[str]) -> str:
 
 def _entry(lines: list[str], place: int) -> str:
     return repr(lines[place]) if place < len(lines) else "nothing more"
-
-
-def describe_config(config: Any) -> dict[str, Any]:
-    """A config's fields as plain values."""
-    return {f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from thinwire.comm.topology import place
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.jobs import Job
 from thinwire.launch import inside_job
@@ -107,6 +107,8 @@ def compare(
     """Train RECIPE with several methods over several seeds, and set them side by side."""
     folder = out or Path("runs") / f"compare-{recipe}"
     names = [name.strip() for name in methods.split(",") if name.strip()] if methods else list(METHODS)
+    if not names:
+        raise ConfigError(f"`--methods`={methods!r} names no method, choose from: {', '.join(METHODS)}")
     base = Job(recipe=recipe, method="", out=folder, **_as_fields(flags))
     jobs = [
         dataclasses.replace(base, method=name, settings=own, seed=seed, out=folder / f"{name}-seed{seed}")
@@ -180,9 +182,11 @@ def _tell(summary: dict[str, Any], folder: Path) -> None:
     metric = summary["metric"]
     before = figure(metric, summary[f"{metric}_before_truncation"])
     share = ratio(summary["traffic_vs_allreduce_fp32"])
+    traffic = summary["traffic"]
+    sent = traffic["slow_bytes"] - traffic["by_purpose"].get("evaluate", {}).get("slow_bytes", 0)
     lines = [
         f"{metric} {figure(metric, summary[metric])} ({before} before truncation)",
-        f"slow link {size(summary['traffic']['slow_bytes'])}, {share} of all-reduce fp32 without evaluation",
+        f"slow link {size(sent)} without evaluation, {share} of all-reduce fp32",
         f"model {summary['parameters_final']:,} of {summary['parameters_full']:,} parameters",
         f"records.jsonl, summary.json and model/ are in {folder}",
     ]
@@ -193,19 +197,21 @@ def _report(folder: Path, places: list[Path], as_json: bool) -> None:
     runs = [read_run(place) for place in places]
     rows = compare_runs(runs)
     (folder / "comparison.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    draw(runs, rows, folder / "comparison.png")
     if as_json:
         click.echo(json.dumps(rows, indent=2))
     else:
         # Not a terminal: nothing is known of its width, and a cut-off figure would be lost.
         wide = Console()
         Console(width=None if wide.is_terminal else 100).print(table(rows))
+    draw(runs, rows, folder / "comparison.png")
+    if not as_json:
         click.echo(f"picture: {folder / 'comparison.png'}")
 
 
 def _speaks() -> bool:
     """Whether this process talks to the user: the launcher, a lone process, or rank 0 of a job."""
-    return not inside_job() or int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) == 0
+    here = place()
+    return here is None or here.rank == 0
 
 
 if __name__ == "__main__":

@@ -123,10 +123,16 @@ class AB:
             )
         needed = self.warmup_length + self.group_length
         if needed > self.total_steps:
+            room = self.total_steps - self.group_length
             raise ConfigError(
                 f"`total_steps`={self.total_steps} is too small for one cycle: warm-up takes {self.warmup_length} "
                 f"steps (`warmup`={self.warmup}) and a group phase {self.group_length} "
-                f"(`group_steps`={self.group_steps}), together {needed}; raise total_steps or lower one of the two"
+                f"(`group_steps`={self.group_steps}), together {needed}; "
+                + (
+                    f"a warm-up of at most {room} steps fits"
+                    if room >= 0
+                    else "shorten the group phase, as group_steps=1"
+                )
             )
 
 
@@ -137,6 +143,12 @@ def check_cutoff(cutoff: float, *, zero_allowed: bool = False) -> None:
         raise ConfigError(
             f"`cutoff`={cutoff!r} must be {allowed}; it is a share of the largest singular value, try 0.15"
         )
+
+
+def describe(config: Any) -> dict[str, Any]:
+    """A config's fields as plain values."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def from_strings(cls: type[Config], given: Mapping[str, str], **defaults: Any) -> Config:

@@ -9,9 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from thinwire.admission import describe_config
 from thinwire.comm.topology import arrange
-from thinwire.config import from_strings
+from thinwire.config import describe, from_strings
 from thinwire.errors import ConfigError, unknown
 from thinwire.launch import as_worker, inside_job, launch
 from thinwire.methods.registry import METHODS
@@ -108,7 +107,7 @@ class Job:
             "seed": self.seed,
             "steps": self.trained.steps,
         }
-        wanted["config"] = json.loads(json.dumps(describe_config(self.config)))
+        wanted["config"] = json.loads(json.dumps(describe(self.config)))
         if not inside_job():
             wanted["world_size"] = self.workers
         for name, value in wanted.items():

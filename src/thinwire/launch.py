@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from thinwire.comm.topology import place
 from thinwire.errors import ConfigError, ThinwireError
 
 _LAUNCHED = "THINWIRE_LAUNCHED"
@@ -33,8 +34,7 @@ class WorkerError(ThinwireError, RuntimeError):
 
 def inside_job() -> bool:
     """Whether this process is one worker of a job that torchrun or srun started."""
-    # In a shell that salloc opened SLURM_NTASKS is set too, but nobody else is there.
-    return "RANK" in os.environ or ("SLURM_PROCID" in os.environ and int(os.environ["SLURM_NTASKS"]) > 1)
+    return place() is not None
 
 
 def launch(arguments: list[str], workers: int, say: Callable[[str], None]) -> None:

@@ -2,8 +2,6 @@
 
 import contextlib
 import logging
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +11,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire import snapshot
-from thinwire.admission import check_optimizer, check_same_architecture, describe_config, spread_first_values
+from thinwire.admission import check_optimizer, check_same_architecture, spread_first_values
 from thinwire.comm.collectives import Wire
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.replicate import step_of_allreduce, step_of_ideal
 from thinwire.comm.topology import Topology, join
+from thinwire.compiling import Recompilations, compile_in_place
 from thinwire.config import check_cutoff
+from thinwire.config import describe as describe_config
 from thinwire.errors import ThinwireError
 from thinwire.factor.export import to_plain
 from thinwire.factor.layers import mark_as_read, weight_was_read
@@ -46,7 +46,7 @@ def attach(
     name_of(config)
     check_optimizer(model, optimizer)
     join()
-    wire = Wire.open(config.group_size, repr(config), Ledger())
+    wire = Wire.open(config.group_size, repr(config), next(model.parameters()).device, Ledger())
     check_same_architecture(model, optimizer, wire)
     spread_first_values(model, wire)
     ground = Ground(model, optimizer, wire, ddp=dict(ddp or {}), has_scaler=scaler is not None)
@@ -64,6 +64,7 @@ class Replica(nn.Module):
         self._compile = compile
         self._release: list[Callable[[], None]] = []
         self._finished = False
+        self._was_called = False
         self._scale_is_due = False
         self._recompiles = Recompilations()
         self._full = _count(method.model)
@@ -73,7 +74,7 @@ class Replica(nn.Module):
         method.ground.after_merge = self._expect_scale
         method.attach()
         if compile is not None:
-            _compile(self.module, compile)
+            compile_in_place(self.module, compile)
         self._hook_into_steps()
 
     # Training.
@@ -82,6 +83,7 @@ class Replica(nn.Module):
         """In training, a pass whose backward averages gradients; else the bare module, without a collective."""
         if self._finished or not (self.training and torch.is_grad_enabled()):
             return self.module(*args, **kwargs)
+        self._was_called = True
         self._agree_on_scale()
         return self._method.forward(*args, **kwargs)
 
@@ -128,7 +130,7 @@ class Replica(nn.Module):
         for release in self._release:
             release()
         self._release = []
-        self._method.replicated.unwrap()
+        self._method.release()
 
     # State.
 
@@ -277,6 +279,12 @@ class Replica(nn.Module):
         self._release.append(release)
 
     def _end_step(self) -> None:
+        if self.topology.world_size > 1 and not self._was_called:
+            raise ThinwireError(
+                f"step {self.step + 1} used gradients that were not averaged over workers: since the last step the "
+                "replica was not called in train() mode; call replica(x), not the model, and not in eval()"
+            )
+        self._was_called = False
         with self._unrounded():
             self._method.after_step()
         self._recompiles.look()
@@ -309,46 +317,6 @@ class Replica(nn.Module):
     def _refuse_finished(self, call: str) -> None:
         if self._finished:
             raise ThinwireError(f"{call} after finish(): keep the finished model by its state_dict()")
-
-
-class Recompilations:
-    """Counts how often torch.compile started again, and warns once where Dynamo gives up."""
-
-    def __init__(self) -> None:
-        self.start = self._compiled()
-        self.count = 0
-        self._warned = False
-
-    def look(self) -> None:
-        """Count anew."""
-        made = self._compiled() - self.start
-        if not made:
-            return
-        # The first time is a function's due; a model that breaks into many functions has not started again.
-        self.count = sum(times - 1 for times in made.values())
-        limit, most = torch._dynamo.config.recompile_limit, max(made.values())
-        if most >= limit and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"torch.compile has compiled one function {most} times over changing ranks and stops at its limit of "
-                f"{limit}: raise torch._dynamo.config.recompile_limit, or train without compile",
-                stacklevel=2,
-            )
-
-    @staticmethod
-    def _compiled() -> Counter[Any]:
-        """How often Dynamo compiled each function."""
-        return Counter(torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER)
-
-
-def _compile(model: nn.Module, options: dict[str, Any]) -> None:
-    """Compile a model in place, so that its identity and the names of its state stay."""
-
-    def whole(*args: Any, **kwargs: Any) -> Any:
-        return model._call_impl(*args, **kwargs)
-
-    # As `Module.compile` does, but starting from a frame of ours: Dynamo skips those of torch.nn's containers.
-    model._compiled_call_impl = torch.compile(whole, **options)
 
 
 def _count(model: nn.Module) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thinwire.admission import describe_config
+from thinwire.config import describe
 from thinwire.errors import ConfigError
 from thinwire.methods.base import Method, optimizer_parameters
 from thinwire.methods.registry import name_of
@@ -61,7 +61,7 @@ def _common(method: Method, scaler: Any, traffic: list[Any]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "method_name": name_of(method.config),
-        "config": describe_config(method.config),
+        "config": describe(method.config),
         "world_size": method.topology.world_size,
         "spans_world": method.spans_world,
         "groups": [list(group) for group in method.topology.groups],
@@ -83,7 +83,7 @@ def _check(method: Method, state: Mapping[str, Any]) -> None:
             f"the save is from the middle of a group phase of {size} workers in groups {state['groups']}, "
             f"here are {now} in other groups; go on with the same layout, or save in a phase that spans the world"
         )
-    own = describe_config(method.config)
+    own = describe(method.config)
     free = {"group_size"} if state["spans_world"] else set()
     changed = sorted(k for k in own if own[k] != state["config"].get(k) and k not in free)
     if changed:
@@ -120,6 +120,8 @@ def _distinct(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     seen: set[tuple[int, torch.Size]] = set()
     kept = {}
     for name, t in tensors.items():
+        if not isinstance(t, Tensor):
+            raise ConfigError(f"{name!r} is extra state of a module and no tensor: it cannot be saved without pickle")
         place = (t.data_ptr(), t.shape)
         if t.numel() == 0 or place not in seen:
             kept[name] = t

@@ -7,8 +7,7 @@ every call is the identity and nothing is counted.
 import itertools
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -39,15 +38,18 @@ class Wire:
         self._control = _control_group() if topology.world_size > 1 else None
 
     @classmethod
-    def open(cls, group_size: int | str | None, settings: str, ledger: Ledger) -> "Wire":
+    def open(cls, group_size: int | str | None, settings: str, device: torch.device, ledger: Ledger) -> "Wire":
         """Lay out the running job, whose workers must all have the same settings; collective."""
-        return cls(discover(group_size, settings), ledger)
+        wire = cls(discover(group_size, settings, device), ledger)
+        sent = wire.topology.gather_ring(wire.topology.world, 16)  # machine and settings of each
+        ledger.record("control", slow=sent.slow, fast=sent.fast)
+        return wire
 
     def process_group(self, members: Ranks) -> Any:
         """torch's process group of the world or of this worker's group."""
         return dist.group.WORLD if members == self.topology.world else self._group
 
-    def average(self, tensors: Sequence[Tensor], purpose: str, wire: str = "fp32") -> None:
+    def sum_over_groups(self, tensors: Sequence[Tensor], purpose: str, wire: str = "fp32") -> None:
         """Replace floating tensors by their sum over groups; whoever calls has weighted its group's copy.
 
         All members of a group hold the same values. Member j of every group carries share j over the slow
@@ -131,12 +133,6 @@ class Wire:
         """The ledger as the mean over nodes, before this call's own bytes; collective."""
         rows = self.tell(self.ledger.rows())
         return mean_over_nodes([rows[node[0]] for node in self.topology.nodes])
-
-    @contextmanager
-    def together(self, call: str) -> Iterator[None]:
-        """Enter a collective call only when every worker does; say who is missing when one does not."""
-        self.barrier(call)
-        yield
 
     def barrier(self, call: str) -> None:
         """Wait for all workers, no longer than the process group's own timeout."""

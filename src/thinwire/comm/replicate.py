@@ -52,9 +52,13 @@ class Replicated:
         """Average gradients over `members` from now on; whoever was there before is let go."""
         self.unwrap()
         self.members = members
-        if len(members) == 1:
+        if self.wire.topology.world_size == 1:
             return
         group = self.wire.process_group(members)
+        for module in self._synced_norms():
+            module.process_group = group  # theirs is the world, even while groups train apart
+        if len(members) == 1:
+            return
         self._ddp = DistributedDataParallel(
             self.model, process_group=group, init_sync=False, **_NO_BUFFERS, **self.options
         )
@@ -80,6 +84,7 @@ class Replicated:
         if self._ddp is None:
             return self.model(*args, **kwargs)
         self._awaits_backward = self._awaits_backward or self.syncs
+        self._count_norms()
         return self._ddp(*args, **kwargs)
 
     @contextmanager
@@ -109,7 +114,7 @@ class Replicated:
         trained: list[torch.Tensor] = [p for p in self.model.parameters() if p.requires_grad]
         size = sum(size_of(p) for p in trained)
         self._count("gradients", self.wire.topology.ring(self.members, size))
-        limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, int(1024**2 * self.options.get("bucket_cap_mb", 25))]
+        limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, int(1024**2 * (self.options.get("bucket_cap_mb") or 25))]
         self._count_control(lambda: len(dist._compute_bucket_assignment_by_size(trained[::-1], limits)[0]))
 
     def _average(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -124,6 +129,16 @@ class Replicated:
         if travelling is gradients:
             return done.then(lambda future: future.value()[0])
         return done.then(lambda future: gradients.copy_(future.value()[0]))
+
+    def _synced_norms(self) -> list[nn.SyncBatchNorm]:
+        return [module for module in self.model.modules() if isinstance(module, nn.SyncBatchNorm)]
+
+    def _count_norms(self) -> None:
+        """SyncBatchNorm gathers mean, deviation and count going forward, and sums two gradients coming back."""
+        ring = self.wire.topology
+        for norm in self._synced_norms():
+            sent = ring.gather_ring(self.members, 4 * (2 * norm.num_features + 1))
+            self._count("batch statistics", sent + ring.ring(self.members, 4 * 2 * norm.num_features))
 
     def _count_control(self, buckets: Callable[[], int]) -> None:
         """What DDP itself sends: the order of buckets, once, before the second backward pass; used flags."""

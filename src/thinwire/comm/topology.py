@@ -12,6 +12,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -110,40 +111,60 @@ class Topology:
         return Sent(size, 0) if crosses else Sent(0, size)
 
 
+class Place(NamedTuple):
+    """Where a launcher put this process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+
+
+def place() -> Place | None:
+    """This process's place in a job of torchrun or srun; None where it was started by hand.
+
+    A shell inside an allocation, or a batch script, has SLURM's variables too: only srun sets those of a step.
+    """
+    e = os.environ
+    if "RANK" in e and "WORLD_SIZE" in e:
+        local = int(e.get("LOCAL_RANK", 0))
+        return Place(int(e["RANK"]), int(e["WORLD_SIZE"]), local, int(e.get("LOCAL_WORLD_SIZE", local + 1)))
+    if int(e.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        on_node = int(e.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0].split(",")[0])
+        return Place(int(e["SLURM_PROCID"]), int(e["SLURM_STEP_NUM_TASKS"]), int(e["SLURM_LOCALID"]), on_node)
+    return None
+
+
 def join() -> None:
-    """Start `torch.distributed` from torchrun's or SLURM's environment, unless it runs or nobody else is there."""
-    if dist.is_initialized() or _from_environment("WORLD_SIZE", "SLURM_NTASKS", 1) == 1:
+    """Start `torch.distributed` from torchrun's or srun's environment, unless it runs or nobody else is there."""
+    here = place()
+    if dist.is_initialized() or here is None or here.world_size == 1:
         return
-    os.environ.setdefault("RANK", str(_from_environment("RANK", "SLURM_PROCID", 0)))
-    os.environ.setdefault("WORLD_SIZE", str(_from_environment("WORLD_SIZE", "SLURM_NTASKS", 1)))
-    os.environ.setdefault("LOCAL_RANK", str(_from_environment("LOCAL_RANK", "SLURM_LOCALID", 0)))
+    os.environ.update(RANK=str(here.rank), WORLD_SIZE=str(here.world_size), LOCAL_RANK=str(here.local_rank))
     if "MASTER_ADDR" not in os.environ:
         first = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
         if first is None:
             raise ConfigError("MASTER_ADDR is not set: start the workers with torchrun, or export it in the job script")
         os.environ["MASTER_ADDR"] = first
     os.environ.setdefault("MASTER_PORT", "29500")
-    dist.init_process_group(_backend())
+    dist.init_process_group(_backend(here))
 
 
-def _backend() -> str:
-    local = int(os.environ.get("LOCAL_RANK", 0))
+def _backend(here: Place) -> str:
+    if not torch.cuda.is_available():
+        return "gloo"
+    # A launcher may show each worker one GPU of its own, or all workers all of them.
+    torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
     # nccl wants a GPU of its own for every worker; gloo carries CUDA tensors too.
-    own_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if own_gpu:
-        torch.cuda.set_device(local)
-    return "cpu:gloo,cuda:nccl" if own_gpu else "gloo"
+    alone = torch.cuda.device_count() >= here.local_size or "SLURM_GPUS_PER_TASK" in os.environ
+    return "cpu:gloo,cuda:nccl" if alone else "gloo"
 
 
-def _from_environment(name: str, slurm: str, default: int) -> int:
-    return int(os.environ.get(name, os.environ.get(slurm, default)))
-
-
-def discover(group_size: int | str | None, settings: str) -> Topology:
+def discover(group_size: int | str | None, settings: str, device: torch.device) -> Topology:
     """The layout of the running job, whose workers must all have the same settings; collective."""
     if not dist.is_initialized():
         return arrange(0, [0], group_size)
-    machines, given = zip(*_everyone(_machine(), settings), strict=True)
+    machines, given = zip(*_everyone(device, _machine(), settings), strict=True)
     odd = [rank for rank, other in enumerate(given) if other != given[0]]
     if odd:
         # Said before anything depends on it: workers with other groups would wait for one another forever.
@@ -180,12 +201,12 @@ def _machine() -> str:
     return os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or socket.gethostname()
 
 
-def _everyone(*texts: str) -> list[list[int]]:
+def _everyone(device: torch.device, *texts: str) -> list[list[int]]:
     """A number for each of these texts, the same for the same text, from every rank."""
     numbers = [int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest()) for text in texts]
     mine = torch.tensor(numbers, dtype=torch.int64)
     if "cpu" not in dist.get_backend_config():
-        mine = mine.cuda()
+        mine = mine.to(device)
     everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     return [row.tolist() for row in everyone]

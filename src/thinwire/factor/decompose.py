@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from thinwire.factor.matrix import view_of
+
 # How orthogonal the scaled left vectors of a Gram decomposition must be for it to be used.
 RESIDUAL = 1e-4
 _PROBES = 8
@@ -41,10 +43,10 @@ def decompose_if_smaller(matrix: Tensor, cutoff: float) -> Factors | None:
     found = _eigen(matrix)
     if found is None:
         factors = svd(matrix, cutoff)
-        return factors if _is_smaller(matrix, factors.a.shape[1]) else None
+        return factors if view_of(matrix).is_smaller(factors.a.shape[1]) else None
     sigma, vectors = found
     rank = rank_of(sigma, cutoff)
-    if not _is_smaller(matrix, rank):
+    if not view_of(matrix).is_smaller(rank):
         return None
     return _factors(matrix, sigma, vectors[:, :rank]) or svd(matrix, cutoff, rank=rank)
 
@@ -110,11 +112,6 @@ def _is_orthogonal(a: Tensor, root: Tensor, sigma: Tensor) -> bool:
     probes = torch.randint(0, 2, (a.shape[1], _PROBES), generator=fixed).mul_(2).sub_(1).to(a)  # (k, probes)
     off = a.t() @ (a @ probes) - root.square().to(a.dtype)[:, None] * probes
     return bool(off.abs().max() <= RESIDUAL * sigma[0])
-
-
-def _is_smaller(matrix: Tensor, rank: int) -> bool:
-    m, n = matrix.shape
-    return rank * (m + n) < m * n
 
 
 def _signs(v: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ def _two_convolutions(module: Any, dense: type[Any]) -> nn.Sequential:
 def _fill(layer: Any, weight: Tensor, bias: Tensor | None = None) -> None:
     layer.weight = nn.Parameter(weight.reshape(layer.weight.shape).clone(memory_format=torch.contiguous_format))
     if bias is not None:
-        layer.bias = nn.Parameter(bias.detach().clone())
+        layer.bias = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
 
 
 def _parametrize(module: nn.Module, name: str, right: Tensor, shape: tuple[int, ...]) -> None:

@@ -119,6 +119,7 @@ class ABMethod(Method):
         """Merge if groups are apart, then cut every layer at the cutoff."""
         if self.phase == "groups":
             self._merge()
+        self._agree_on_order()
         self._find_layers()
         self._cut(self.config.cutoff if cutoff is None else cutoff)
         self.replicated.unwrap()
@@ -135,6 +136,11 @@ class ABMethod(Method):
             with torch.no_grad():
                 for t, value in zip(own, before, strict=True):
                     t.copy_(value)
+
+    def release(self) -> None:
+        """Let go of the model, and of its layers' order."""
+        super().release()
+        self.usage.stop()
 
     # Phases.
 
@@ -245,8 +251,8 @@ class ABMethod(Method):
         )
 
     def _agree_on_order(self) -> None:
-        """After the first step the order of use is known; rank 0's counts."""
-        if self.step and self.usage.is_watching:
+        """From now on the order of use is known; rank 0's counts, who may have evaluated alone."""
+        if self.usage.is_watching:
             self.usage.stop()
             self.usage.order = self.wire.tell(self.usage.order)[0]
 
@@ -301,7 +307,8 @@ class ABMethod(Method):
             if layer.is_factored:
                 self._to_full(layer, {})
         self.index, self.usage.order = state["index"], state["order"]
-        self._agree_on_order()
+        if self.step:
+            self._agree_on_order()
         self._find_layers()
         for layer in self.layers:
             rank = state["ranks"].get(layer.key)

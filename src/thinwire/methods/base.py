@@ -134,6 +134,10 @@ class Method(ABC):
         """Take back what `tensors` gave."""
         assert not tensors, "a method that saves tensors must load them"
 
+    def release(self) -> None:
+        """Let go of the model, in whatever shape it is."""
+        self.replicated.unwrap()
+
     def rewrap(self) -> None:
         """Wrap the model anew, as a checkpoint does on both of its sides."""
         self.replicated.wrap(self.replicated.members)

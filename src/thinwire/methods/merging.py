@@ -1,6 +1,7 @@
 """Averages over groups that trained apart: parameters, buffers, optimizer state."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,29 +25,36 @@ def average_parameters(
         (p.detach() if start is None else p.detach() - start) * weight
         for p, start, weight in zip(parameters, starts, weights, strict=True)
     ]
-    wire.average(values, "merge", rounding)
+    wire.sum_over_groups(values, "merge", rounding)
     with torch.no_grad():
         for p, start, value in zip(parameters, starts, values, strict=True):
             p.copy_(value if start is None else start + value)
 
 
 def average_buffers(wire: Wire, model: nn.Module, weight: float) -> None:
-    """Running statistics by their mean; counters, which agree unless something is wrong, by their maximum."""
-    buffers = list(model.buffers())
-    statistics = [b for b in buffers if b.is_floating_point()]
+    """Running statistics by their mean, counters by their maximum, anything else as rank 0 has it.
+
+    Only buffers that differ travel: constants such as position tables would come back rounded.
+    """
+    buffers = [b for b in model.buffers() if b.numel()]
+    apart = [buffers[i] for i in wire.differing([checksum([b]) for b in buffers], "checksums")]
+    statistics = [b for b in apart if b.is_floating_point()]
     _average(wire, statistics, weight, "buffers")
-    # Masks and tables (integer or complex) are the model's constants, the same everywhere.
-    counters = [b for b in buffers if b.numel() == 1 and not (b.is_floating_point() or b.is_complex())]
-    if counters and len(wire.topology.groups) > 1:
-        agreed = wire.largest(torch.stack([c.max().to(torch.int64) for c in counters]), "buffers")
+    counters = [b for b in apart if b.numel() == 1 and not (b.is_floating_point() or b.is_complex())]
+    if counters:
+        agreed = wire.largest(torch.stack([c.reshape(()).to(torch.int64) for c in counters]), "buffers")
         for counter, value in zip(counters, agreed.tolist(), strict=True):
             counter.fill_(value)
+    known = {id(b) for b in (*statistics, *counters)}
+    wire.broadcast([b for b in apart if id(b) not in known], "buffers")
 
 
 def average_moments(wire: Wire, optimizer: Optimizer, parameters: Sequence[nn.Parameter], weight: float) -> None:
     """Moments by their mean, steps by their maximum; state that not every group has starts again."""
     names = [moments_of(optimizer.state.get(p, {})) for p in parameters]
-    absent = wire.differing([_fingerprint(n) for n in names], "moments")
+    absent = wire.differing(
+        [_fingerprint(n, optimizer.state.get(p, {})) for n, p in zip(names, parameters, strict=True)], "moments"
+    )
     reset(optimizer, [parameters[i] for i in absent])
     states = [optimizer.state[p] for p in parameters if p in optimizer.state]
     _average(wire, [state[name] for state in states for name in moments_of(state)], weight, "moments")
@@ -61,8 +69,10 @@ def average_moments(wire: Wire, optimizer: Optimizer, parameters: Sequence[nn.Pa
 def _average(wire: Wire, tensors: Sequence[Tensor], weight: float, purpose: str) -> None:
     for t in tensors:
         t.mul_(weight)
-    wire.average(tensors, purpose)
+    wire.sum_over_groups(tensors, purpose)
 
 
-def _fingerprint(names: list[str]) -> int:
-    return checksum([torch.frombuffer(bytearray(",".join(names).encode() or b"-"), dtype=torch.uint8)])
+def _fingerprint(names: list[str], state: Mapping[str, Any]) -> int:
+    """What must be the same on all workers for moments to be averaged: their names, and scalars other than the step."""
+    scalars = [v for k, v in sorted(state.items()) if isinstance(v, Tensor) and k not in (*names, "step")]
+    return checksum([torch.frombuffer(bytearray(",".join(names).encode() or b"-"), dtype=torch.uint8), *scalars])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from thinwire.errors import ConfigError
 from thinwire.report.records import BASELINE, Run
 from thinwire.report.tables import ratio
 
@@ -19,10 +20,13 @@ _MARGIN = 0.05
 
 def draw(runs: list[Run], rows: list[dict[str, Any]], path: Path) -> None:
     """Write the picture as PNG: one line a method, the mean over seeds, with the seeds as thin lines."""
-    # Loaded here: it takes a second that only this function should cost.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
+    # Loaded here: it takes a second, and is an extra that only this function needs.
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import PercentFormatter
+    except ImportError as error:
+        raise ConfigError("drawing needs matplotlib: pip install 'thinwire[plot]'") from error
 
     figure = Figure(figsize=(11, 4.4), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)

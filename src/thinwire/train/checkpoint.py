@@ -7,7 +7,6 @@ checkpoint/replica/               written by `replica.save`
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from thinwire.config import describe
 from thinwire.errors import ConfigError
 from thinwire.replica import Replica
 from thinwire.store import atomic_folder, newest, read_json, read_tensors, write_json, write_tensors
@@ -45,10 +45,8 @@ def find(folder: Path) -> Path | None:
 
 def identity(recipe: Recipe, config: Any, seed: int) -> dict[str, Any]:
     """What must be the same for a run to be gone on with, as plain values."""
-    fields = dataclasses.asdict(config).items()
-    settings = {name: list(value) if isinstance(value, tuple) else value for name, value in fields}
     about = {"recipe": recipe.name, "steps": recipe.steps, "batch": recipe.batch, "seed": seed}
-    return about | {"method": type(config).__name__} | settings
+    return about | {"method": type(config).__name__} | describe(config)
 
 
 def position(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
