@@ -17,6 +17,7 @@ import gang
 import small
 import thinwire
 from thinwire import AB, AllReduce, ConfigError, DisagreementError, DivergedError
+from thinwire.comm.topology import place
 
 
 def says(message: str, *parts: str) -> bool:
@@ -436,3 +437,68 @@ def other_settings(rank: int) -> str:
 def test_workers_with_different_settings_are_refused_before_they_wait() -> None:
     for message in gang.run(other_settings, 2, patience=20):
         assert "ranks 1 differ from rank 0" in message and "group_size=" in message
+
+
+# What would let workers drift apart unseen.
+
+
+def trains_past_the_replica(rank: int, way: str) -> str:
+    model = small.net()
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, AllReduce())
+    small.step(replica, optimizer, rank, 0)
+    called = model if way == "bare model" else replica.eval()
+    with pytest.raises(thinwire.ThinwireError) as caught:
+        small.step(called, optimizer, rank, 1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("way", ["bare model", "eval"])
+def test_gradients_that_nobody_averaged_are_refused(way: str) -> None:
+    for message in gang.run(trains_past_the_replica, 2, way):
+        assert says(message, "step 2", "not averaged", "train()", "replica(x)")
+
+
+def test_a_model_left_in_factors_is_not_attached_again() -> None:
+    model = small.net()
+    optimizer = small.sgd(model)
+    thinwire.attach(model, optimizer, small.ab(warmup=0, group_size=None)).detach()
+    with pytest.raises(ConfigError, match="layers in two factors"):
+        thinwire.attach(model, optimizer, AllReduce())
+
+
+def test_no_hook_is_left_behind() -> None:
+    for end in ("finish", "detach"):
+        model = small.net()
+        replica = thinwire.attach(model, small.sgd(model), small.ab(group_size=None))
+        getattr(replica, end)()
+        assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({}, None),
+        ({"SLURM_NTASKS": "4"}, None),  # a shell that salloc opened
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),  # a batch script
+        ({"SLURM_PROCID": "0"}, None),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (1, 2, 1, 2)),
+        (
+            {
+                "SLURM_STEP_NUM_TASKS": "8",
+                "SLURM_PROCID": "5",
+                "SLURM_LOCALID": "1",
+                "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+            },
+            (5, 8, 1, 4),
+        ),
+    ],
+)
+def test_only_a_launchers_step_makes_a_worker(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], found: Any
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert place() == found

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gang
 import thinwire
+from thinwire.comm.replicate import Replicated
 from thinwire.factor import export
 from thinwire.methods import agree
 from worlds import ab, adamw, batch, optimizer_values, small_model, train_step, values
@@ -346,3 +347,46 @@ def accumulated(rank: int) -> dict[str, int]:
 def test_only_backward_passes_that_exchange_are_counted() -> None:
     size = 4 * sum(p.numel() for p in small_model().parameters())
     assert gang.run(accumulated, 2) == [{"no_sync": size, "every": 3 * size}] * 2
+
+
+# What else groups must not pull apart.
+
+
+class WithTables(nn.Module):
+    """A float constant, an integer constant, and BatchNorm whose statistics do differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = small_model()
+        self.register_buffer("angles", torch.linspace(0, 1, 999))
+        self.register_buffer("order", torch.arange(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+def constants_and_scalars(rank: int) -> dict[str, Any]:
+    model = WithTables()
+    optimizer = torch.optim.NAdam(model.net.parameters(), lr=1e-3)
+    replica = thinwire.attach(model, optimizer, ab(moments="average"))
+    for step in range(9):
+        train_step(replica, optimizer, step, rank)
+        if step == 7 and rank == 1:
+            optimizer.state[model.net[0].bias]["mu_product"].mul_(0.5)  # as if a step had been skipped here
+    assert replica.phase == "rebound"
+    same = torch.equal(model.angles, torch.linspace(0, 1, 999)) and torch.equal(model.order, torch.arange(7))
+    known = model.net[0].bias in optimizer.state, model.net[9].bias in optimizer.state
+    # DDP refuses a SyncBatchNorm on a CPU, so only a group of one can be wrapped here.
+    norm = nn.SyncBatchNorm(5)
+    Replicated(norm, replica.wire, "fp32").wrap((rank,))
+    alone = torch.distributed.get_world_size(norm.process_group) == 1
+    return {"same": same, "known": known, "alone": alone, "bits": (values(replica), optimizer_values(optimizer))}
+
+
+def test_constants_scalars_and_synced_norms_at_a_merge() -> None:
+    results = gang.run(constants_and_scalars, 3)
+    assert results[0]["bits"] == results[1]["bits"] == results[2]["bits"]
+    for found in results:
+        assert found["same"], "a merge changed a constant"
+        assert found["known"] == (False, True)  # unequal scalars start again, the others stay
+        assert found["alone"], "a SyncBatchNorm talks beyond its group"
