@@ -1,7 +1,7 @@
 """What crossed the wire: bytes, calls and seconds, by link, phase and purpose.
 
 A ledger counts for the node its worker is on: `slow` is what left the node towards other nodes,
-`fast` what its workers sent one another. Who sends how much is `topology.py`'s arithmetic.
+`fast` what the workers of its group sent one another. Who sends how much is `topology.py`'s arithmetic.
 """
 
 from collections import defaultdict
