@@ -8,8 +8,10 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	# Modules are compiled when first imported: compiling all of torch here would take longer than the rest.
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	# Compiled here, on all cores: pip uses one, and where Python may not write bytecode every import would compile anew.
+	# Some packages carry templates that are no Python; those are passed over.
+	$(BIN)/python -m compileall -q -j 0 -x '/transformers/' .venv/lib >/dev/null 2>&1 || true
 	touch $@
 
 demo: setup
