@@ -11,7 +11,7 @@ _NUMBER = re.compile(r"([0-9.]+(?:e[-+]?[0-9]+)?)\s*([a-zµ]+)", re.IGNORECASE)
 
 def bits_per_second(text: str) -> float:
     """A rate such as "100Mbit" or "1Gbit/s"; bytes are not taken, so that nobody is off by eight."""
-    number = _parse(text.strip().removesuffix("/s").removesuffix("ps"), _RATES)
+    number = _parse(text.strip().removesuffix("/s"), _RATES)
     if not number:
         raise ConfigError(f"{text!r} is no rate; write a number above 0 and bit, kbit, Mbit or Gbit, as 100Mbit")
     return number
