@@ -97,7 +97,7 @@ def _tell(
     with replica.merged():
         before = _accuracy(replica, test)
     small = replica.finish()
-    traffic, told, baseline = replica.traffic_summary(), replica.describe(), replica.baseline()
+    traffic, told, baseline = replica.mean_traffic().summary(), replica.describe(), replica.baseline()
     sent = traffic["slow_bytes"] - traffic["by_purpose"].get("evaluate", {}).get("slow_bytes", 0)
     result = {
         "method": options.method,

@@ -464,11 +464,11 @@ def evaluate_alone(rank: int) -> dict[str, Any]:
         optimizer = small.sgd(model)
         replica = thinwire.attach(model, optimizer, small.ab())
         for _ in small.walk(replica, optimizer, rank):
-            before = replica.traffic.rows()
+            before = replica.traffic.state()["rows"]
             if evaluates and rank == 0:
                 results["phases"].add(replica.phase)
                 look_at(replica)
-            results["sent"] += replica.traffic.rows() != before
+            results["sent"] += replica.traffic.state()["rows"] != before
         results[evaluates] = small.model_bits(replica.module)
     return results
 

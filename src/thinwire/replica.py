@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 from thinwire import snapshot
 from thinwire.admission import check_optimizer, check_same_architecture, spread_first_values
 from thinwire.comm.collectives import Wire
+from thinwire.comm.counters import watched
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.replicate import step_of_allreduce, step_of_ideal
+from thinwire.comm.times import Clock
 from thinwire.comm.topology import Topology, join
 from thinwire.compiling import Recompilations, compile_in_place
 from thinwire.config import check_cutoff
@@ -46,7 +48,8 @@ def attach(
     name_of(config)
     check_optimizer(model, optimizer)
     join()
-    wire = Wire.open(config.group_size, repr(config), next(model.parameters()).device, Ledger())
+    device = next(model.parameters()).device
+    wire = Wire.open(config.group_size, repr(config), device, Ledger(Clock(device), watched()))
     check_same_architecture(model, optimizer, wire)
     spread_first_values(model, wire)
     ground = Ground(model, optimizer, wire, ddp=dict(ddp or {}), has_scaler=scaler is not None)
@@ -84,6 +87,7 @@ class Replica(nn.Module):
         if self._finished or not (self.training and torch.is_grad_enabled()):
             return self.module(*args, **kwargs)
         self._was_called = True
+        self.traffic.times.begin_step()
         self._agree_on_scale()
         return self._method.forward(*args, **kwargs)
 
@@ -216,9 +220,9 @@ class Replica(nn.Module):
             "parameters": _count(self.module),
         }
 
-    def traffic_summary(self) -> dict[str, Any]:
+    def mean_traffic(self) -> Ledger:
         """The ledger as the mean over nodes; collective."""
-        return self._method.wire.node_mean().summary()
+        return self._method.wire.node_mean()
 
     def baseline(self) -> dict[str, int]:
         """Slow bytes a node that fp32 all-reduce, and the ideal one, would have sent for the steps so far."""
@@ -285,6 +289,7 @@ class Replica(nn.Module):
                 "replica was not called in train() mode; call replica(x), not the model, and not in eval()"
             )
         self._was_called = False
+        self.traffic.times.end_step()
         with self._unrounded():
             self._method.after_step()
         self._recompiles.look()

@@ -20,13 +20,13 @@ from thinwire.methods.base import Method, optimizer_parameters
 from thinwire.methods.registry import name_of
 from thinwire.store import atomic_folder, like, newest, read_json, read_tensors, write_json, write_tensors
 
-FORMAT = 1
+FORMAT = 2
 
 
 def save(method: Method, scaler: Any, folder: Path | str) -> None:
     """Write everything; collective."""
     topology = method.topology
-    traffic = method.wire.node_mean().rows()
+    traffic = method.wire.node_mean().state()
     with atomic_folder(folder, method.wire) as aside:
         if topology.rank == 0:
             write_json(aside / "state.json", _common(method, scaler, traffic))
@@ -35,7 +35,7 @@ def save(method: Method, scaler: Any, folder: Path | str) -> None:
             write_tensors(aside / f"model{suffix}.safetensors", _distinct(method.model.state_dict()))
             write_tensors(aside / f"method{suffix}.safetensors", method.tensors())
             _write_optimizer(aside, suffix, method.optimizer)
-        own = {"method": method.own_state(), "ledger": method.wire.ledger.rows(), "scaler": _scale(scaler)}
+        own = {"method": method.own_state(), "ledger": method.wire.ledger.state(), "scaler": _scale(scaler)}
         write_json(aside / f"worker-rank{topology.rank}.json", own)
     # Both a run that goes on and one that resumes continue with a fresh wrapper, so both sum in the same order.
     method.rewrap()
@@ -57,7 +57,7 @@ def load(method: Method, scaler: Any, folder: Path | str) -> None:
     method.rewrap()
 
 
-def _common(method: Method, scaler: Any, traffic: list[Any]) -> dict[str, Any]:
+def _common(method: Method, scaler: Any, traffic: dict[str, Any]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "method_name": name_of(method.config),
@@ -102,11 +102,11 @@ def _load_own(method: Method, scaler: Any, state: Mapping[str, Any], folder: Pat
     if state["world_size"] == topology.world_size:
         own = read_json(folder / f"worker-rank{topology.rank}.json")
         method.load_own_state(own["method"])
-        method.wire.ledger.load_rows(own["ledger"])
+        method.wire.ledger.load_state(own["ledger"])
         scale = own["scaler"]
     else:
         method.load_own_state(read_json(folder / "worker-rank0.json")["method"])
-        method.wire.ledger.load_rows(state["traffic"])
+        method.wire.ledger.load_state(state["traffic"])
     if scaler is not None and scale:
         scaler.load_state_dict(scale)
 

@@ -4,9 +4,10 @@
 every call is the identity and nothing is counted.
 """
 
+import functools
 import itertools
+import operator
 import pickle
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from thinwire.comm.codec import WIRES, by_dtype, checksum, pack, size_of, unpack_into
 from thinwire.comm.ledger import Ledger, mean_over_nodes
-from thinwire.comm.topology import Ranks, Sent, Topology, discover
+from thinwire.comm.sent import Ranks, Sent
+from thinwire.comm.topology import Topology, discover
 from thinwire.errors import DisagreementError
 
 # Process groups cost connections, and a process that attaches twice wants the same ones again.
@@ -27,6 +29,9 @@ _CONTROL: Ranks = ()
 
 class Wire:
     """What a method may do with the other workers."""
+
+    is_dry = False
+    """Whether it only counts, for workers that are not there."""
 
     def __init__(self, topology: Topology, ledger: Ledger) -> None:
         self.topology = topology
@@ -41,9 +46,12 @@ class Wire:
     def open(cls, group_size: int | str | None, settings: str, device: torch.device, ledger: Ledger) -> "Wire":
         """Lay out the running job, whose workers must all have the same settings; collective."""
         wire = cls(discover(group_size, settings, device), ledger)
-        sent = wire.topology.gather_ring(wire.topology.world, 16)  # machine and settings of each
-        ledger.record("control", slow=sent.slow, fast=sent.fast)
+        wire.count_opening()
         return wire
+
+    def count_opening(self) -> None:
+        """Machine and settings of each, told to everyone when the job is laid out."""
+        self.ledger.record("control", self.topology.gather_ring(self.topology.world, 16))
 
     def process_group(self, members: Ranks) -> Any:
         """torch's process group of the world or of this worker's group."""
@@ -103,36 +111,46 @@ class Wire:
         self._timed(lambda: dist.all_gather(all_of_them, mine, group=self._control), sent, purpose)
         return [row.tolist() for row in all_of_them]
 
-    def differing(self, checksums: Sequence[int], purpose: str) -> list[int]:
-        """Which of these checksums are not the same on all workers."""
+    def differing(self, contents: Sequence[Sequence[Tensor]], purpose: str) -> list[int]:
+        """Which of these lists of tensors do not hold the same bits on all workers."""
         if self.topology.world_size == 1:
             return []
-        mine = torch.tensor(checksums, dtype=torch.int64)
+        mine = torch.tensor([checksum(tensors) for tensors in contents], dtype=torch.int64)
         extremes = self._reduce(torch.cat([mine, -mine]), dist.ReduceOp.MAX, purpose)
         high, low = extremes.chunk(2)
         return [i for i, same in enumerate((high == -low).tolist()) if not same]
 
     def agree(self, tensors: Sequence[Tensor], purpose: str) -> bool:
         """Whether all workers hold the same bits."""
-        return not self.differing([checksum(tensors)], purpose)
+        return not self.differing([tensors], purpose)
 
     def tell(self, what: Any) -> list[Any]:
         """Each worker's small object, to every worker."""
         if self.topology.world_size == 1:
             return [what]
         told: list[Any] = [None] * self.topology.world_size
-        dist.all_gather_object(told, what, group=self._control)
+        start = self.ledger.clock.mark()
+        self._gather_objects(told, what)
         # torch gathers the sizes first, then everything padded to the longest.
         longest = max(len(pickle.dumps(each)) for each in told)
         sent = self.topology.gather_ring(self.topology.world, 8)
         sent += self.topology.gather_ring(self.topology.world, longest)
-        self.ledger.record("control", slow=sent.slow, fast=sent.fast)
+        self.count("control", sent, calls=2)
+        self.ledger.waited("control", sent, start, self.ledger.clock.mark())
         return told
 
     def node_mean(self) -> Ledger:
         """The ledger as the mean over nodes, before this call's own bytes; collective."""
-        rows = self.tell(self.ledger.rows())
-        return mean_over_nodes([rows[node[0]] for node in self.topology.nodes])
+        states = self.tell(self.ledger.state())
+        return mean_over_nodes([states[node[0]] for node in self.topology.nodes])
+
+    def count(self, purpose: str, sent: Sent, calls: int = 1) -> None:
+        """Book what a call sends, or what torch itself does."""
+        self.ledger.record(purpose, sent, calls)
+
+    def count_overlapped(self, purpose: str, parts: Sequence[Sent]) -> None:
+        """Book what is sent part by part while the backward pass goes on."""
+        self.ledger.record(purpose, functools.reduce(operator.add, parts), len(parts))
 
     def barrier(self, call: str) -> None:
         """Wait for all workers, no longer than the process group's own timeout."""
@@ -161,15 +179,15 @@ class Wire:
         if self.topology.world_size == 1:
             return tensor
         result = tensor.detach().clone().cpu()
-        sent = self.topology.ring(self.topology.world, size_of(result))
+        sent = self.topology.all_reduce(self.topology.world, size_of(result))
         self._timed(lambda: dist.all_reduce(result, op, group=self._control), sent, purpose)
         return result.to(tensor.device)
 
     def _reduce_shares(self, flat: Tensor, purpose: str) -> None:
         shares = list(flat.tensor_split(self.topology.shares))
-        sent = Sent(0, 0)
+        sent = Sent()
         for j, share in enumerate(shares):
-            sent += self.topology.ring(self.topology.crossing(j), size_of(share))
+            sent = sent.beside(self.topology.all_reduce(self.topology.crossing(j), size_of(share)))
         member = self.topology.member
 
         def cross() -> None:
@@ -184,10 +202,14 @@ class Wire:
     def _broadcast(self, flat: Tensor, source: int, group: Any, sent: Sent, purpose: str) -> None:
         self._timed(lambda: dist.broadcast(flat, source, group=group), sent, purpose)
 
+    def _gather_objects(self, told: list[Any], what: Any) -> None:
+        dist.all_gather_object(told, what, group=self._control)
+
     def _timed(self, call: Callable[[], Any], sent: Sent, purpose: str) -> None:
-        start = time.perf_counter()
+        start = self.ledger.clock.mark()
         call()
-        self.ledger.record(purpose, slow=sent.slow, fast=sent.fast, seconds=time.perf_counter() - start)
+        self.count(purpose, sent)
+        self.ledger.waited(purpose, sent, start, self.ledger.clock.mark())
 
 
 # Only rank 0 hears from a barrier who is missing, and nobody if it is rank 0. So each rank leaves a note first.

@@ -2,6 +2,7 @@
 
 A ledger counts for the node its worker is on: `slow` is what left the node towards other nodes,
 `fast` what the workers of its group sent one another. Who sends how much is `topology.py`'s arithmetic.
+Beside it stand the time each phase took, and the kernel's own count where an interface is watched.
 """
 
 from collections import defaultdict
@@ -9,6 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+from thinwire.comm.counters import Counted, Interface, mean_counted
+from thinwire.comm.sent import Sent
+from thinwire.comm.times import Clock, Mark, Times, mean_times
 
 
 @dataclass
@@ -23,20 +28,41 @@ class Entry:
 class Ledger:
     """Counts every collective as it is called."""
 
-    def __init__(self) -> None:
-        self.phase = "attach"
+    def __init__(self, clock: Clock | None = None, interface: Interface | None = None) -> None:
+        self.clock = clock or Clock()
+        self.times = Times(self.clock)
         self._entries: dict[tuple[str, str, str], Entry] = defaultdict(Entry)
         self._purpose: str | None = None
+        self._interface = interface
+        self._kernel: dict[str, Counted] = {}
+        self._kernel_before = interface.read() if interface else Counted(0, 0)
+        self._phase = "attach"
+        self.times.enter(self._phase)
 
-    def record(self, purpose: str, *, slow: int, fast: int, seconds: float = 0.0) -> None:
-        """One collective's bytes. The seconds go to the slower link it used."""
-        for link, sent in (("slow", slow), ("fast", fast)):
-            if sent:
-                entry = self._entries[self.phase, self._purpose or purpose, link]
-                entry.bytes += sent
-                entry.calls += 1
-                entry.seconds += seconds
-                seconds = 0.0
+    @property
+    def phase(self) -> str:
+        """The phase that is counted for now."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, name: str) -> None:
+        self._read_kernel()
+        self.times.enter(name)
+        self._phase = name
+
+    def record(self, purpose: str, sent: Sent, calls: int = 1) -> None:
+        """What a collective, or several calls of it, sends."""
+        for link, size in (("slow", sent.slow), ("fast", sent.fast)):
+            if size:
+                entry = self._entry(purpose, link)
+                entry.bytes += size
+                entry.calls += calls
+
+    def waited(self, purpose: str, sent: Sent, start: Mark, end: Mark) -> None:
+        """How long a worker waited for it. The seconds go to the slower link it used."""
+        if sent.slow_queue or sent.fast_queue:
+            self.clock.charge(self._entry(purpose, "slow" if sent.slow_queue else "fast"), start, end)
+            self.times.waited(start, end)
 
     @contextmanager
     def everything_is(self, purpose: str) -> Iterator[None]:
@@ -57,6 +83,10 @@ class Ledger:
         """Bytes that workers of this node sent one another."""
         return self._total("fast").bytes
 
+    def slow_bytes_for(self, purpose: str) -> int:
+        """Bytes that left this worker's node for one purpose."""
+        return sum(e.bytes for (_, what, link), e in self._entries.items() if what == purpose and link == "slow")
+
     @property
     def slow_calls(self) -> int:
         """Collectives that crossed to another node."""
@@ -64,23 +94,46 @@ class Ledger:
 
     @property
     def by_phase(self) -> dict[str, dict[str, float]]:
-        """Totals of each phase."""
-        return self._by(0)
+        """Totals of each phase, and the kernel's where an interface is watched."""
+        table = self._by(0)
+        for phase, counted in self.kernel.items():
+            row = table.setdefault(phase, _row())
+            row["kernel_bytes"], row["kernel_packets"] = counted
+        return table
 
     @property
     def by_purpose(self) -> dict[str, dict[str, float]]:
         """Totals of each purpose."""
         return self._by(1)
 
-    def rows(self) -> list[list[Any]]:
-        """Every entry as plain values: phase, purpose, link, bytes, calls, seconds."""
-        return [[*key, e.bytes, e.calls, e.seconds] for key, e in sorted(self._entries.items())]
+    @property
+    def kernel(self) -> dict[str, Counted]:
+        """What the watched interface sent in each phase."""
+        self._read_kernel()
+        return dict(self._kernel)
 
-    def load_rows(self, rows: list[list[Any]]) -> None:
-        """Go on from what `rows` gave."""
+    @property
+    def split(self) -> dict[str, dict[str, float]]:
+        """Seconds of each phase: steps, all of them, and what they were spent on."""
+        self.clock.settle()
+        waiting: dict[str, float] = defaultdict(float)
+        for (phase, _, _), entry in self._entries.items():
+            waiting[phase] += entry.seconds
+        return self.times.split(waiting)
+
+    def state(self) -> dict[str, Any]:
+        """Everything as plain values: rows are phase, purpose, link, bytes, calls, seconds."""
+        self.clock.settle()
+        rows = [[*key, e.bytes, e.calls, e.seconds] for key, e in sorted(self._entries.items())]
+        return {"rows": rows, "times": self.times.state(), "kernel": {k: list(v) for k, v in self.kernel.items()}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
         self._entries.clear()
-        for phase, purpose, link, sent, calls, seconds in rows:
+        for phase, purpose, link, sent, calls, seconds in state["rows"]:
             self._entries[phase, purpose, link] = Entry(sent, calls, seconds)
+        self.times.load_state(state["times"])
+        self._kernel = {phase: Counted(*counted) for phase, counted in state["kernel"].items()}
 
     def summary(self) -> dict[str, Any]:
         """The totals that a run's summary shows."""
@@ -92,6 +145,18 @@ class Ledger:
             "by_purpose": self.by_purpose,
         }
 
+    def _entry(self, purpose: str, link: str) -> Entry:
+        return self._entries[self._phase, self._purpose or purpose, link]
+
+    def _read_kernel(self) -> None:
+        """Charge what the interface sent since the last look to the present phase."""
+        if self._interface is None:
+            return
+        now, so_far = self._interface.read(), self._kernel.get(self._phase, Counted(0, 0))
+        new = (n - b for n, b in zip(now, self._kernel_before, strict=True))
+        self._kernel[self._phase] = Counted(*(total + more for total, more in zip(so_far, new, strict=True)))
+        self._kernel_before = now
+
     def _total(self, link: str) -> Entry:
         total = Entry()
         for (_, _, which), entry in self._entries.items():
@@ -101,26 +166,34 @@ class Ledger:
         return total
 
     def _by(self, position: int) -> dict[str, dict[str, float]]:
+        self.clock.settle()
         table: dict[str, dict[str, float]] = {}
         for key, entry in sorted(self._entries.items()):
-            row = table.setdefault(key[position], {"slow_bytes": 0, "fast_bytes": 0, "slow_calls": 0, "seconds": 0.0})
+            row = table.setdefault(key[position], _row())
             row[f"{key[2]}_bytes"] += entry.bytes
             row["slow_calls"] += entry.calls if key[2] == "slow" else 0
             row["seconds"] += entry.seconds
         return table
 
 
-def mean_over_nodes(ledgers: list[list[list[Any]]]) -> Ledger:
-    """One ledger that holds the mean of several nodes' rows."""
-    total = Ledger()
-    for rows in ledgers:
-        for phase, purpose, link, sent, calls, seconds in rows:
-            entry = total._entries[phase, purpose, link]
-            entry.bytes += sent
-            entry.calls += calls
-            entry.seconds += seconds
-    for entry in total._entries.values():
-        entry.bytes = round(entry.bytes / len(ledgers))
-        entry.calls = round(entry.calls / len(ledgers))
-        entry.seconds /= len(ledgers)
+def _row() -> dict[str, float]:
+    return {"slow_bytes": 0, "fast_bytes": 0, "slow_calls": 0, "seconds": 0.0}
+
+
+def mean_over_nodes(states: list[dict[str, Any]]) -> Ledger:
+    """One ledger that holds the mean of what several nodes' ledgers say of themselves."""
+    rows: dict[tuple[str, str, str], list[list[float]]] = defaultdict(list)
+    for state in states:
+        for *key, sent, calls, seconds in state["rows"]:
+            rows[tuple(key)].append([sent, calls, seconds])
+    count, total = len(states), Ledger()
+    total.phase = ""  # its own time is nobody's
+    means = [[*key, *(sum(column) / count for column in zip(*values, strict=True))] for key, values in rows.items()]
+    total.load_state(
+        {
+            "rows": [[*key, round(sent), round(calls), seconds] for *key, sent, calls, seconds in means],
+            "times": mean_times([state["times"] for state in states]),
+            "kernel": mean_counted([state["kernel"] for state in states]),
+        }
+    )
     return total

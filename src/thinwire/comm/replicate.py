@@ -8,7 +8,7 @@ agree on them between steps. And nothing is broadcast at wrapping: workers hold 
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm.codec import WIRES, by_dtype, size_of
 from thinwire.comm.collectives import Wire
-from thinwire.comm.topology import Ranks, Sent, Topology
+from thinwire.comm.sent import Ranks, Sent
+from thinwire.comm.topology import Topology
 from thinwire.errors import ConfigError
 
 # Newer versions of torch call it by another name.
@@ -43,6 +44,7 @@ class Replicated:
         self.members: Ranks = ()
         self._ddp: DistributedDataParallel | None = None
         self._watch: RemovableHandle | None = None
+        self._buckets: list[Sent] = []
         self._backwards = 0
         self._awaits_backward = False
         self._accumulating = False
@@ -51,8 +53,8 @@ class Replicated:
     def wrap(self, members: Ranks) -> None:
         """Average gradients over `members` from now on; whoever was there before is let go."""
         self.unwrap()
-        self.members = members
-        if self.wire.topology.world_size == 1:
+        self.members, self._buckets, self._backwards = members, [], 0
+        if self.wire.topology.world_size == 1 or self.wire.is_dry:
             return
         group = self.wire.process_group(members)
         for module in self._synced_norms():
@@ -62,7 +64,6 @@ class Replicated:
         self._ddp = DistributedDataParallel(
             self.model, process_group=group, init_sync=False, **_NO_BUFFERS, **self.options
         )
-        self._backwards = 0
         if self.rounding != "fp32" or self.options.get("find_unused_parameters") or self.options.get("static_graph"):
             self._ddp.register_comm_hook(group, self._average)
         else:
@@ -82,6 +83,9 @@ class Replicated:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass, prepared for a backward pass that averages gradients."""
         if self._ddp is None:
+            if self.wire.is_dry and self.syncs and len(self.members) > 1:
+                self._count_norms()
+                self._count_backward()  # there will be no backward pass
             return self.model(*args, **kwargs)
         self._awaits_backward = self._awaits_backward or self.syncs
         self._count_norms()
@@ -108,53 +112,78 @@ class Replicated:
 
     def _see_backward(self, parameter: torch.Tensor) -> None:
         """One backward pass that averages: DDP decides by the forward pass before it."""
-        if not self._awaits_backward:
-            return
-        self._awaits_backward = False
-        trained: list[torch.Tensor] = [p for p in self.model.parameters() if p.requires_grad]
-        size = sum(size_of(p) for p in trained)
-        self._count("gradients", self.wire.topology.ring(self.members, size))
-        limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, int(1024**2 * (self.options.get("bucket_cap_mb") or 25))]
-        self._count_control(lambda: len(dist._compute_bucket_assignment_by_size(trained[::-1], limits)[0]))
+        if self._awaits_backward:
+            self._awaits_backward = False
+            self._count_backward()
+            self._time_the_wait()
 
     def _average(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         gradients = bucket.buffer()
         # The reducer multiplies by 1/W too; dividing would round differently.
         gradients.mul_(1.0 / len(self.members))
         travelling = gradients if self.rounding == "fp32" else gradients.to(WIRES[self.rounding])
-        self._count("gradients", self.wire.topology.ring(self.members, size_of(travelling)))
+        if bucket.index() == 0:
+            self._time_the_wait()
         if bucket.is_last():
-            self._count_control(lambda: bucket.index() + 1)
+            self._count_backward()
         done = dist.all_reduce(travelling, group=group, async_op=True).get_future()
         if travelling is gradients:
             return done.then(lambda future: future.value()[0])
         return done.then(lambda future: gradients.copy_(future.value()[0]))
+
+    def _time_the_wait(self) -> None:
+        """Note how long DDP waits for buckets under way once the backward pass itself is done.
+
+        Callbacks at the end of a backward pass run in the order they were asked for. This one is asked for before
+        DDP's, which waits; what it asks for in turn runs after DDP's.
+        """
+        ledger, queue = self.wire.ledger, torch.autograd.Variable._execution_engine.queue_callback
+        sent = self._exchange()[0]
+
+        def computed() -> None:
+            start = ledger.clock.mark()
+            queue(lambda: ledger.waited("gradients", sent, start, ledger.clock.mark()))
+
+        queue(computed)
+
+    def _exchange(self) -> list[Sent]:
+        """What each bucket of gradients sends; DDP fills them from the last parameter on."""
+        if not self._buckets:
+            trained = [p.detach() for p in self.model.parameters() if p.requires_grad][::-1]
+            limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, int(1024**2 * (self.options.get("bucket_cap_mb") or 25))]
+            for places in dist._compute_bucket_assignment_by_size(trained, limits)[0]:
+                size = sum(self._travelling_size(trained[place]) for place in places)
+                self._buckets.append(self.wire.topology.all_reduce(self.members, size))
+        return self._buckets
+
+    def _travelling_size(self, parameter: torch.Tensor) -> int:
+        return size_of(parameter) if self.rounding == "fp32" else parameter.numel() * WIRES[self.rounding].itemsize
 
     def _synced_norms(self) -> list[nn.SyncBatchNorm]:
         return [module for module in self.model.modules() if isinstance(module, nn.SyncBatchNorm)]
 
     def _count_norms(self) -> None:
         """SyncBatchNorm gathers mean, deviation and count going forward, and sums two gradients coming back."""
-        ring = self.wire.topology
+        topology = self.wire.topology
         for norm in self._synced_norms():
-            sent = ring.gather_ring(self.members, 4 * (2 * norm.num_features + 1))
-            self._count("batch statistics", sent + ring.ring(self.members, 4 * 2 * norm.num_features))
+            sent = topology.gather_ring(self.members, 4 * (2 * norm.num_features + 1))
+            sent += topology.all_reduce(self.members, 4 * 2 * norm.num_features)
+            self.wire.count("batch statistics", sent, calls=2)
 
-    def _count_control(self, buckets: Callable[[], int]) -> None:
-        """What DDP itself sends: the order of buckets, once, before the second backward pass; used flags."""
+    def _count_backward(self) -> None:
+        """Gradients, and what DDP itself sends: the order of buckets, once, before the second pass; used flags."""
         self._backwards += 1
+        self.wire.count_overlapped("gradients", self._exchange())
         trained = sum(p.requires_grad for p in self.model.parameters())
         if self._finds_unused:
-            self._count("control", self.wire.topology.ring(self.members, 4 * trained))
+            self.wire.count("control", self.wire.topology.all_reduce(self.members, 4 * trained))
         elif self._backwards == 2:
-            self._count("control", bucket_order(self.wire.topology, self.members, trained, buckets()))
+            order = bucket_order(self.wire.topology, self.members, trained, len(self._exchange()))
+            self.wire.count("control", order, calls=2)
 
     @property
     def _finds_unused(self) -> bool:
         return bool(self.options.get("find_unused_parameters")) and not self.options.get("static_graph")
-
-    def _count(self, purpose: str, sent: Sent) -> None:
-        self.wire.ledger.record(purpose, slow=sent.slow, fast=sent.fast)
 
     def _refuse_own_options(self) -> None:
         taken = sorted(_OWN & self.options.keys())
@@ -173,7 +202,7 @@ def step_of_allreduce(model: nn.Module, topology: Topology, trained: int) -> flo
     total = 0
     for node in topology.nodes:
         seen_from = replace(topology, rank=node[0])
-        total += seen_from.ring(topology.world, 4 * trained).slow
+        total += seen_from.all_reduce(topology.world, 4 * trained).slow
         for bucket in by_dtype(model.buffers()):
             total += seen_from.tree(topology.world, sum(size_of(b) for b in bucket), 0).slow
     return total / len(topology.nodes)

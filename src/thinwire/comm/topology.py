@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,22 +18,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from thinwire.comm.sent import Edges, Ranks, Sent, ring_pairs, tree_pairs
 from thinwire.errors import ConfigError, DisagreementError
 
 log = logging.getLogger("thinwire")
-
-Ranks = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Sent:
-    """Bytes that one node's workers send in a collective, by link."""
-
-    slow: int
-    fast: int
-
-    def __add__(self, other: "Sent") -> "Sent":
-        return Sent(self.slow + other.slow, self.fast + other.fast)
 
 
 @dataclass(frozen=True)
@@ -42,8 +31,10 @@ class Topology:
     rank: int
     nodes: tuple[Ranks, ...]
     groups: tuple[Ranks, ...]
+    algorithm: str = "ring"
+    """How an all-reduce is done: by gloo's ring, or by nccl's tree."""
 
-    @property
+    @cached_property
     def world(self) -> Ranks:
         return tuple(range(self.world_size))
 
@@ -79,36 +70,64 @@ class Topology:
     def _node_of(self) -> dict[int, int]:
         return {rank: i for i, node in enumerate(self.nodes) for rank in node}
 
+    def all_reduce(self, members: Ranks, size: int) -> Sent:
+        """An all-reduce of `size` bytes by the algorithm in use."""
+        return self.ring(members, size) if self.algorithm == "ring" else self.double_tree(members, size)
+
     def ring(self, members: Ranks, size: int) -> Sent:
-        """An all-reduce of `size` bytes by a ring: every member sends 2(W−1)/W of it to the next."""
-        return self._around(members, 2 * (len(members) - 1) * size / len(members))
+        """An all-reduce by a ring: every member sends 2(W−1)/W of it to the next, in as many rounds."""
+        count = len(members)
+        return self._around(members, round(2 * (count - 1) * size / count), 2 * (count - 1))
 
     def gather_ring(self, members: Ranks, size: int) -> Sent:
         """An all-gather of `size` bytes from each member: everyone passes on all but one part."""
-        return self._around(members, (len(members) - 1) * size)
+        return self._around(members, (len(members) - 1) * size, len(members) - 1)
+
+    def double_tree(self, members: Ranks, size: int) -> Sent:
+        """An all-reduce by two trees that carry half of it each, where every inner node of one is a leaf of the other.
+
+        A chain inside the node; between nodes everyone sends what a ring over nodes would, in far fewer rounds.
+        """
+        nodes = len({self._node_of[rank] for rank in members})
+        here = sum(self._node_of[rank] == self._node_of[self.rank] for rank in members)
+        slow = round(2 * (nodes - 1) / nodes * size)
+        chain = 2 * size if here > 1 else 0
+        return Sent(slow, chain * (here - 1), slow, chain, 2 * (nodes - 1).bit_length(), 2 * (here - 1))
 
     def tree(self, members: Ranks, size: int, root: int) -> Sent:
         """A broadcast of `size` bytes from rank `root` along gloo's binomial tree."""
-        start, count, sent = members.index(root), len(members), Sent(0, 0)
-        for place in range(1, count):
-            # A member receives from the one whose place lacks its own highest bit.
-            parent = place - (1 << (place.bit_length() - 1))
-            source, target = members[(start + parent) % count], members[(start + place) % count]
-            sent += self._edge(source, target, size)
-        return sent
+        start, depth = members.index(root), (len(members) - 1).bit_length()
+        edges = self._edges("tree", members[start:] + members[:start])
+        slow_rounds = depth if edges.busiest else 0
+        fast_rounds = depth - slow_rounds
+        queues = edges.busiest * size, fast_rounds * size
+        return Sent(edges.slow * size, edges.fast * size, *queues, slow_rounds, fast_rounds)
 
-    def _around(self, members: Ranks, each: float) -> Sent:
-        sent = Sent(0, 0)
-        if len(members) > 1:
-            for source, target in zip(members, (*members[1:], members[0]), strict=True):
-                sent += self._edge(source, target, round(each))
-        return sent
+    def _around(self, members: Ranks, each: int, rounds: int) -> Sent:
+        if len(members) == 1:
+            return Sent()
+        edges = self._edges("ring", members)
+        waits = (rounds, 0) if edges.busiest else (0, rounds)
+        queues = edges.busiest * each, each if edges.fast else 0
+        return Sent(edges.slow * each, edges.fast * each, *queues, *waits)
 
-    def _edge(self, source: int, target: int, size: int) -> Sent:
-        if self._node_of[source] != self._node_of[self.rank]:
-            return Sent(0, 0)
-        crosses = self._node_of[source] != self._node_of[target]
-        return Sent(size, 0) if crosses else Sent(0, size)
+    def _edges(self, pattern: str, members: Ranks) -> Edges:
+        """Counted once: a run repeats a few patterns a thousand times."""
+        if (pattern, members) not in self._counted:
+            pairs = ring_pairs(members) if pattern == "ring" else tree_pairs(members)
+            leaving, own, staying = Counter[int](), self._node_of[self.rank], 0
+            for source, target in pairs:
+                node = self._node_of[source]
+                if node != self._node_of[target]:
+                    leaving[node] += 1
+                elif node == own:
+                    staying += 1
+            self._counted[pattern, members] = Edges(leaving[own], staying, max(leaving.values(), default=0))
+        return self._counted[pattern, members]
+
+    @cached_property
+    def _counted(self) -> dict[tuple[str, Ranks], Edges]:
+        return {}
 
 
 class Place(NamedTuple):

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from thinwire.comm.codec import checksum
 from thinwire.comm.collectives import Wire
 from thinwire.errors import DivergedError
 from thinwire.factor.convert import Layer
@@ -21,11 +20,12 @@ def agreed_factors(layers: list[Layer], wire: Wire, cutoff: float) -> list[tuple
     """
     _refuse_diverged(layers)
     owners = _owners(layers, wire)
-    found = [_factors(layer, cutoff) if owner in (None, wire.topology.member) else None for layer, owner in owners]
+    with wire.ledger.times.decomposing():
+        found = [_factors(layer, cutoff) if owner in (None, wire.topology.member) else None for layer, owner in owners]
     for member in sorted({owner for _, owner in owners if owner is not None}):
         mine = [i for i, (_, owner) in enumerate(owners) if owner == member]
         _hand_around(layers, found, mine, wire, member)
-    different = wire.differing([checksum(f) if f else 0 for f in found], "checksums")
+    different = wire.differing([f or () for f in found], "checksums")
     if different:
         _hand_around(layers, found, different, wire, None)
     return [(layer, factors) for layer, factors in zip(layers, found, strict=True) if factors is not None]

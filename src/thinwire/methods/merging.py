@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thinwire.comm.codec import checksum
 from thinwire.comm.collectives import Wire
 from thinwire.factor.moments import moments_of, reset
 
@@ -37,7 +36,7 @@ def average_buffers(wire: Wire, model: nn.Module, weight: float) -> None:
     Only buffers that differ travel: constants such as position tables would come back rounded.
     """
     buffers = [b for b in model.buffers() if b.numel()]
-    apart = [buffers[i] for i in wire.differing([checksum([b]) for b in buffers], "checksums")]
+    apart = [buffers[i] for i in wire.differing([[b] for b in buffers], "checksums")]
     statistics = [b for b in apart if b.is_floating_point()]
     _average(wire, statistics, weight, "buffers")
     counters = [b for b in apart if b.numel() == 1 and not (b.is_floating_point() or b.is_complex())]
@@ -72,7 +71,7 @@ def _average(wire: Wire, tensors: Sequence[Tensor], weight: float, purpose: str)
     wire.sum_over_groups(tensors, purpose)
 
 
-def _fingerprint(names: list[str], state: Mapping[str, Any]) -> int:
+def _fingerprint(names: list[str], state: Mapping[str, Any]) -> list[Tensor]:
     """What must be the same on all workers for moments to be averaged: their names, and scalars other than the step."""
     scalars = [v for k, v in sorted(state.items()) if isinstance(v, Tensor) and k not in (*names, "step")]
-    return checksum([torch.frombuffer(bytearray(",".join(names).encode() or b"-"), dtype=torch.uint8), *scalars])
+    return [torch.frombuffer(bytearray(",".join(names).encode() or b"-"), dtype=torch.uint8), *scalars]

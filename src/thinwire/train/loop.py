@@ -189,7 +189,7 @@ def _bytes_so_far(run: _Run) -> dict[str, Any]:
     traffic = run.replica.traffic
     return {
         "slow_bytes": traffic.slow_bytes,
-        "evaluate_bytes": traffic.by_purpose.get("evaluate", {}).get("slow_bytes", 0),
+        "evaluate_bytes": traffic.slow_bytes_for("evaluate"),
         "fast_bytes": traffic.fast_bytes,
         "wall_s": round(run.wall_s, 3),
     }

@@ -22,7 +22,8 @@ def summarise(
     recipe: Recipe, replica: Replica, *, seed: int, figures: dict[str, float], wall_s: float
 ) -> dict[str, Any]:
     """The summary of a finished run; collective. Ratios leave out what evaluation sent."""
-    about, traffic, baseline = replica.describe(), replica.traffic_summary(), replica.baseline()
+    about, ledger, baseline = replica.describe(), replica.mean_traffic(), replica.baseline()
+    traffic = ledger.summary()
     evaluation = traffic["by_purpose"].get("evaluate", {}).get("slow_bytes", 0)
     counted = traffic["slow_bytes"] - evaluation
     return {
@@ -38,6 +39,7 @@ def summarise(
         "metric": recipe.task.metric,
         **figures,
         "wall_s": round(wall_s, 3),
+        "time": ledger.split,
         "traffic": traffic,
         "traffic_vs_allreduce_fp32": _ratio(counted, baseline["allreduce_fp32"]),
         "traffic_vs_ideal_fp32": _ratio(counted, baseline["ideal_fp32"]),

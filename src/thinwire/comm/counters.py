@@ -1,0 +1,63 @@
+"""The kernel's own count of what an interface sent, to hold the ledger against.
+
+`THINWIRE_INTERFACE=eth0` makes every run read it at each change of phase. It counts whatever leaves by that
+interface, headers, acknowledgements and other programs' packets too: take an interface that the job has to itself.
+"""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from thinwire.errors import ConfigError
+
+VARIABLE = "THINWIRE_INTERFACE"
+HEADERS = 66
+"""Bytes of a full TCP packet that are not payload: Ethernet 14, IPv4 20, TCP 20 and its timestamps 12."""
+
+_TABLE = Path("/proc/net/dev")  # of the network namespace this process is in
+_SENT_BYTES, _SENT_PACKETS = 8, 9
+
+
+class Counted(NamedTuple):
+    """What an interface has sent so far."""
+
+    bytes: int
+    packets: int
+
+
+class Interface:
+    """One network interface of this machine."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        if name not in (known := _rows()):
+            raise ConfigError(
+                f"`{VARIABLE}`={name!r}: there is no such interface, choose from: {', '.join(sorted(known))}"
+            )
+
+    def read(self) -> Counted:
+        """The kernel's counters now."""
+        row = _rows()[self.name]
+        return Counted(int(row[_SENT_BYTES]), int(row[_SENT_PACKETS]))
+
+
+def mean_counted(states: list[dict[str, list[int]]]) -> dict[str, list[int]]:
+    """The mean of several nodes' counts, by phase."""
+    mean = {}
+    for name in dict.fromkeys(name for state in states for name in state):
+        rows = [state[name] for state in states if name in state]
+        mean[name] = [round(sum(column) / len(states)) for column in zip(*rows, strict=True)]
+    return mean
+
+
+def watched() -> Interface | None:
+    """The interface that the environment names, if it names one."""
+    name = os.environ.get(VARIABLE)
+    return Interface(name) if name else None
+
+
+def _rows() -> dict[str, list[str]]:
+    if not _TABLE.is_file():
+        raise ConfigError(f"`{VARIABLE}` is set, but there is no {_TABLE} here: counters are read on Linux only")
+    lines = _TABLE.read_text(encoding="utf-8").splitlines()[2:]
+    return {name.strip(): values.split() for name, _, values in (line.partition(":") for line in lines)}

@@ -1,0 +1,61 @@
+"""What a collective sends over which link: the pieces of `topology.py`'s arithmetic."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a collective sends from one node, by link, and what of it must go one after the other."""
+
+    slow: int = 0
+    """Bytes that leave the node."""
+    fast: int = 0
+    """Bytes that workers of the node send one another."""
+    slow_queue: int = 0
+    """Bytes in a row over the slow link of the node that sends most."""
+    fast_queue: int = 0
+    """Bytes in a row from one worker to the next inside a node."""
+    slow_rounds: int = 0
+    """Messages between nodes that wait for one another."""
+    fast_rounds: int = 0
+    """Messages inside a node that wait for one another."""
+
+    def __add__(self, other: "Sent") -> "Sent":
+        """One collective after the other."""
+        return Sent(
+            self.slow + other.slow,
+            self.fast + other.fast,
+            self.slow_queue + other.slow_queue,
+            self.fast_queue + other.fast_queue,
+            self.slow_rounds + other.slow_rounds,
+            self.fast_rounds + other.fast_rounds,
+        )
+
+    def beside(self, other: "Sent") -> "Sent":
+        """Both at once: they share the links, not the waiting."""
+        both = self + other
+        slow_rounds = max(self.slow_rounds, other.slow_rounds)
+        return replace(both, slow_rounds=slow_rounds, fast_rounds=max(self.fast_rounds, other.fast_rounds))
+
+
+class Edges(NamedTuple):
+    """How many messages of one pattern leave this node, stay in it, and leave the busiest node."""
+
+    slow: int
+    fast: int
+    busiest: int
+
+
+def ring_pairs(members: Ranks) -> Iterable[tuple[int, int]]:
+    """Everyone sends to the next."""
+    return zip(members, (*members[1:], members[0]), strict=True)
+
+
+def tree_pairs(members: Ranks) -> Iterable[tuple[int, int]]:
+    """A member receives from the one whose place lacks its own highest bit."""
+    for place in range(1, len(members)):
+        yield members[place - (1 << (place.bit_length() - 1))], members[place]

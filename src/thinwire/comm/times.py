@@ -1,0 +1,158 @@
+"""Where a worker's time went, by phase: computing, waiting for the wire, decomposing, everything else.
+
+A step's own time is from its first forward pass to the optimizer's update; what is left of it without the
+waiting is computing. On a GPU the marks are events on its stream, because the host runs ahead of it. They are
+read when somebody asks, so that taking the time never waits for the device.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+
+Mark = float | torch.cuda.Event
+_PENDING = 4096
+
+
+class Account(Protocol):
+    """Whatever seconds are charged to."""
+
+    seconds: float
+
+
+class Clock:
+    """Marks in time, and who pays for what lies between them."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._on_gpu = device is not None and device.type == "cuda"
+        self._pending: list[tuple[Account, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def mark(self) -> Mark:
+        """Now, or on a GPU when it will have come here."""
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def charge(self, account: Account, start: Mark, end: Mark) -> None:
+        """Add the time between two marks."""
+        if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+            self._pending.append((account, start, end))
+            if len(self._pending) > _PENDING:
+                self.settle()
+        else:
+            account.seconds += end - start  # type: ignore[operator]
+
+    def settle(self) -> None:
+        """Charge what a GPU has been asked for; waits for it."""
+        for account, start, end in self._pending:
+            end.synchronize()
+            account.seconds += start.elapsed_time(end) / 1000
+        self._pending.clear()
+
+
+@dataclass
+class Spent:
+    """Seconds that add up."""
+
+    seconds: float = 0.0
+
+
+@dataclass
+class _Phase:
+    """Totals of one phase, as they are kept."""
+
+    steps: int
+    whole: Spent
+    in_steps: Spent
+    waiting_in_steps: Spent
+    decomposing: Spent
+
+
+class Times:
+    """The sums of one worker."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._phases: dict[str, _Phase] = defaultdict(lambda: _Phase(0, Spent(), Spent(), Spent(), Spent()))
+        self._phase = ""
+        self._entered = time.perf_counter()
+        self._began: Mark | None = None
+
+    def enter(self, phase: str) -> None:
+        """Charge the time since the last change to the phase that ends."""
+        now = time.perf_counter()
+        self._phases[self._phase].whole.seconds += now - self._entered
+        self._phase, self._entered = phase, now
+
+    def begin_step(self) -> None:
+        """A training forward pass; only the first since the last step counts."""
+        if self._began is None:
+            self._began = self.clock.mark()
+
+    def end_step(self) -> None:
+        """The optimizer's update is done."""
+        mine = self._phases[self._phase]
+        mine.steps += 1
+        if self._began is not None:
+            self.clock.charge(mine.in_steps, self._began, self.clock.mark())
+            self._began = None
+
+    def waited(self, start: Mark, end: Mark) -> None:
+        """Waiting for the wire; what falls into a step is not computing."""
+        if self._began is not None:
+            self.clock.charge(self._phases[self._phase].waiting_in_steps, start, end)
+
+    @contextmanager
+    def decomposing(self) -> Iterator[None]:
+        """Charge what is inside to decomposition."""
+        start, mine = self.clock.mark(), self._phases[self._phase].decomposing
+        yield
+        self.clock.charge(mine, start, self.clock.mark())
+
+    def split(self, waiting: dict[str, float]) -> dict[str, dict[str, float]]:
+        """Seconds of each phase by kind; `waiting` is what collectives of each phase took."""
+        table = {}
+        for name, mine in self._settled().items():
+            computing = max(0.0, mine.in_steps.seconds - mine.waiting_in_steps.seconds)
+            known = {
+                "compute": computing,
+                "wire": waiting.get(name, 0.0),
+                "decomposition": mine.decomposing.seconds,
+            }
+            rest = max(0.0, mine.whole.seconds - sum(known.values()))
+            table[name] = {"steps": mine.steps, "seconds": mine.whole.seconds, **known, "other": rest}
+        return table
+
+    def state(self) -> dict[str, Any]:
+        """The sums as plain values."""
+        return {name: asdict(mine) for name, mine in self._settled().items()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self._phases.clear()
+        self._entered = time.perf_counter()
+        for name, mine in state.items():
+            spent = {key: Spent(**value) for key, value in mine.items() if key != "steps"}
+            self._phases[name] = _Phase(mine["steps"], **spent)
+
+    def _settled(self) -> dict[str, _Phase]:
+        self.enter(self._phase)
+        self.clock.settle()
+        return {name: mine for name, mine in self._phases.items() if name}
+
+
+def mean_times(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """The mean of several workers' states; all take the same steps."""
+    mean: dict[str, Any] = {}
+    for name in dict.fromkeys(name for state in states for name in state):
+        rows = [state[name] for state in states if name in state]
+        mean[name] = {"steps": rows[0]["steps"]}
+        for key in rows[0].keys() - {"steps"}:
+            mean[name][key] = {"seconds": sum(row[key]["seconds"] for row in rows) / len(rows)}
+    return mean
