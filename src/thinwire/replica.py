@@ -204,9 +204,8 @@ class Replica(nn.Module):
         return self._recompiles.count
 
     def ranks(self) -> dict[str, int]:
-        """The rank of each layer that is factored now, by its name, or its weight's where it has several."""
-        factored = [layer for layer in self._method.layers if layer.is_factored]
-        return {x.name if x.parameter == "weight" else x.key: x.rank for x in factored if x.rank}
+        """The rank of each layer that is factored now, by its label."""
+        return {layer.label: layer.rank for layer in self._method.layers if layer.is_factored and layer.rank}
 
     def describe(self) -> dict[str, Any]:
         """Method, layout and size, as plain values."""
@@ -296,7 +295,8 @@ class Replica(nn.Module):
 
     def _unrounded(self) -> torch.autocast:
         """No autocast: it would round weights that are decomposed, merged or multiplied out."""
-        return torch.autocast(next(self.module.parameters()).device.type, enabled=False)
+        device = next(self.module.parameters()).device.type
+        return torch.autocast("cpu" if device == "meta" else device, enabled=False)
 
     def _expect_scale(self) -> None:
         # The merge happens inside scaler.step, and the scaler's own update is still to come on every worker.

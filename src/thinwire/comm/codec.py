@@ -33,6 +33,11 @@ def size_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether every value is a number; tensors without values, as in a rehearsal, have none that is not."""
+    return all(t.is_meta or bool(torch.isfinite(t).all()) for t in tensors)
+
+
 _CHUNK = 1 << 22
 
 

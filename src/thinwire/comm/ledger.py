@@ -50,13 +50,13 @@ class Ledger:
         self.times.enter(name)
         self._phase = name
 
-    def record(self, purpose: str, sent: Sent, calls: int = 1) -> None:
-        """What a collective, or several calls of it, sends."""
+    def record(self, purpose: str, sent: Sent, calls: int = 1, times: int = 1) -> None:
+        """What a collective sends in so many calls, so many times."""
         for link, size in (("slow", sent.slow), ("fast", sent.fast)):
             if size:
                 entry = self._entry(purpose, link)
-                entry.bytes += size
-                entry.calls += calls
+                entry.bytes += size * times
+                entry.calls += calls * times
 
     def waited(self, purpose: str, sent: Sent, start: Mark, end: Mark) -> None:
         """How long a worker waited for it. The seconds go to the slower link it used."""
@@ -145,8 +145,12 @@ class Ledger:
             "by_purpose": self.by_purpose,
         }
 
+    def booked_as(self, purpose: str) -> str:
+        """The purpose that counts now."""
+        return self._purpose or purpose
+
     def _entry(self, purpose: str, link: str) -> Entry:
-        return self._entries[self._phase, self._purpose or purpose, link]
+        return self._entries[self._phase, self.booked_as(purpose), link]
 
     def _read_kernel(self) -> None:
         """Charge what the interface sent since the last look to the present phase."""

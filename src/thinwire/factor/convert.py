@@ -39,6 +39,11 @@ class Layer:
         return f"{self.name}.{self.parameter}" if self.name else self.parameter
 
     @property
+    def label(self) -> str:
+        """The name that ranks are shown by: the layer's, or its weight's where it has several."""
+        return self.name if self.parameter == "weight" else self.key
+
+    @property
     def is_factored(self) -> bool:
         return self.parameter in factored.factored_names(self.module)
 

@@ -10,6 +10,7 @@ A group phase begins only if all of it fits before `total_steps`; what is left i
 """
 
 import math
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,12 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from thinwire.comm.codec import all_finite
 from thinwire.config import AB
 from thinwire.errors import ConfigError, DivergedError
 from thinwire.factor import moments
 from thinwire.factor.convert import Layer, find_layers, to_factors, to_full, warn_of_idle_patterns
 from thinwire.factor.usage import OrderOfUse
-from thinwire.methods.agree import agreed_factors
 from thinwire.methods.base import Ground, Method, optimizer_parameters
 from thinwire.methods.merging import average_buffers, average_moments, average_parameters
 
@@ -102,6 +103,11 @@ class ABMethod(Method):
         return self.phase != "groups" or len(self.topology.groups) == 1
 
     @property
+    def quiet_until(self) -> int:
+        """The end of the present phase."""
+        return self.segments[self.index].end if self.index + 1 < len(self.segments) else sys.maxsize
+
+    @property
     def trains(self) -> str:
         """The factor this worker's group trains: the first half of the groups A, the others B, a lone group B."""
         count = len(self.topology.groups)
@@ -158,7 +164,7 @@ class ABMethod(Method):
         """Steps 2 and 3: decompose, freeze what this group does not train, average gradients inside the group."""
         self._find_layers()
         self._make_room()
-        for layer, factors in agreed_factors(self.layers, self.wire, self.config.cutoff):
+        for layer, factors in self.agreed_factors(self.config.cutoff):
             self._to_factors(layer, *factors)
         self._freeze()
         self.observed.zero_()
@@ -192,7 +198,7 @@ class ABMethod(Method):
     def _weigh(self) -> Weights:
         """This group's weights in a merge; a group that diverged stops the run here, by name."""
         loss, count = self.observed.tolist()
-        finite = math.isfinite(loss) and all(bool(torch.isfinite(p).all()) for p in self.parameters())
+        finite = math.isfinite(loss) and all_finite(self.parameters())
         reports = self.wire.everyone([loss if math.isfinite(loss) else 0.0, count, finite], "control")
         groups = self.topology.groups
         for i, group in enumerate(groups):

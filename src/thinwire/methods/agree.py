@@ -1,8 +1,11 @@
 """One decomposition on all workers: shared out inside a node, compared between groups, mended where it differs."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from thinwire.comm.codec import all_finite
 from thinwire.comm.collectives import Wire
 from thinwire.errors import DivergedError
 from thinwire.factor.convert import Layer
@@ -11,7 +14,9 @@ from thinwire.factor.decompose import decompose_if_smaller
 Factors = tuple[Tensor, Tensor]
 
 
-def agreed_factors(layers: list[Layer], wire: Wire, cutoff: float) -> list[tuple[Layer, Factors]]:
+def agreed_factors(
+    layers: list[Layer], wire: Wire, cutoff: float, find: Callable[[Layer, float], Factors | None]
+) -> list[tuple[Layer, Factors]]:
     """Factors of every layer that they make smaller, bit for bit the same on all workers; collective.
 
     1. Members of a group inside one node decompose a share of the layers each and hand the factors around.
@@ -21,10 +26,12 @@ def agreed_factors(layers: list[Layer], wire: Wire, cutoff: float) -> list[tuple
     _refuse_diverged(layers)
     owners = _owners(layers, wire)
     with wire.ledger.times.decomposing():
-        found = [_factors(layer, cutoff) if owner in (None, wire.topology.member) else None for layer, owner in owners]
+        # Nothing is handed around on a dry wire, so there everyone finds all.
+        mine = (None, wire.topology.member)
+        found = [find(layer, cutoff) if wire.is_dry or owner in mine else None for layer, owner in owners]
     for member in sorted({owner for _, owner in owners if owner is not None}):
-        mine = [i for i, (_, owner) in enumerate(owners) if owner == member]
-        _hand_around(layers, found, mine, wire, member)
+        its = [i for i, (_, owner) in enumerate(owners) if owner == member]
+        _hand_around(layers, found, its, wire, member)
     different = wire.differing([f or () for f in found], "checksums")
     if different:
         _hand_around(layers, found, different, wire, None)
@@ -34,15 +41,15 @@ def agreed_factors(layers: list[Layer], wire: Wire, cutoff: float) -> list[tuple
 def _refuse_diverged(layers: list[Layer]) -> None:
     # Every worker looks at every layer, not only at its share: all stop together, and nobody waits for one that did.
     for layer in layers:
-        if not all(bool(torch.isfinite(p).all()) for p in layer.parameters):
+        if not all_finite(layer.parameters):
             raise DivergedError(
                 f"layer {layer.name!r} has values that are not finite: training diverged before it was decomposed; "
                 "lower the learning rate or go back to a checkpoint"
             )
 
 
-def _factors(layer: Layer, cutoff: float) -> Factors | None:
-    """None where factors would not be smaller than the layer."""
+def find_factors(layer: Layer, cutoff: float) -> Factors | None:
+    """Factors of a layer by decomposing it; None where they would not be smaller."""
     factors = decompose_if_smaller(layer.matrix(), cutoff)
     return (factors.a, factors.b) if factors is not None else None
 
@@ -69,7 +76,8 @@ def _hand_around(
     layers: list[Layer], found: list[Factors | None], which: list[int], wire: Wire, member: int | None
 ) -> None:
     """Overwrite `found[which]` by those of a member of the group, or of rank 0 of the world."""
-    device = layers[0].parameters[0].device
+    first = layers[0].parameters[0]
+    device = torch.device("cpu") if first.is_meta else first.device
 
     def send(tensors: list[Tensor]) -> None:
         if member is None:
@@ -81,7 +89,7 @@ def _hand_around(
     send([ranks])
     for i, rank in zip(which, ranks.tolist(), strict=True):
         if rank != _rank(found[i]):
-            found[i] = _empty(layers[i], rank, device) if rank else None
+            found[i] = empty_factors(layers[i], rank) if rank else None
     tensors = [t for i in which for t in found[i] or ()]
     if tensors:
         send(tensors)
@@ -91,7 +99,8 @@ def _rank(factors: Factors | None) -> int:
     return factors[0].shape[1] if factors else 0
 
 
-def _empty(layer: Layer, rank: int, device: torch.device) -> Factors:
+def empty_factors(layer: Layer, rank: int) -> Factors:
+    """Factors without values, where the layer's own weight is."""
     m, n = layer.view.tall
-    dtype = layer.parameters[0].dtype
-    return torch.empty(m, rank, device=device, dtype=dtype), torch.empty(rank, n, device=device, dtype=dtype)
+    like = layer.parameters[0]
+    return like.new_empty(m, rank), like.new_empty(rank, n)

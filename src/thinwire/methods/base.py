@@ -27,7 +27,7 @@ from thinwire.comm.collectives import Wire
 from thinwire.comm.replicate import Replicated
 from thinwire.errors import DisagreementError
 from thinwire.factor.convert import Kept, Layer, find_layers, to_factors
-from thinwire.methods.agree import agreed_factors
+from thinwire.methods.agree import agreed_factors, find_factors
 
 
 @dataclass
@@ -41,6 +41,8 @@ class Ground:
     has_scaler: bool = False
     after_merge: Callable[[], None] = lambda: None
     """Called when workers that trained apart are one again."""
+    find_factors: Callable[[Layer, float], tuple[Tensor, Tensor] | None] = find_factors
+    """A layer's factors at a cutoff, or None where they would not be smaller; a rehearsal foresees them instead."""
 
 
 class Method(ABC):
@@ -80,6 +82,11 @@ class Method(ABC):
         return True
 
     @property
+    def quiet_until(self) -> int:
+        """The next step that may be unlike the one before it; a plan counts those up to it by one of them."""
+        return self.step + 1
+
+    @property
     def lr_factor(self) -> float:
         """What the scheduled learning rate is multiplied by in the next update."""
         return 1.0
@@ -95,6 +102,11 @@ class Method(ABC):
         self.observed = self.observed.to(value.device) if isinstance(value, Tensor) else self.observed
         self.observed[0] += value
         self.observed[1] += 1
+
+    def skip(self, steps: int) -> None:
+        """Count quiet steps that a plan does not take."""
+        self.step += steps
+        self.forwards += steps
 
     @contextmanager
     def lend_merged(self) -> Iterator[None]:
@@ -161,13 +173,17 @@ class Method(ABC):
                 f"workers disagree at step {self.step}: {told}, the others {int(common[1])} in {int(common[0])}{remedy}"
             )
 
+    def agreed_factors(self, cutoff: float) -> list[tuple[Layer, tuple[Tensor, Tensor]]]:
+        """Factors of every layer that they make smaller, the same on all workers; collective."""
+        return agreed_factors(self.layers, self.wire, cutoff, self.ground.find_factors)
+
     def _set_phase(self, phase: str) -> None:
         self.phase = phase
         self.wire.ledger.phase = phase
 
     def _cut(self, cutoff: float) -> None:
         """Cut every layer that becomes smaller by it, and note those that do not."""
-        for layer, factors in agreed_factors(self.layers, self.wire, cutoff):
+        for layer, factors in self.agreed_factors(cutoff):
             to_factors(layer, *factors)
         why = f"rank too high at cutoff {cutoff}"
         self.kept = [*self.kept, *(Kept(layer.key, why) for layer in self.layers if not layer.is_factored)]

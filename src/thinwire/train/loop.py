@@ -41,6 +41,15 @@ class _Run:
     earlier_s: float
     """Seconds spent before the run was resumed."""
     started: float = dataclasses.field(default_factory=time.monotonic)
+    ranks: dict[str, int] = dataclasses.field(default_factory=dict)
+    """The last ranks that were noted."""
+
+    def note_ranks(self) -> None:
+        """One line whenever layers were factored anew: a plan can go by it."""
+        ranks = self.replica.ranks()
+        if ranks and ranks != self.ranks:
+            self.recorder.write("ranks", step=self.replica.step, ranks=ranks)
+        self.ranks = ranks
 
     @property
     def wall_s(self) -> float:
@@ -64,6 +73,7 @@ def fit(
     """
     join()
     run = _prepare(recipe, config, Path(out), seed, data, resume)
+    run.note_ranks()
     batches = Batches(size=run.source.train_size, batch=recipe.batch, seed=seed)
     figures: dict[str, float] = {}
     for step in range(run.replica.step, recipe.steps):
@@ -124,6 +134,7 @@ def _train_step(run: _Run, indices: np.ndarray) -> None:
     run.replica.observe(loss)
     run.optimizer.step()
     run.scheduler.step()
+    run.note_ranks()
     run.recorder.write("step", step=run.replica.step, phase=phase, loss=loss.item(), lr=rate, **_bytes_so_far(run))
 
 
@@ -164,6 +175,7 @@ def _totals(run: _Run) -> Tensor:
 def _conclude(run: _Run, before: dict[str, float]) -> dict[str, Any]:
     """Finish the model, judge it again and write what the run came to."""
     small = run.replica.finish()
+    run.note_ranks()
     after = _evaluate(run, finished=True)
     metric = run.recipe.task.metric
     figures = after | {f"{metric}_before_truncation": before[metric]}

@@ -1,0 +1,72 @@
+"""Which ranks decompositions will find: as a run found them, as most runs do, or the least and most there can be."""
+
+import bisect
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from thinwire.errors import ConfigError
+from thinwire.factor.convert import Layer
+from thinwire.methods.agree import empty_factors
+from thinwire.report.records import read_records, read_run
+
+Foresight = Callable[[Layer, float], int | None]
+"""The rank of a layer at a progress from 0 to 1; None where it stays full."""
+
+_CURVE = ((0.0, 1.0), (1.0, 1.0))
+
+
+def lowest(layer: Layer, progress: float) -> int | None:
+    """Rank 1: nothing can send less."""
+    return 1
+
+
+def highest(layer: Layer, progress: float) -> int | None:
+    """Every layer stays full: nothing can send more."""
+    return None
+
+
+def typical(layer: Layer, progress: float) -> int | None:
+    """The share of a layer's ranks that survives a cutoff of 0.15 in the runs we measured."""
+    m, n = layer.view.tall
+    return max(1, round(_on_curve(progress) * min(m, n)))
+
+
+class Recorded:
+    """What a finished run found; exact where the plan has the same steps."""
+
+    def __init__(self, folder: Path) -> None:
+        summary = read_run(folder).summary
+        self.steps = int(summary["steps"])
+        found = [r for r in read_records(folder / "records.jsonl") if r["kind"] == "ranks"]
+        if not found:
+            raise ConfigError(
+                f"`{folder}` holds no ranks: its method ({summary['method']}) factored nothing, or it is of an older "
+                "version; give the folder of a finished run that did"
+            )
+        self.found: list[dict[str, int]] = [r["ranks"] for r in found]
+        self.progress = [r["step"] / self.steps for r in found]
+
+    def __call__(self, layer: Layer, progress: float) -> int | None:
+        """The rank at the decomposition nearest in progress."""
+        after = bisect.bisect_left(self.progress, progress)
+        near = min((i for i in (after - 1, after) if 0 <= i < len(self.progress)), key=self._distance(progress))
+        return self.found[near].get(layer.label)
+
+    def _distance(self, progress: float) -> Callable[[int], float]:
+        return lambda i: abs(self.progress[i] - progress)
+
+
+def factors(layer: Layer, rank: int | None) -> tuple[Tensor, Tensor] | None:
+    """Factors of that rank without values; None where they would not be smaller."""
+    if rank is None or not layer.view.is_smaller(rank):
+        return None
+    return empty_factors(layer, rank)
+
+
+def _on_curve(progress: float) -> float:
+    for (left, low), (right, high) in zip(_CURVE, _CURVE[1:], strict=False):
+        if progress <= right:
+            return low + (high - low) * (progress - left) / (right - left)
+    return _CURVE[-1][1]

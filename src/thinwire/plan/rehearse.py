@@ -1,0 +1,170 @@
+"""A run without workers, data or values: the method itself, on a dry wire and a model on the meta device.
+
+Every step that is unlike the one before it is taken; the quiet ones between them are counted by one of them.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from thinwire.admission import check_optimizer, check_same_architecture, spread_first_values
+from thinwire.comm.codec import size_of
+from thinwire.comm.dry import Call, DryWire, Exchange
+from thinwire.comm.ledger import Ledger
+from thinwire.comm.topology import Topology
+from thinwire.factor.convert import Layer
+from thinwire.methods.base import Ground, Method
+from thinwire.methods.registry import make
+from thinwire.plan.foresight import Foresight, factors
+from thinwire.replica import Replica
+
+# DDP sends the order of its buckets with the second backward pass after it was wrapped.
+_RESTLESS = 2
+
+
+@dataclass(kw_only=True)
+class Subject:
+    """What is planned for."""
+
+    name: str
+    model: nn.Module
+    """On the CPU, as it starts; left as it is."""
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    """Builds the optimizer."""
+    steps: int
+    """Optimizer steps of the run."""
+    inputs: tuple[Any, ...] = ()
+    """A worker's batch, as the model is called; nothing where it is not known."""
+    loss: Callable[[Any], Tensor] | None = None
+    """What is trained on, from the model's outputs."""
+    eval_every: int | None = None
+    """Steps between evaluations; None for a run without them."""
+
+
+@dataclass
+class Rehearsal:
+    """What one node's first worker would have counted and held."""
+
+    ledger: Ledger
+    calls: Counter[Call]
+    exchanges: Counter[Exchange]
+    steps: Counter[str] = field(default_factory=Counter)
+    """Steps of each phase."""
+    shapes: dict[str, list[nn.Module]] = field(default_factory=dict)
+    """The model on the meta device as each phase began, once for each time it did."""
+    asked: bool = False
+    """Whether the method decomposed anything, so that what it sends depends on ranks."""
+    state_bytes: int = 0
+    """The most that parameters, gradients, their buckets, buffers and optimizer state took between steps."""
+
+
+def rehearse(subject: Subject, config: Any, topology: Topology, foresee: Foresight) -> Rehearsal:
+    """Go through a whole run as one worker of `topology`."""
+    model = copy.deepcopy(subject.model).to("meta")
+    optimizer = subject.optimizer(model.parameters())
+    check_optimizer(model, optimizer)
+    wire = DryWire(topology, Ledger())
+    wire.count_opening()
+    check_same_architecture(model, optimizer, wire)
+    spread_first_values(model, wire)
+    wire.changing = _statistics(model)
+    found = Rehearsal(wire.ledger, wire.calls, wire.exchanges)
+
+    def find_factors(layer: Layer, cutoff: float) -> tuple[Tensor, Tensor] | None:
+        found.asked = True
+        return factors(layer, foresee(layer, method.step / subject.steps))
+
+    method = make(config, Ground(model, optimizer, wire, find_factors=find_factors))
+    _Stage(subject, method, Replica(method), wire, found).play()
+    return found
+
+
+@dataclass
+class _Stage:
+    subject: Subject
+    method: Method
+    replica: Replica
+    wire: DryWire
+    found: Rehearsal
+
+    def play(self) -> None:
+        """Every step, every evaluation, the end."""
+        self._show_model()
+        restless, phase = 0, None
+        while self.replica.step < self.subject.steps:
+            if self.replica.phase != phase:
+                restless, phase = 0, self.replica.phase
+                self.found.shapes.setdefault(phase, []).append(copy.deepcopy(self.replica.module))
+            # The step before a change is taken alone: the change happens at its end.
+            quiet = self._quiet_steps() - 1 if restless >= _RESTLESS else 1
+            self._step(max(1, quiet))
+            restless += 1
+            self._evaluate_if_due()
+        self.replica.finish()
+        self._sum_of_evaluation()
+
+    def _quiet_steps(self) -> int:
+        """Steps up to and with the next that is unlike the others."""
+        step, every = self.replica.step, self.subject.eval_every or self.subject.steps
+        next_evaluation = (step // every + 1) * every
+        return min(self.method.quiet_until, next_evaluation, self.subject.steps) - step
+
+    def _show_model(self) -> None:
+        """One real forward pass, for the order of layers; later ones only count."""
+        model = self.replica.module
+        if self.subject.inputs:
+            model.train()
+            with torch.no_grad():
+                model(*_on_meta(self.subject.inputs))
+        model.forward = lambda *args, **kwargs: None  # type: ignore[method-assign]
+
+    def _step(self, times: int) -> None:
+        """One step that stands for several."""
+        self.wire.repeat = times
+        phase = self.replica.phase
+        self.replica.train()
+        self.replica()
+        self.replica.observe(1.0)
+        for p in self.replica.module.parameters():
+            p.grad = torch.empty_like(p) if p.requires_grad else None
+        self.method.skip(times - 1)
+        self.method.optimizer.step()
+        self.wire.repeat = 1
+        self.found.steps[phase] += times
+        if self.replica.phase == phase:
+            self.found.state_bytes = max(self.found.state_bytes, self._state_bytes())
+
+    def _evaluate_if_due(self) -> None:
+        step, every = self.replica.step, self.subject.eval_every
+        if every and (step % every == 0 or step == self.subject.steps):
+            with nullcontext() if self.replica.spans_world else self.replica.merged():
+                self._sum_of_evaluation()
+
+    def _sum_of_evaluation(self) -> None:
+        if self.subject.eval_every:
+            self.wire.sum(torch.empty(3, dtype=torch.float64), "evaluate")
+
+    def _state_bytes(self) -> int:
+        model = self.replica.module
+        held = [*model.parameters(), *model.buffers()]
+        gradients = [p for p in model.parameters() if p.requires_grad]
+        state = [v for values in self.method.optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
+        buckets = gradients if len(self.method.replicated.members) > 1 else []
+        return sum(size_of(t) for t in [*held, *gradients, *state, *buckets])
+
+
+def _statistics(model: nn.Module) -> set[int]:
+    """Buffers that follow the data: running statistics."""
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+    return {id(b) for norm in norms for b in norm.buffers() if b.is_floating_point()}
+
+
+def _on_meta(values: tuple[Any, ...]) -> list[Any]:
+    return [v.to("meta") if isinstance(v, Tensor) else v for v in values]
