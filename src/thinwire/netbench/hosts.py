@@ -1,0 +1,297 @@
+"""Several hosts on this machine for as long as they are used, and never longer.
+
+Before anything is made, a record of it goes to /run/thinwire with the process that owns it. Whoever is killed leaves
+the record behind, and the next start removes what it names. All making and removing happens under one lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from thinwire import units
+from thinwire.errors import ConfigError, ThinwireError
+from thinwire.launch import _terminable
+from thinwire.netbench import links
+from thinwire.netbench.links import CommandError, Counters, Host, Probe, parse_rate
+
+__all__ = ["Counters", "Host", "Hosts", "Probe", "check", "clean", "parse_rate", "why_not"]
+
+_RECORDS = Path("/run/thinwire")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,31}")
+_TRIAL = "netbench.trial"  # no name that a user can give
+_MOST_HOSTS = 64
+_MOST_WORKERS_A_CORE = 8
+_PATIENCE_S = 5
+
+
+class Hosts:
+    """`count` hosts on one switch, each link held to `rate` bit/s in both directions; None leaves it as it is.
+
+    With `keep` they stay after the end, without their processes, until the next start under the same name.
+    """
+
+    def __init__(self, count: int = 2, rate: float | None = None, name: str = "thinwire", keep: bool = False) -> None:
+        self.hosts = [Host(f"{name}-h{index}", f"10.77.0.{index + 1}") for index in range(count)]
+        self._rate = None if rate is None else links.allowed(rate, units.rate(rate))
+        self._name = name
+        self._keep = keep
+        self._switch = f"{name}-switch"
+        self._built = False
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Hosts:
+        check(len(self.hosts), self._name)
+        record = _Record.mine(self._name, [self._switch, *(host.namespace for host in self.hosts)], self._keep)
+        with ExitStack() as stack:
+            stack.enter_context(_terminable())
+            with _locked():
+                _sweep(_records())
+                _make_room(record)
+                stack.callback(self._leave, record)
+                record.write()
+                links.build(self.hosts, self._switch)
+                if self._rate is not None:
+                    self.shape(self._rate)
+            self._built = True
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def shape(self, rate: float | None) -> None:
+        """Change the rate of all links, in bit/s; None takes the limit away."""
+        self._rate = None if rate is None else links.allowed(rate, units.rate(rate))
+        links.shape(self.hosts, self._switch, self._rate)
+
+    def counters(self) -> list[Counters]:
+        return [host.counters() for host in self.hosts]
+
+    def probe(self) -> Probe:
+        """What the link from host 0 to host 1 really gives; takes about two seconds."""
+        found = links.measure(self.hosts[0], self.hosts[1])
+        if self._rate is not None:  # what the probe left in the queues is dropped with them: nobody should count it
+            links.shape(self.hosts, self._switch, None)
+            links.shape(self.hosts, self._switch, self._rate)
+        return found
+
+    def _leave(self, record: _Record) -> None:
+        with _locked():
+            if self._keep and self._built:
+                _end_processes(record.namespaces)
+                replace(record, start=None).write()
+            else:
+                _remove(record)
+
+
+def check(count: int, name: str, workers: int = 1) -> None:
+    """Refuse, in one sentence, what cannot work here: `count` hosts called `name` with `workers` workers each."""
+    _check_size(count, workers)
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} cannot name hosts; take up to 32 letters, digits and -, with a letter or a digit first"
+        )
+    _check_machine()
+
+
+def why_not() -> str | None:
+    """Why no hosts can be made on this machine; None where they can."""
+    try:
+        _check_machine()
+    except ThinwireError as error:
+        return str(error)
+    return None
+
+
+def clean(name: str | None = None, include_kept: bool = False) -> list[str]:
+    """Remove what dead owners left, under every name or under one; returns the namespaces that are gone."""
+    _check_root()
+    with _locked():
+        return _sweep([record for record in _records() if name in (None, record.name)], include_kept)
+
+
+@dataclass(frozen=True)
+class _Record:
+    """Who made which namespaces; the start time tells an owner from a later process with the same number."""
+
+    name: str
+    pid: int
+    start: int | None
+    namespaces: list[str]
+    keep: bool
+
+    @classmethod
+    def mine(cls, name: str, namespaces: list[str], keep: bool) -> _Record:
+        return cls(name, os.getpid(), _start_time(os.getpid()), namespaces, keep)
+
+    @property
+    def path(self) -> Path:
+        return _RECORDS / f"{self.name}.json"
+
+    @property
+    def alive(self) -> bool:
+        return self.start is not None and _start_time(self.pid) == self.start
+
+    def write(self) -> None:
+        draft = _RECORDS / "draft"  # one is enough under the lock
+        draft.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        draft.replace(self.path)
+
+
+def _records() -> list[_Record]:
+    records = []
+    for path in sorted(_RECORDS.glob("*.json")):
+        try:
+            records.append(_Record(**json.loads(path.read_text(encoding="utf-8"))))
+        except (ValueError, TypeError) as error:
+            raise ThinwireError(f"{path} is no record of netbench's ({error}); remove it") from error
+    return records
+
+
+def _start_time(pid: int) -> int | None:
+    """When a process started, in ticks since boot; None if it has ended, buried or not."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+@contextlib.contextmanager
+def _locked() -> Iterator[None]:
+    try:
+        _RECORDS.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ThinwireError(f"netbench keeps its records in {_RECORDS}, which cannot be made: {error}") from error
+    with links.locked(_RECORDS / "lock"):
+        yield
+
+
+def _sweep(records: Iterable[_Record], include_kept: bool = False) -> list[str]:
+    """Remove what nobody owns any more."""
+    old = [record for record in records if not record.alive and (include_kept or not record.keep)]
+    return [namespace for record in old for namespace in _remove(record)]
+
+
+def _make_room(record: _Record) -> None:
+    """Replace what was kept under this name; refuse what others use."""
+    for other in _records():
+        if other.name == record.name:
+            if other.alive:
+                raise ConfigError(f"hosts `{other.name}` are in use by process {other.pid}; give another `--name`")
+            _remove(other)
+    if foreign := _present(record.namespaces):
+        removal = "; ".join(f"ip netns delete {namespace}" for namespace in foreign)
+        raise ConfigError(
+            f"network namespaces {', '.join(foreign)} exist and are not netbench's own; "
+            f"remove them with `{removal}`, or give another `--name`"
+        )
+
+
+def _remove(record: _Record) -> list[str]:
+    """End what runs in the record's namespaces and delete them; the record goes last, so that all can be repeated."""
+    found = _present(record.namespaces)
+    _end_processes(found)
+    failed = None
+    for namespace in found:
+        try:
+            links.run("ip", "netns", "delete", namespace)
+        except CommandError as error:
+            failed = error
+    if failed:
+        raise failed
+    record.path.unlink(missing_ok=True)
+    return found
+
+
+def _present(namespaces: Sequence[str]) -> list[str]:
+    return [namespace for namespace in namespaces if (links.NAMESPACES / namespace).exists()]
+
+
+def _end_processes(namespaces: Sequence[str]) -> None:
+    """Kill until nobody is inside: one that is killed may have started another just before."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while inhabitants := _inhabitants(namespaces):
+        for pid in inhabitants:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            raise ThinwireError(f"processes {inhabitants} in {', '.join(namespaces)} do not end, even when killed")
+        time.sleep(0.005)
+
+
+def _inhabitants(namespaces: Sequence[str]) -> list[int]:
+    """The processes inside, in one walk over /proc for all namespaces, where `ip netns pids` takes one for each."""
+    places = [os.stat(links.NAMESPACES / namespace) for namespace in _present(namespaces)]
+    if not places:
+        return []
+    inside = []
+    for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
+        with contextlib.suppress(OSError):
+            place = os.stat(f"/proc/{pid}/ns/net")
+            if pid != os.getpid() and any(os.path.samestat(place, other) for other in places):
+                inside.append(pid)
+    return inside
+
+
+def _check_size(count: int, workers: int) -> None:
+    if count < 2:
+        raise ConfigError(f"{count} hosts have no link between them; use 2 to {_MOST_HOSTS}")
+    if workers < 1:
+        raise ConfigError(f"{workers} workers a host do nothing; use 1 or more")
+    cores = len(os.sched_getaffinity(0))
+    hosts = min(_MOST_HOSTS, _MOST_WORKERS_A_CORE * cores // workers)
+    if count > hosts:
+        most = f"{hosts} hosts" if hosts > 1 else f"{_MOST_WORKERS_A_CORE * cores // 2} workers on each of 2 hosts"
+        given = f"{count} hosts with {workers} workers each on {cores} cores"
+        raise ConfigError(f"{given} would measure the scheduler; use at most {most}")
+
+
+def _check_root() -> None:
+    if os.geteuid():
+        raise ConfigError(
+            "netbench makes network namespaces and needs root: run it with sudo, "
+            "or in a container with CAP_SYS_ADMIN and CAP_NET_ADMIN"
+        )
+
+
+def _check_machine() -> None:
+    """Root, the tools, and a kernel that really makes a namespace with a shaped link in it."""
+    _check_root()
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise ConfigError(
+                f"netbench needs `{tool}`, which is not on the path; install iproute2, as apt install iproute2"
+            )
+    trial = _Record.mine(_TRIAL, [_TRIAL], keep=False)
+    with _locked():
+        _remove(trial)  # of one who was killed here
+        trial.write()
+        try:
+            _try(trial.namespaces[0])
+        finally:
+            _remove(trial)
+
+
+def _try(namespace: str) -> None:
+    try:
+        links.run("ip", "netns", "add", namespace)
+    except CommandError as error:
+        raise ConfigError(
+            f"this machine refuses network namespaces ({error.said}); run netbench on the machine itself, "
+            "or in a container with CAP_SYS_ADMIN and CAP_NET_ADMIN"
+        ) from error
+    try:
+        links.hold(namespace, ["lo"], 1e6)
+    except CommandError as error:
+        raise ConfigError(f"this kernel cannot shape links ({error.said}); load tbf with `modprobe sch_tbf`") from error
