@@ -251,9 +251,10 @@ def _chunks(size: int, length: int) -> tuple[Ranks, ...]:
 
 
 def _refuse_cut_nodes(nodes: tuple[Ranks, ...], groups: tuple[Ranks, ...], group_size: int | str | None) -> None:
+    group_of = {rank: group for group in groups for rank in group}
     for node in nodes:
-        inside = [group for group in groups if set(group) & set(node)]
-        if len(inside) > 1 and any(not set(group) <= set(node) for group in inside):
+        inside = {group_of[rank] for rank in node}
+        if len(inside) > 1 and any(group[0] < node[0] or group[-1] > node[-1] for group in inside):
             raise ConfigError(
                 f"`group_size`={group_size} cuts through the node of ranks {node[0]} to {node[-1]}; use a divisor or a "
                 f"multiple of {len(node)} workers, or None for one node a group"

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from thinwire.comm.codec import all_finite
 from thinwire.comm.collectives import Wire
+from thinwire.comm.topology import Topology
 from thinwire.errors import DivergedError
 from thinwire.factor.convert import Layer
 from thinwire.factor.decompose import decompose_if_smaller
@@ -56,15 +57,21 @@ def find_factors(layer: Layer, cutoff: float) -> Factors | None:
 
 def _owners(layers: list[Layer], wire: Wire) -> list[tuple[Layer, int | None]]:
     """Which member decomposes which layer; None is everyone, where the group is not inside one node."""
-    group = wire.topology.group
-    if len(group) == 1 or not any(set(group) <= set(node) for node in wire.topology.nodes):
+    sharers = decomposers(wire.topology)
+    if sharers == 1:
         return [(layer, None) for layer in layers]
-    load = [0] * len(group)
+    load = [0] * sharers
     owner: dict[str, int] = {}
     for layer in sorted(layers, key=_cost, reverse=True):
         owner[layer.key] = load.index(min(load))
         load[owner[layer.key]] += _cost(layer)
     return [(layer, owner[layer.key]) for layer in layers]
+
+
+def decomposers(topology: Topology) -> int:
+    """How many workers share the layers out: a group inside one node, else everyone does all."""
+    group = set(topology.group)
+    return len(group) if any(group <= set(node) for node in topology.nodes) else 1
 
 
 def _cost(layer: Layer) -> int:

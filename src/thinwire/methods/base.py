@@ -14,6 +14,7 @@ A method changes the model and its optimizer in place, and talks to other worker
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -162,7 +163,8 @@ class Method(ABC):
         """All workers must have come equally far; a worker that skipped a step unseen has run one batch more."""
         rows = self.wire.everyone([self.step, self.forwards], "control")
         # Of two equally common, the one with fewer batches: whoever skipped a step has run one more.
-        common = max(rows, key=lambda row: (rows.count(row), -row[1]))
+        counted = Counter((step, batches) for step, batches in rows)
+        common = list(max(counted.items(), key=lambda item: (item[1], -item[0][1]))[0])
         odd = [rank for rank, row in enumerate(rows) if row != common]
         if odd:
             told = ", ".join(f"rank {r} ran {int(rows[r][1])} batches in {int(rows[r][0])} steps" for r in odd)

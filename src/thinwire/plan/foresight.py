@@ -1,6 +1,7 @@
 """Which ranks decompositions will find: as a run found them, as most runs do, or the least and most there can be."""
 
 import bisect
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def factors(layer: Layer, rank: int | None) -> tuple[Tensor, Tensor] | None:
 
 
 def _on_curve(progress: float) -> float:
-    for (left, low), (right, high) in zip(_CURVE, _CURVE[1:], strict=False):
+    for (left, low), (right, high) in itertools.pairwise(_CURVE):
         if progress <= right:
             return low + (high - low) * (progress - left) / (right - left)
     return _CURVE[-1][1]

@@ -20,6 +20,7 @@ from thinwire.comm.dry import Call, DryWire, Exchange
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.topology import Topology
 from thinwire.factor.convert import Layer
+from thinwire.methods.agree import decomposers
 from thinwire.methods.base import Ground, Method
 from thinwire.methods.registry import make
 from thinwire.plan.foresight import Foresight, factors
@@ -59,8 +60,10 @@ class Rehearsal:
     """Steps of each phase."""
     shapes: dict[str, list[nn.Module]] = field(default_factory=dict)
     """The model on the meta device as each phase began, once for each time it did."""
-    asked: bool = False
-    """Whether the method decomposed anything, so that what it sends depends on ranks."""
+    decomposed: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Shapes of the weights this worker decomposed; where there are any, what is sent depends on ranks."""
+    sharers: int = 1
+    """Workers that share the decompositions out among themselves."""
     state_bytes: int = 0
     """The most that parameters, gradients, their buckets, buffers and optimizer state took between steps."""
 
@@ -75,10 +78,10 @@ def rehearse(subject: Subject, config: Any, topology: Topology, foresee: Foresig
     check_same_architecture(model, optimizer, wire)
     spread_first_values(model, wire)
     wire.changing = _statistics(model)
-    found = Rehearsal(wire.ledger, wire.calls, wire.exchanges)
+    found = Rehearsal(wire.ledger, wire.calls, wire.exchanges, sharers=decomposers(topology))
 
     def find_factors(layer: Layer, cutoff: float) -> tuple[Tensor, Tensor] | None:
-        found.asked = True
+        found.decomposed[layer.view.tall] += 1
         return factors(layer, foresee(layer, method.step / subject.steps))
 
     method = make(config, Ground(model, optimizer, wire, find_factors=find_factors))
@@ -123,7 +126,7 @@ class _Stage:
             model.train()
             with torch.no_grad():
                 model(*_on_meta(self.subject.inputs))
-        model.forward = lambda *args, **kwargs: None  # type: ignore[method-assign]
+        model.forward = lambda *args, **kwargs: None
 
     def _step(self, times: int) -> None:
         """One step that stands for several."""
@@ -133,7 +136,9 @@ class _Stage:
         self.replica()
         self.replica.observe(1.0)
         for p in self.replica.module.parameters():
-            p.grad = torch.empty_like(p) if p.requires_grad else None
+            # An update is slow on the meta device, and shows nothing but the state it makes at first.
+            new = p.requires_grad and p not in self.method.optimizer.state
+            p.grad = torch.empty_like(p) if new else None
         self.method.skip(times - 1)
         self.method.optimizer.step()
         self.wire.repeat = 1

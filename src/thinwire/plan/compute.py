@@ -1,0 +1,199 @@
+"""A step without the wire: how long its parts take, and when gradients are ready. Measured here, or given."""
+
+import bisect
+import copy
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.errors import ThinwireError
+from thinwire.factor.decompose import decompose_if_smaller
+from thinwire.plan.rehearse import Subject
+
+_LEAST_S, _LEAST_STEPS, _MOST_STEPS = 1.0, 3, 50
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Seconds of one step on one worker."""
+
+    forward: float
+    backward: float
+    update: float
+    ready: tuple[tuple[float, float], ...] = ((0.0, 0.0), (1.0, 1.0))
+    """Share of the gradients' bytes that are there, after which share of the backward pass."""
+    activations: int | None = None
+    """Bytes that the forward pass keeps for the backward pass, where they were seen."""
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.forward + self.backward + self.update
+
+    def slower(self, factor: float) -> "Compute":
+        """The same on a machine that has less for each worker."""
+        forward, backward, update = (part * factor for part in (self.forward, self.backward, self.update))
+        return replace(self, forward=forward, backward=backward, update=update)
+
+    def ready_at(self, sizes: Sequence[int]) -> list[float]:
+        """When each of these buckets is full, in seconds of the backward pass."""
+        whole = sum(sizes)
+        return [self.backward * self._ready_share(size / whole) for size in itertools.accumulate(sizes)]
+
+    def _ready_share(self, share: float) -> float:
+        after = min(bisect.bisect_left([s for s, _ in self.ready], share), len(self.ready) - 1)
+        return self.ready[after][1]
+
+
+def given(seconds: float) -> Compute:
+    """A step of so many seconds; the backward pass takes twice the forward pass, gradients come evenly."""
+    return Compute(forward=seconds / 3, backward=seconds * 2 / 3, update=0.0)
+
+
+def measure(subject: Subject, shape: nn.Module | None = None) -> Compute:
+    """Steps of the subject's model, or of one with another's shape, on one thread as workers have it."""
+    model = _filled(shape, subject.model) if shape is not None else copy.deepcopy(subject.model)
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    with _threads():
+        return _Bench(subject, model.to(device).train(), device).run()
+
+
+def decomposition_seconds(tall: tuple[int, int], cutoff: float = 0.15) -> float:
+    """One decomposition of a weight of this shape."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with _threads():
+        matrix = torch.randn(*tall, device=device)
+        seconds = []
+        for _ in range(2):  # the first one loads libraries
+            start = time.perf_counter()
+            decompose_if_smaller(matrix, cutoff)
+            _wait(matrix.device)
+            seconds.append(time.perf_counter() - start)
+    return seconds[-1]
+
+
+class _Bench:
+    def __init__(self, subject: Subject, model: nn.Module, device: torch.device) -> None:
+        self.subject = subject
+        self.model = model
+        self.device = device
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = subject.optimizer(self.trained)
+        self.inputs = [v.to(device) if isinstance(v, Tensor) else v for v in subject.inputs]
+
+    def run(self) -> Compute:
+        """Enough steps for a median; the first one warms up and shows when gradients come."""
+        self.step()
+        activations = self.kept_bytes()
+        ready = self.ready_curve()
+        laps: list[tuple[float, float, float]] = []
+        start = time.perf_counter()
+        while len(laps) < _LEAST_STEPS or (time.perf_counter() - start < _LEAST_S and len(laps) < _MOST_STEPS):
+            laps.append(self.step())
+        forward, backward, update = (statistics.median(part) for part in zip(*laps, strict=True))
+        return Compute(forward, backward, update, ready, activations)
+
+    def step(self) -> tuple[float, float, float]:
+        marks = [self.now()]
+        loss = self.loss()
+        marks.append(self.now())
+        loss.backward()
+        marks.append(self.now())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        marks.append(self.now())
+        forward, backward, update = (later - earlier for earlier, later in itertools.pairwise(marks))
+        return forward, backward, update
+
+    def loss(self) -> Tensor:
+        outputs = self.model(*self.inputs)
+        return self.subject.loss(outputs) if self.subject.loss else _first_tensor(outputs).float().mean()
+
+    def now(self) -> float:
+        _wait(self.device)
+        return time.perf_counter()
+
+    def kept_bytes(self) -> int:
+        """What autograd keeps, counted once a storage, without the parameters themselves."""
+        own = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
+        kept: dict[int, int] = {}
+
+        def see(t: Tensor) -> Tensor:
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(see, lambda t: t):
+            loss = self.loss()
+        loss.backward()
+        self.optimizer.zero_grad()
+        return sum(kept.values())
+
+    def ready_curve(self) -> tuple[tuple[float, float], ...]:
+        """When gradients are there, from the last parameter on, as DDP fills its buckets."""
+        seen: dict[int, float] = {}
+        hooks = [p.register_post_accumulate_grad_hook(lambda p: seen.update({id(p): self.now()})) for p in self.trained]
+        loss = self.loss()
+        start = self.now()
+        loss.backward()
+        whole = max(self.now() - start, 1e-9)
+        for hook in hooks:
+            hook.remove()
+        self.optimizer.zero_grad()
+        size, total, latest, curve = 0, sum(p.numel() for p in self.trained), 0.0, [(0.0, 0.0)]
+        for p in reversed(self.trained):
+            size += p.numel()
+            latest = max(latest, (seen.get(id(p), start) - start) / whole)
+            curve.append((size / total, min(1.0, latest)))
+        return tuple(curve)
+
+
+def _filled(shape: nn.Module, source: nn.Module) -> nn.Module:
+    """A model of that shape with the source's values where they fit, and small ones elsewhere."""
+    model = copy.deepcopy(shape)
+    model.__dict__.pop("forward", None)  # a rehearsal's
+    model.to_empty(device="cpu")
+    values = {**dict(source.named_parameters()), **dict(source.named_buffers())}
+    with torch.no_grad():
+        for name, t in itertools.chain(model.named_parameters(), model.named_buffers()):
+            known = values.get(name)
+            if known is not None and known.shape == t.shape:
+                t.copy_(known)
+            elif t.is_floating_point():
+                t.normal_(std=0.02)
+    return model
+
+
+def _first_tensor(outputs: Any) -> Tensor:
+    if isinstance(outputs, Tensor):
+        return outputs
+    parts = outputs.values() if hasattr(outputs, "values") else outputs
+    for part in parts:
+        if isinstance(part, Tensor) and part.is_floating_point():
+            return part
+    raise ThinwireError("the model returns no tensor to train on; give `compute` instead of measuring it")
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def _threads() -> Iterator[None]:
+    """As many as a worker gets from the launcher."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

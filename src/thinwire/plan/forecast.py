@@ -1,0 +1,133 @@
+"""A method's bytes, seconds and memory on given nodes and links."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from thinwire.comm.ledger import Ledger, mean_over_nodes
+from thinwire.comm.sent import Sent
+from thinwire.comm.topology import Topology, arrange
+from thinwire.errors import ConfigError
+from thinwire.plan.compute import Compute
+from thinwire.plan.foresight import Foresight
+from thinwire.plan.links import Links
+from thinwire.plan.rehearse import Rehearsal, Subject, rehearse
+
+_ALL_NODES = 8
+EVALUATION = "evaluate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Workers and the nodes they are on."""
+
+    workers: int
+    """All of them."""
+    nodes: int | None = None
+    """None is one machine, as `thinwire run` has it: there a group stands for a node."""
+    algorithm: str = "ring"
+    """How all-reduce is done: "ring" as gloo does, "tree" as nccl may."""
+
+    def __post_init__(self) -> None:
+        if self.nodes is not None and (self.nodes < 1 or self.workers % self.nodes):
+            raise ConfigError(
+                f"{self.workers} workers cannot be spread evenly over {self.nodes} nodes; "
+                f"use a multiple of {max(1, self.nodes)}"
+            )
+
+    def topology(self, rank: int, group_size: Any) -> Topology:
+        """The layout as one worker sees it."""
+        nodes = self.nodes or 1
+        seen = arrange(rank, [r * nodes // self.workers for r in range(self.workers)], group_size)
+        return Topology(rank, seen.nodes, seen.groups, self.algorithm)
+
+    def over(self, nodes: int, group_size: Any) -> "Layout":
+        """As many workers a node on another number of nodes."""
+        each = self.workers // len(self.topology(0, group_size).nodes)
+        return Layout(workers=each * nodes, nodes=nodes, algorithm=self.algorithm)
+
+
+class Forecast:
+    """One method on one layout, with ranks as foreseen."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        config: Any,
+        layout: Layout,
+        foresee: Foresight,
+        computing: Callable[[Rehearsal, str], Compute],
+        decomposing: Callable[[Rehearsal], float],
+    ) -> None:
+        self.subject = subject
+        self.config = config
+        first = layout.topology(0, config.group_size)
+        self.nodes = len(first.nodes)
+        self.views = _views(self.nodes)
+        self.rehearsals = [
+            rehearse(subject, config, layout.topology(first.nodes[view][0], config.group_size), foresee)
+            for view in self.views
+        ]
+        self._computing = computing
+        self._decomposing = decomposing
+
+    @property
+    def depends_on_ranks(self) -> bool:
+        """Whether bytes depend on what decompositions find."""
+        return any(r.decomposed for r in self.rehearsals)
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """The mean over nodes, as a run's summary has it; over many nodes that of a sample."""
+        return mean_over_nodes([r.ledger.state() for r in self.rehearsals])
+
+    @property
+    def slow_bytes(self) -> int:
+        """Slow-link bytes a node, without evaluation."""
+        return self.ledger.slow_bytes - self.ledger.slow_bytes_for(EVALUATION)
+
+    @property
+    def memory(self) -> int:
+        """Bytes a worker holds in a step, with activations where they are known."""
+        activations = [self._computing(r, phase).activations or 0 for r in self.rehearsals for phase in r.steps]
+        return max(r.state_bytes for r in self.rehearsals) + max(activations, default=0)
+
+    def seconds(self, links: Links) -> dict[str, float]:
+        """Where the time of a whole run goes, without evaluation: for the worker that takes longest."""
+        return max((self._seconds(r, links) for r in self.rehearsals), key=lambda split: sum(split.values()))
+
+    def seconds_by_phase(self, links: Links) -> dict[str, float]:
+        """Seconds of each phase without decompositions, for the worker that takes longest."""
+        each = [self._by_phase(r, links) for r in self.rehearsals]
+        return {phase: max(split[phase] for split in each) for phase in each[0]}
+
+    def _seconds(self, rehearsal: Rehearsal, links: Links) -> dict[str, float]:
+        computing = sum(n * self._computing(rehearsal, phase).seconds for phase, n in rehearsal.steps.items())
+        whole = sum(self._by_phase(rehearsal, links).values())
+        return {"compute": computing, "wire": whole - computing, "decomposition": self._decomposing(rehearsal)}
+
+    def _by_phase(self, rehearsal: Rehearsal, links: Links) -> dict[str, float]:
+        total: dict[str, float] = defaultdict(float)
+        for phase, steps in rehearsal.steps.items():
+            total[phase] += steps * self._computing(rehearsal, phase).seconds
+        for call, times in rehearsal.calls.items():
+            if call.purpose != EVALUATION:
+                total[call.phase] += times * links.seconds(call.sent)
+        for exchange, times in rehearsal.exchanges.items():
+            step = self._computing(rehearsal, exchange.phase)
+            ready = step.ready_at([_size(part) for part in exchange.parts])
+            total[exchange.phase] += times * links.exposed(exchange.parts, ready, step.backward)
+        return dict(total)
+
+
+def _size(sent: Sent) -> int:
+    return max(sent.slow_queue, sent.fast_queue)
+
+
+def _views(nodes: int) -> list[int]:
+    """The nodes to look from: all, or of many the first, the last and some between."""
+    if nodes <= _ALL_NODES:
+        return list(range(nodes))
+    return sorted({1, nodes // 3, nodes // 2 - 1, nodes - 1})

@@ -1,0 +1,207 @@
+"""The plan: every method on the same model, nodes and links, beside fp32 all-reduce."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from thinwire.config import AllReduce, describe
+from thinwire.errors import ConfigError
+from thinwire.plan import compute, foresight
+from thinwire.plan.compute import Compute
+from thinwire.plan.forecast import Forecast, Layout
+from thinwire.plan.links import Links
+from thinwire.plan.rehearse import Rehearsal, Subject
+
+Signature = tuple[tuple[str, tuple[int, ...], bool], ...]
+
+# Where it is looked for the bandwidth at which a method starts to pay.
+_LEAST_RATE, _MOST_RATE = 1e5, 1e14
+
+
+class Stopwatch:
+    """Compute times of every shape a plan meets, each measured once, or one that was given."""
+
+    def __init__(self, subject: Subject, given: Compute | None = None, slowdown: float = 1.0) -> None:
+        self.subject = subject
+        self.given = given
+        self.slowdown = slowdown
+        self._known: dict[Signature, Compute] = {}
+        self._decompositions: dict[tuple[int, int], float] = {}
+        if given is None and not subject.inputs:
+            raise ConfigError(
+                f"a step of {subject.name} cannot be timed without a batch; give its seconds as `compute`, "
+                "or a function that returns the model and its inputs"
+            )
+
+    def __call__(self, rehearsal: Rehearsal, phase: str) -> Compute:
+        """A step of this phase; of the many times it comes, the middle one stands for all."""
+        if self.given is not None:
+            return self.given
+        shapes = rehearsal.shapes[phase]
+        shape = shapes[len(shapes) // 2]
+        signature = _signature(shape)
+        if signature not in self._known:
+            self._known[signature] = compute.measure(self.subject, shape).slower(self.slowdown)
+        return self._known[signature]
+
+    def decomposing(self, rehearsal: Rehearsal) -> float:
+        """A worker's decompositions over the run; nothing where compute was given for another machine."""
+        if self.given is not None:
+            return 0.0
+        for tall in rehearsal.decomposed.keys() - self._decompositions.keys():
+            self._decompositions[tall] = compute.decomposition_seconds(tall) * self.slowdown
+        whole = sum(times * self._decompositions[tall] for tall, times in rehearsal.decomposed.items())
+        return whole / rehearsal.sharers
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one method would do."""
+
+    method: str
+    forecast: Forecast
+    """With recorded ranks, typical ones, or none where nothing depends on them."""
+    lowest: Forecast | None = None
+    highest: Forecast | None = None
+
+    def speedup(self, baseline: Forecast, links: Links) -> float:
+        """How much sooner it ends than the baseline."""
+        return total(baseline, links) / total(self.forecast, links)
+
+
+@dataclass
+class Plan:
+    """All methods, and what they are held against."""
+
+    subject: Subject
+    layout: Layout
+    links: Links
+    stopwatch: Stopwatch
+    baseline: Forecast
+    rows: list[Row] = field(default_factory=list)
+    ranks: str | None = None
+    """The folder that ranks come from."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "subject": self.subject.name,
+            "steps": self.subject.steps,
+            "workers": self.layout.workers,
+            "nodes": self.baseline.nodes,
+            "allreduce": self.layout.algorithm,
+            "links": vars(self.links),
+            "ranks": self.ranks,
+            "compute_measured": self.stopwatch.given is None,
+            "methods": [self._row(row) for row in self.rows],
+        }
+
+    def _row(self, row: Row) -> dict[str, Any]:
+        forecast, steps = row.forecast, self.subject.steps
+        split = forecast.seconds(self.links)
+        seconds = sum(split.values())
+        bounds = [f.slow_bytes for f in (row.lowest, row.highest) if f]
+        return {
+            "method": row.method,
+            "config": describe(forecast.config),
+            "slow_bytes": forecast.slow_bytes,
+            "slow_bytes_range": sorted(bounds) if bounds else None,
+            "slow_bytes_per_step": forecast.slow_bytes / steps,
+            "traffic_vs_allreduce_fp32": _ratio(forecast.slow_bytes, self.baseline.slow_bytes),
+            "traffic": forecast.ledger.summary(),
+            "seconds": seconds,
+            "seconds_per_step": seconds / steps,
+            "split": split,
+            "seconds_by_phase": forecast.seconds_by_phase(self.links),
+            "steps_by_phase": dict(forecast.rehearsals[0].steps),
+            "speedup": row.speedup(self.baseline, self.links),
+            "pays_below_bits": pays_below(forecast, self.baseline, self.links),
+            "memory_bytes": forecast.memory,
+        }
+
+
+def make_plan(
+    subject: Subject,
+    configs: Mapping[str, Any],
+    layout: Layout,
+    links: Links,
+    *,
+    stopwatch: Stopwatch,
+    ranks: Path | None = None,
+) -> Plan:
+    """Rehearse every method; `configs` are by the names to show them under."""
+    recorded = foresight.Recorded(ranks) if ranks else None
+    forecast = _forecaster(subject, layout, stopwatch)
+    group_size = layout_group_size(configs.values())
+    plan = Plan(subject, layout, links, stopwatch, forecast(AllReduce(group_size=group_size), foresight.typical))
+    plan.ranks = str(ranks) if ranks else None
+    for name, config in configs.items():
+        likely = forecast(config, recorded or foresight.typical)
+        bounds: list[Forecast] = []
+        if likely.depends_on_ranks and recorded is None:
+            bounds = [forecast(config, foresight.lowest), forecast(config, foresight.highest)]
+        plan.rows.append(Row(name, likely, *bounds))
+    return plan
+
+
+def over_nodes(plan: Plan, counts: Iterable[int]) -> dict[int, dict[str, float]]:
+    """Speed-up of every method over all-reduce on other numbers of nodes."""
+    group_size = layout_group_size(row.forecast.config for row in plan.rows)
+    recorded = foresight.Recorded(Path(plan.ranks)) if plan.ranks else foresight.typical
+    table: dict[int, dict[str, float]] = {}
+    for count in counts:
+        layout = plan.layout.over(count, group_size)
+        forecast = _forecaster(plan.subject, layout, plan.stopwatch)
+        base = total(forecast(AllReduce(), foresight.typical), plan.links)
+        table[count] = {r.method: base / total(forecast(r.forecast.config, recorded), plan.links) for r in plan.rows}
+    return table
+
+
+def total(forecast: Forecast, links: Links) -> float:
+    """Seconds of the whole run."""
+    return sum(forecast.seconds(links).values())
+
+
+def pays_below(forecast: Forecast, baseline: Forecast, links: Links) -> float | None:
+    """The bandwidth below which it ends sooner than the baseline: 0 never, None at any that we looked at."""
+
+    def gains(bits: float) -> bool:
+        there = Links(**{**vars(links), "bandwidth": bits})
+        return total(forecast, there) < total(baseline, there)
+
+    low, high = math.log(_LEAST_RATE), math.log(_MOST_RATE)
+    if gains(_MOST_RATE):
+        return None
+    if not gains(_LEAST_RATE):
+        return 0.0
+    while high - low > 1e-3:
+        middle = statistics.fmean((low, high))
+        low, high = (middle, high) if gains(math.exp(middle)) else (low, middle)
+    return math.exp(low)
+
+
+def layout_group_size(configs: Iterable[Any]) -> int | None:
+    """The workers that stand for a node on one machine, which all methods must agree on."""
+    sizes = {config.group_size for config in configs if isinstance(config.group_size, int)}
+    if len(sizes) > 1:
+        raise ConfigError(f"methods with different group sizes ({sizes}) cannot stand on one plan; plan them apart")
+    return sizes.pop() if sizes else None
+
+
+def _forecaster(
+    subject: Subject, layout: Layout, stopwatch: Stopwatch
+) -> Callable[[Any, foresight.Foresight], Forecast]:
+    return lambda config, foresee: Forecast(subject, config, layout, foresee, stopwatch, stopwatch.decomposing)
+
+
+def _signature(shape: nn.Module) -> Signature:
+    return tuple((name, tuple(p.shape), p.requires_grad) for name, p in shape.named_parameters())
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
