@@ -208,7 +208,7 @@ def _remove(record: _Record) -> list[str]:
             links.run("ip", "netns", "delete", namespace)
         except CommandError as error:
             failed = error
-    if failed:
+    if failed and _present(found):
         raise failed
     record.path.unlink(missing_ok=True)
     return found
@@ -231,15 +231,17 @@ def _end_processes(namespaces: Sequence[str]) -> None:
 
 
 def _inhabitants(namespaces: Sequence[str]) -> list[int]:
-    """The processes inside, in one walk over /proc for all namespaces, where `ip netns pids` takes one for each."""
+    """The processes inside, in one walk over /proc for all namespaces, where `ip netns pids` takes one for each.
+
+    The namespace this process itself lives in is left out, whatever its name says.
+    """
     places = [os.stat(links.NAMESPACES / namespace) for namespace in _present(namespaces)]
-    if not places:
-        return []
+    places = [place for place in places if not os.path.samestat(place, os.stat("/proc/self/ns/net"))]
     inside = []
     for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
         with contextlib.suppress(OSError):
             place = os.stat(f"/proc/{pid}/ns/net")
-            if pid != os.getpid() and any(os.path.samestat(place, other) for other in places):
+            if any(os.path.samestat(place, other) for other in places):
                 inside.append(pid)
     return inside
 

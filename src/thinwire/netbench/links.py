@@ -82,9 +82,9 @@ class Host:
 
     def counters(self) -> Counters:
         lines = inside(self.namespace, Path("/proc/thread-self/net/dev").read_text).splitlines()
-        fields = next(line for line in lines if line.strip().startswith(f"{self.interface}:")).split(":")[1].split()
-        received_bytes, received_packets, sent_bytes, sent_packets = (int(fields[at]) for at in (0, 1, 8, 9))
-        return Counters(sent_bytes, sent_packets, received_bytes, received_packets)
+        line = next(line for line in lines if line.strip().startswith(f"{self.interface}:"))
+        counts = [int(word) for word in line.split(":")[1].split()]
+        return Counters(counts[8], counts[9], counts[0], counts[1])
 
 
 def parse_rate(text: str) -> float | None:
@@ -95,8 +95,8 @@ def parse_rate(text: str) -> float | None:
 def allowed(rate: float, given: str) -> float:
     """The rate, if links can be held to it."""
     if not _SLOWEST <= rate <= _FASTEST:
-        span = "from 1 Mbit to 10 Gbit; `unshaped` leaves the link as it is"
-        raise ConfigError(f"{given} is out of range: a link can be shaped {span}")
+        span = "can be shaped from 1 Mbit to 10 Gbit; `unshaped` leaves the link as it is"
+        raise ConfigError(f"{given} is out of range: a link {span}")
     return rate
 
 
@@ -163,14 +163,12 @@ def build(hosts: Sequence[Host], switch: str) -> None:
         run("ip", "link", "add", *near.split(), "type", "veth", "peer", *f"port{index} mtu 1500 netns {switch}".split())
         inside(host.namespace, partial(_one_packet_each, [host.interface]))
     inside(switch, partial(_one_packet_each, [f"port{index}" for index in range(len(hosts))]))
+    # Everybody knows everybody, so that nobody has to ask for addresses.
+    cards = {host: f"{host.address} lladdr {_HARDWARE.format(index)}" for index, host in enumerate(hosts)}
     for host in hosts:
         wire = host.interface
         up = ["link set lo up", f"addr add {host.address}/24 brd + dev {wire}", f"link set {wire} up"]
-        known = [
-            f"neigh add {other.address} lladdr {_HARDWARE.format(index)} nud permanent dev {wire}"
-            for index, other in enumerate(hosts)
-            if other != host
-        ]
+        known = [f"neigh add {cards[other]} nud permanent dev {wire}" for other in hosts if other != host]
         run("ip", "-n", host.namespace, "-batch", "-", script=[*up, *known])
     # A port that is up before it joins forwards from its first packet on.
     ports = [f"link set port{index} {state}" for state in ("up", "master wire") for index in range(len(hosts))]
@@ -245,8 +243,7 @@ for _ in range(int(sys.argv[2])):
     peer.sendall(peer.recv(1))
 box = bytearray(1 << 20)
 size = peer.recv_into(box)
-begin = time.perf_counter()
-first = last = total = 0
+begin, first, last, total = time.perf_counter(), 0, 0, 0
 while size and last < begin + 1.2:
     size = peer.recv_into(box)
     last = time.perf_counter()
