@@ -12,7 +12,7 @@ from typing import Any
 from thinwire.comm.topology import arrange
 from thinwire.config import describe, from_strings
 from thinwire.errors import ConfigError, unknown
-from thinwire.launch import as_worker, inside_job, launch
+from thinwire.launch import Seat, as_worker, inside_job, launch, share
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, named
 from thinwire.train import checkpoint, fit
@@ -23,7 +23,7 @@ class Job:
     """What to run; names and settings are checked by `check`, before any worker starts."""
 
     recipe: str
-    """Name of the recipe."""
+    """Name of the recipe, or FILE.py:FUNCTION."""
     method: str
     """Name of the method."""
     out: Path
@@ -44,6 +44,8 @@ class Job:
     """Go on from the last save, or return what is finished already."""
     save_every: int | None = None
     """Steps between saves."""
+    seats: tuple[Seat, ...] = (Seat(),)
+    """Where the workers run, an equal part on each."""
 
     @cached_property
     def trained(self) -> Recipe:
@@ -67,7 +69,8 @@ class Job:
         """Raise what is wrong with it, as far as one process can know."""
         _ = self.trained, self.config
         if not inside_job():
-            arrange(0, [0] * self.workers, self.config.group_size)
+            each = share(self.workers, self.seats)
+            arrange(0, [rank // each for rank in range(self.workers)], self.config.group_size)
             if self.workers > self.trained.batch:
                 raise ConfigError(
                     f"a batch of {self.trained.batch} cannot be shared by {self.workers} workers; "
@@ -82,8 +85,8 @@ class Job:
         """Train and return the summary: here if this is a worker or the only one, else by workers."""
         if self.resume and (finished := self._finished()):
             return finished
-        if self.workers > 1 and not inside_job():
-            launch(self._arguments(), self.workers, say)
+        if (self.workers > 1 or self.seats != (Seat(),)) and not inside_job():
+            launch(self.arguments(), self.workers, say, self.seats)
             return json.loads((self.out / "summary.json").read_text(encoding="utf-8"))
         with as_worker():
             return fit(
@@ -102,7 +105,7 @@ class Job:
             return None
         summary = json.loads(path.read_text(encoding="utf-8"))
         wanted = {
-            "recipe": self.recipe,
+            "recipe": self.trained.name,
             "method": self.method,
             "seed": self.seed,
             "steps": self.trained.steps,
@@ -118,7 +121,7 @@ class Job:
                 )
         return summary
 
-    def _arguments(self) -> list[str]:
+    def arguments(self) -> list[str]:
         """The command line of one worker."""
         words = [
             "run",

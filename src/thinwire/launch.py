@@ -1,4 +1,4 @@
-"""Workers on this machine: started through torchrun, heard out, and never left behind.
+"""Workers on this machine or on several: started through torchrun, heard out, and never left behind.
 
 The launcher holds one end of a pipe that is every worker's standard input. However the launcher ends,
 the pipe closes and the workers end too; no process survives its launcher.
@@ -10,26 +10,57 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TextIO
 
 from thinwire.comm.topology import place
 from thinwire.errors import ConfigError, ThinwireError
 
 _LAUNCHED = "THINWIRE_LAUNCHED"
-_FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
-_TORCHRUN = re.compile(r"^[WEIF]\d{4} \d\d:\d\d")
 _PATIENCE_S = 15
+_OTHERS_REPORT_S = 5
+_RENDEZVOUS_S = 300  # torchrun itself does not watch the pipe: this ends one that waits for hosts that never come
+
+# What torchrun writes.
+_TORCHRUN = re.compile(r"^[WEIF]\d{4} \d\d:\d\d")
+_NAMELESS = re.compile(r"^\[W\d{4} .*hostname of the client socket cannot be retrieved")
+_FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
+_STOPPED = re.compile(r"Sending process (\d+) closing signal")
+_RANK = re.compile(r"^\s*rank +: (\d+) \(local_rank")
+_EXIT = re.compile(r"^\s*exitcode +: (-?\d+) \(pid: (\d+)\)")
+
+# How gloo, nccl and torch's store say that another worker is gone.
+_LOST = re.compile(
+    r"connection (was )?(likely )?(closed|reset|refused|aborted)|broken pipe|remote process exited", re.IGNORECASE
+)
+_KINDS = ("config", "known", "other", "lost")
 
 
 class WorkerError(ThinwireError, RuntimeError):
     """A worker failed for a reason of its own; the message says which one and why."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one torchrun of a job runs: this machine, or a host that a prefix reaches and that sees the same files."""
+
+    prefix: tuple[str, ...] = ()
+    """Words before the command, such as ip netns exec NAME; environment and folder must pass through it."""
+    address: str | None = None
+    """How other hosts reach it."""
+    environment: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """More variables for its workers."""
 
 
 def inside_job() -> bool:
@@ -37,14 +68,57 @@ def inside_job() -> bool:
     return place() is not None
 
 
-def launch(arguments: list[str], workers: int, say: Callable[[str], None]) -> None:
-    """Run `thinwire ARGUMENTS` as `workers` workers and wait; what they print goes to `say`, line by line."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+def launch(arguments: list[str], workers: int, say: Callable[[str], None], seats: Sequence[Seat] = (Seat(),)) -> None:
+    """Run `thinwire ARGUMENTS` as `workers` workers, evenly over `seats`, and wait; what they print goes to `say`."""
+    commands = _commands(workers, seats)
+    running: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryDirectory(prefix="thinwire-") as box:
-        environment = {"OMP_NUM_THREADS": "1"} | os.environ | {_LAUNCHED: box}
-        process = subprocess.Popen(
-            [*command, "-m", "thinwire", *arguments],
-            env=environment,
+        heard = _Heard(share(workers, seats))
+        with _ended(running):
+            for seat, command in zip(seats, commands, strict=True):
+                running.append(_start([*command, "-m", "thinwire", *arguments], seat, box))
+            code = _listen(running, heard, say)
+        if code:
+            raise _reason(Path(box), heard, code)
+
+
+def share(workers: int, seats: Sequence[Seat]) -> int:
+    """Workers to a seat."""
+    if not seats:
+        raise ConfigError(f"{workers} workers have no host to run on; give at least one")
+    if workers % len(seats):
+        raise ConfigError(
+            f"{workers} workers cannot be divided evenly over {len(seats)} hosts; use a multiple of {len(seats)}"
+        )
+    return workers // len(seats)
+
+
+def _commands(workers: int, seats: Sequence[Seat]) -> list[list[str]]:
+    """Each seat's torchrun, up to what it shall run; torchrun's node number is the seat's."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={share(workers, seats)}"]
+    first = seats[0].address
+    if len(seats) == 1 and first is None:
+        return [[*seats[0].prefix, *torchrun, "--standalone"]]
+    if first is None:
+        raise ConfigError(f"the first of {len(seats)} hosts has no address; give the one at which the others reach it")
+    # By numbers alone: torchrun's own rendezvous would look up this machine's name, which means nothing elsewhere.
+    meet = [f"--nnodes={len(seats)}", f"--master-addr={first}", f"--master-port={_free_port()}"]
+    meet.append(f"--rdzv-conf=timeout={_RENDEZVOUS_S}")
+    return [[*seat.prefix, *torchrun, *meet, f"--node-rank={number}"] for number, seat in enumerate(seats)]
+
+
+def _free_port() -> int:
+    """A port that is free here; on the first host it is almost surely free too."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        return taken.getsockname()[1]
+
+
+def _start(command: list[str], seat: Seat, box: str) -> subprocess.Popen[str]:
+    try:
+        return subprocess.Popen(
+            command,
+            env={"OMP_NUM_THREADS": "1"} | os.environ | dict(seat.environment) | {_LAUNCHED: box},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -52,29 +126,28 @@ def launch(arguments: list[str], workers: int, say: Callable[[str], None]) -> No
             errors="replace",
             start_new_session=True,  # Ctrl-C reaches the launcher alone, which then ends the rest in order
         )
-        with _ended(process):
-            failed = _listen(process, say)
-            code = process.wait()
-        if code:
-            raise _reason(Path(box), failed, code)
+    except OSError as error:
+        raise ConfigError(f"a host cannot be reached by `{' '.join(seat.prefix)}`: {error}") from error
 
 
 @contextmanager
-def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
+def _ended(running: list[subprocess.Popen[str]]) -> Iterator[None]:
     """Whatever happens inside, the workers are gone afterwards."""
     try:
         with _terminable():
             yield
     finally:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.close()
-        process.terminate()
-        try:
-            process.wait(_PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
+        for process in running:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.terminate()
+        deadline = time.monotonic() + _PATIENCE_S
+        for process in running:
+            try:
+                process.wait(max(0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 @contextmanager
@@ -90,33 +163,96 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _listen(process: subprocess.Popen[str], say: Callable[[str], None]) -> tuple[int, int] | None:
-    """Pass on what workers print, until torchrun reports a failure; returns its exit code and rank."""
-    failed: tuple[int, int] | None = None
-    assert process.stdout is not None
-    quiet = False
-    for line in process.stdout:
-        quiet = quiet or bool(_TORCHRUN.match(line))
-        if found := _FAILED.search(line):
-            failed = failed or (int(found[1]), int(found[2]))
-        if not quiet and line.strip():
+class _Heard:
+    """What the torchruns of a job said of its end.
+
+    torchrun looks at its workers ten times a second. When one is killed the others lose their connections and
+    leave within a few hundredths, so one look finds them all gone and calls the lowest rank the root cause.
+    Only the table of all failures at the end tells who was killed.
+    """
+
+    def __init__(self, each: int) -> None:
+        self.each = each
+        self.ends: dict[int, tuple[int, int]] = {}  # rank: exit code, process
+        self.stopped: set[int] = set()  # processes that torchrun ended, after the first failure
+        self.last = ""  # the last line of all
+        self._quiet: set[int] = set()
+        self._rank: dict[int, int] = {}
+
+    def take(self, seat: int, line: str) -> bool:
+        """Remember what a line tells; returns whether it is a worker's own, to be passed on."""
+        if _TORCHRUN.match(line):
+            self._quiet.add(seat)
+        if found := _STOPPED.search(line):
+            self.stopped.add(int(found[1]))
+        elif found := _FAILED.search(line):
+            self.ends.setdefault(seat * self.each + int(found[2]), (int(found[1]), int(found[3])))
+        elif found := _RANK.match(line):
+            self._rank[seat] = int(found[1])
+        elif (found := _EXIT.match(line)) and seat in self._rank and seat in self._quiet:
+            self.ends.setdefault(self._rank[seat], (int(found[1]), int(found[2])))
+        self.last = line.strip() or self.last
+        return seat not in self._quiet and bool(line.strip()) and not _NAMELESS.match(line)
+
+    def signalled(self) -> tuple[int, str] | None:
+        """A worker that a signal ended, not torchrun's own, and the signal's name."""
+        for rank, (code, process) in self.ends.items():
+            if code < 0 and process not in self.stopped:
+                return rank, signal.Signals(-code).name
+        return None
+
+
+def _listen(running: list[subprocess.Popen[str]], heard: _Heard, say: Callable[[str], None]) -> int:
+    """Pass on what workers print until all have ended, or one and the rest had time to say why; its exit code."""
+    lines: SimpleQueue[tuple[int, str | None]] = SimpleQueue()
+    for seat, process in enumerate(running):
+        assert process.stdout is not None
+        threading.Thread(target=_read, args=(seat, process.stdout, lines), daemon=True).start()
+    talking, code, deadline = len(running), 0, float("inf")
+    while talking and time.monotonic() < deadline:
+        if not code and (code := _failure(running)):
+            deadline = time.monotonic() + _OTHERS_REPORT_S
+        try:
+            seat, line = lines.get(timeout=0.2)
+        except Empty:
+            continue
+        if line is None:
+            talking -= 1
+        elif heard.take(seat, line):
             say(line.rstrip())
-    return failed
+    if not code and not talking:
+        for process in running:
+            process.wait()
+    return code or _failure(running)
 
 
-def _reason(box: Path, failed: tuple[int, int] | None, code: int) -> ThinwireError:
-    """The first thing a worker said of its end, else what torchrun knows."""
+def _read(seat: int, source: TextIO, lines: SimpleQueue[tuple[int, str | None]]) -> None:
+    with source:
+        for line in source:
+            lines.put((seat, line))
+    lines.put((seat, None))
+
+
+def _failure(running: list[subprocess.Popen[str]]) -> int:
+    return next((code for process in running if (code := process.poll())), 0)
+
+
+def _reason(box: Path, heard: _Heard, code: int) -> ThinwireError:
+    """The first thing a worker said of its end, else what torchrun knows; a lost connection is nobody's reason."""
     notes = sorted(box.glob("*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name))
     told = [json.loads(note.read_text(encoding="utf-8")) for note in notes]
-    for note in told:
-        if note["kind"] == "config":
-            return ConfigError(note["message"])
-    for note in sorted(told, key=lambda note: note["kind"] != "known"):
-        return WorkerError(note["message"])
-    if failed and failed[0] < 0:
-        name = signal.Signals(-failed[0]).name
-        return WorkerError(f"worker {failed[1]} was ended by {name}; the other workers were stopped")
-    return WorkerError(f"the workers ended with exit code {failed[0] if failed else code}")
+    told.sort(key=lambda note: _KINDS.index(note["kind"]))
+    if told and told[0]["kind"] == "config":
+        return ConfigError(told[0]["message"])
+    if told and told[0]["kind"] != "lost":
+        return WorkerError(told[0]["message"])
+    if found := heard.signalled():
+        return WorkerError(f"worker {found[0]} was ended by {found[1]}; the other workers were stopped")
+    if told:
+        return WorkerError(told[0]["message"])
+    if heard.ends:
+        return WorkerError(f"the workers ended with exit code {next(iter(heard.ends.values()))[0]}")
+    return WorkerError(f"the workers ended with exit code {code}" + (f": {heard.last}" if heard.last else ""))
 
 
 @contextmanager
@@ -135,8 +271,9 @@ def as_worker() -> Iterator[None]:
         _leave_note(Path(box), "known", str(error))
     except Exception as error:
         rank = os.environ.get("RANK")
+        kind = "lost" if isinstance(error, ConnectionError) or _LOST.search(str(error)) else "other"
         summary = f"worker {rank} failed: {type(error).__name__}: {error}"
-        _leave_note(Path(box), "other", f"{summary}\n{traceback.format_exc()}")
+        _leave_note(Path(box), kind, f"{summary}\n{traceback.format_exc()}")
 
 
 def _leave_note(box: Path, kind: str, message: str) -> None:

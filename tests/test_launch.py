@@ -1,0 +1,256 @@
+"""Workers on several hosts (real ones where namespaces can be made), and recipes that workers load from a file."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import thinwire
+from thinwire.cli import main
+from thinwire.errors import ConfigError
+from thinwire.jobs import Job
+from thinwire.launch import Seat, WorkerError, _Heard, _reason, launch
+
+LIMIT_S = 120
+
+
+# Without hosts.
+
+
+def test_workers_that_do_not_divide_and_hosts_nobody_can_reach():
+    far = Seat(address="10.0.0.1")
+    with pytest.raises(ConfigError, match="3 workers cannot be divided evenly over 2 hosts; use a multiple of 2"):
+        launch([], 3, print, [far, far])
+    with pytest.raises(ConfigError, match="2 workers have no host"):
+        launch([], 2, print, [])
+    with pytest.raises(ConfigError, match="the first of 2 hosts has no address"):
+        launch([], 2, print, [Seat(), far])
+    with pytest.raises(ConfigError, match="cannot be reached by `no-such-command a`"):
+        launch([], 2, print, [Seat(prefix=("no-such-command", "a"))])
+    with pytest.raises(ConfigError, match="divided evenly"):
+        Job(recipe="digits", method="allreduce", out=Path("x"), workers=3, seats=(far, far)).check()
+
+
+def test_a_job_of_two_hosts_has_two_nodes():
+    seats = (Seat(address="10.0.0.1"), Seat(address="10.0.0.2"))
+    with pytest.raises(ConfigError, match="cuts through the node"):
+        Job(recipe="digits", method="ab", out=Path("x"), workers=4, group_size="3", seats=seats).check()
+
+
+def test_a_prefix_that_fails_ends_the_job_with_its_own_words():
+    said: list[str] = []
+    with pytest.raises(WorkerError, match="the workers ended with exit code 3: no way there"):
+        launch([], 1, said.append, [Seat(prefix=("sh", "-c", "echo no way there; exit 3"))])
+    assert said == ["no way there"]
+
+
+TABLE = """
+W1115 06:50:21.577000 9 torch/distributed/elastic/multiprocessing/api.py:1 Sending process 12 closing signal SIGTERM
+E1115 06:50:21.577000 9 torch/distributed/elastic/multiprocessing/api.py:2 failed (exitcode: 1) local_rank: 0 (pid: 10)
+  rank      : 3 (local_rank: 1)
+  exitcode  : {code} (pid: {pid})
+  rank      : 2 (local_rank: 0)
+  exitcode  : 1 (pid: 10)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "pid", "wanted"),
+    [
+        ("lost", -9, 11, "worker 3 was ended by SIGKILL; the other workers were stopped"),
+        ("lost", -15, 12, "the note"),  # torchrun's own signal is no reason
+        ("lost", 1, 11, "the note"),
+        ("other", -9, 11, "the note"),
+        ("known", -9, 11, "the note"),
+        ("config", -9, 11, "the note"),
+        (None, -9, 11, "worker 3 was ended by SIGKILL; the other workers were stopped"),
+        (None, 7, 11, "the workers ended with exit code 1"),
+    ],
+)
+def test_the_first_real_reason_is_told(kind, code, pid, wanted, tmp_path):
+    heard = _Heard(each=2)
+    passed = [line for line in TABLE.format(code=code, pid=pid).splitlines() if heard.take(1, line)]
+    assert passed == [] and heard.take(0, "another host still speaks")
+    if kind:
+        (tmp_path / "0.json").write_text(json.dumps({"kind": "lost", "message": "the note"}))
+        (tmp_path / "1.json").write_text(json.dumps({"kind": kind, "message": "the note"}))
+    reason = _reason(tmp_path, heard, 1)
+    assert str(reason) == wanted
+    assert isinstance(reason, ConfigError if kind == "config" else WorkerError)
+
+
+# With hosts.
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def seats():
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the command `ip`")
+    names = [f"thinwire-{os.getpid()}-{side}" for side in "ab"]
+    try:
+        try:
+            for name in names:
+                _ip("netns", "add", name)
+            _ip("link", "add", "wire0", "netns", names[0], "type", "veth", "peer", "name", "wire0", "netns", names[1])
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+        for number, name in enumerate(names, start=1):
+            _ip("-n", name, "addr", "add", f"10.78.0.{number}/24", "dev", "wire0")
+            for link in ("wire0", "lo"):
+                _ip("-n", name, "link", "set", link, "up")
+        yield tuple(
+            Seat(("ip", "netns", "exec", name), f"10.78.0.{number}", {"GLOO_SOCKET_IFNAME": "wire0"})
+            for number, name in enumerate(names, start=1)
+        )
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def _job(out: Path, seats: tuple[Seat, ...], **more) -> Job:
+    fields = {"recipe": "digits", "method": "allreduce", "workers": 2, "steps": 20}
+    return Job(out=out, seats=seats, **(fields | more))
+
+
+def _workers(mark: str) -> dict[int, int]:
+    """Processes of the run whose command line has `mark`: workers by rank, torchruns by −1 − number."""
+    found, others = {}, 0
+    for entry in Path("/proc").iterdir():
+        try:
+            if not entry.name.isdigit() or mark.encode() not in (entry / "cmdline").read_bytes():
+                continue
+            environment = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        ranks = [int(word[5:]) for word in environment if word.startswith(b"RANK=")]
+        others += not ranks
+        found[ranks[0] if ranks else -others] = int(entry.name)
+    return found
+
+
+def _until(condition, what: str):
+    deadline = time.monotonic() + LIMIT_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {LIMIT_S} s for {what}"
+        time.sleep(0.05)
+    return value
+
+
+def _started(out: Path, seats: tuple[Seat, ...]) -> subprocess.Popen:
+    """A launcher of a long run, past its first step."""
+    code = "import sys; from pathlib import Path; import test_launch as t; from thinwire.launch import Seat\n"
+    code += f"t._job(Path(sys.argv[1]), {seats!r}, steps=100000).run(print)"
+    paths = {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path if path)}
+    command = [sys.executable, "-c", code, str(out)]
+    process = subprocess.Popen(command, env=os.environ | paths, stderr=subprocess.PIPE, text=True)
+    records = out / "records.jsonl"
+    _until(lambda: process.poll() is not None or (records.exists() and records.stat().st_size), "the first step")
+    assert process.poll() is None, process.communicate()[1]
+    return process
+
+
+def test_two_hosts_train_as_two_nodes_over_the_wire(seats, tmp_path):
+    said: list[str] = []
+    summary = _job(tmp_path / "run", seats, workers=4).run(said.append)
+    assert summary["world_size"] == 4
+    assert summary["groups"] == [[0, 1], [2, 3]]  # a node is a group, and a host is a node
+    assert summary["traffic"]["fast_bytes"] > 0 < summary["traffic"]["slow_bytes"]
+    assert not any("cannot be retrieved" in line for line in said)
+
+
+def test_a_worker_killed_on_one_host_is_named_and_ends_the_others(seats, tmp_path):
+    with _started(tmp_path / "run", seats) as process:
+        try:
+            os.kill(_workers(str(tmp_path))[1], signal.SIGKILL)
+            _, err = process.communicate(timeout=LIMIT_S)
+        finally:
+            process.kill()
+    assert "worker 1 was ended by SIGKILL; the other workers were stopped" in err
+    assert not _workers(str(tmp_path))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_its_launcher(number, seats, tmp_path):
+    with _started(tmp_path / "run", seats) as process:
+        try:
+            assert len(_workers(str(tmp_path))) == 5
+            process.send_signal(number)
+            process.communicate(timeout=LIMIT_S)
+        finally:
+            process.kill()
+    assert process.returncode != 0
+    if number != signal.SIGKILL:
+        assert not _workers(str(tmp_path))
+    _until(lambda: not _workers(str(tmp_path)), "the workers to leave with their launcher")
+
+
+def test_a_host_that_fails_to_start_ends_those_that_wait_for_it(seats, tmp_path):
+    bad = Seat(("sh", "-c", "echo no such host; exit 1"), "10.78.0.2")
+    with pytest.raises(WorkerError, match="exit code 1"):
+        _job(tmp_path / "run", (seats[0], bad)).run(lambda line: None)
+    assert not _workers(str(tmp_path))
+
+
+# Recipes of one's own.
+
+MY_RECIPE = """
+from dataclasses import replace
+from thinwire.recipes import digits
+def tiny():
+    return replace(digits(), name="tiny", steps=30)
+def nothing():
+    return 5
+def broken():
+    return 1 / 0
+"""
+
+
+def test_a_recipe_of_ones_own_runs_from_its_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(thinwire.__file__).parents[1]))  # whole, as the folder changes
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my" / "recipe.py").write_text(MY_RECIPE)
+    words = ["run", "my/recipe.py:tiny", "--method", "allreduce", "--workers", "2", "--json"]
+    summary = json.loads(CliRunner().invoke(main, words).stdout)
+    assert (summary["recipe"], summary["steps"], summary["world_size"]) == ("tiny", 30, 2)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny-allreduce-seed0"]
+    result = CliRunner().invoke(main, [*words, "--resume"])
+    assert json.loads(result.stdout) == summary
+
+
+@pytest.mark.parametrize(
+    ("recipe", "wanted"),
+    [
+        ("none.py:tiny", "there is no file `none.py` for the recipe 'none.py:tiny'"),
+        ("mine.py", "the recipe 'mine.py' must be FILE.py:FUNCTION"),
+        ("mine.txt:tiny", "the recipe 'mine.txt:tiny' must be FILE.py:FUNCTION"),
+        ("mine.py:", "the recipe 'mine.py:' must be FILE.py:FUNCTION"),
+        ("mine.py:tony", "unknown function of `mine.py` 'tony', choose from: broken, nothing, tiny"),
+        ("mine.py:nothing", "the recipe `mine.py:nothing` returned int; it must return a `thinwire.recipes.Recipe`"),
+        ("mine.py:broken", "the recipe `mine.py:broken` failed: ZeroDivisionError: division by zero"),
+        ("bad.py:tiny", "`bad.py` cannot be imported: ModuleNotFoundError: No module named 'no_such_thing'"),
+        ("leaves.py:tiny", "`leaves.py` cannot be imported: SystemExit: 3"),
+        ("empty.py:tiny", "`empty.py` has no functions; write `tiny` there, which returns the recipe"),
+    ],
+)
+def test_a_recipe_of_ones_own_that_fails_is_one_clear_sentence(recipe, wanted, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MY_RECIPE)
+    (tmp_path / "bad.py").write_text("import no_such_thing\n")
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(3)\n")
+    (tmp_path / "empty.py").write_text("")
+    result = CliRunner().invoke(main, ["run", recipe, "--method", "allreduce"])
+    assert result.exit_code == 2
+    assert result.output.startswith(f"thinwire: {wanted}") and result.output.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
