@@ -21,7 +21,7 @@ from thinwire.errors import ConfigError, ThinwireError
 from thinwire.jobs import Job
 from thinwire.launch import inside_job
 from thinwire.methods.registry import METHODS
-from thinwire.recipes import RECIPES
+from thinwire.recipes import RECIPES, named
 from thinwire.report import compare as compare_runs
 from thinwire.report import draw, read_run, read_runs, table
 from thinwire.report.live import Progress, following
@@ -85,8 +85,12 @@ def list_() -> None:
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="S", help="Seed.")
 @_shared
 def run(recipe: str, method: str, as_json: bool, quiet: bool, out: Path | None, **flags: Any) -> None:
-    """Train RECIPE with one method."""
-    folder = out or Path("runs") / f"{recipe}-{method}-seed{flags['seed']}"
+    """Train RECIPE with one method.
+
+    RECIPE is a name from `thinwire list`, or FILE.py:FUNCTION, a function of yours that returns a
+    `thinwire.recipes.Recipe`.
+    """
+    folder = out or Path("runs") / f"{named(recipe).name}-{method}-seed{flags['seed']}"
     job = Job(recipe=recipe, method=method, out=folder, **_as_fields(flags))
     job.check()
     summary = _execute(job, quiet=quiet or as_json)
@@ -104,8 +108,12 @@ def run(recipe: str, method: str, as_json: bool, quiet: bool, out: Path | None, 
 def compare(
     recipe: str, methods: str | None, seeds: int, as_json: bool, quiet: bool, out: Path | None, **flags: Any
 ) -> None:
-    """Train RECIPE with several methods over several seeds, and set them side by side."""
-    folder = out or Path("runs") / f"compare-{recipe}"
+    """Train RECIPE with several methods over several seeds, and set them side by side.
+
+    RECIPE is a name from `thinwire list`, or FILE.py:FUNCTION, a function of yours that returns a
+    `thinwire.recipes.Recipe`.
+    """
+    folder = out or Path("runs") / f"compare-{named(recipe).name}"
     names = [name.strip() for name in methods.split(",") if name.strip()] if methods else list(METHODS)
     if not names:
         raise ConfigError(f"`--methods`={methods!r} names no method, choose from: {', '.join(METHODS)}")

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
 
 from torch.optim import AdamW
 
-from thinwire.errors import unknown
+from thinwire.errors import ConfigError, ThinwireError, unknown
 from thinwire.train import data, models
 from thinwire.train.task import CLASSIFY, PREDICT, Recipe
 
-__all__ = ["RECIPES", "Recipe", "digits", "named", "shakespeare"]
+__all__ = ["RECIPES", "Recipe", "digits", "load_function", "named", "shakespeare"]
 
 
 def digits() -> Recipe:
@@ -60,8 +66,70 @@ RECIPES: dict[str, Callable[[], Recipe]] = {"digits": digits, "shakespeare": sha
 
 
 def named(name: str, *, steps: int | None = None) -> Recipe:
-    """The recipe called `name`, over `steps` steps if given."""
-    if name not in RECIPES:
+    """The recipe called `name`, which may be FILE.py:FUNCTION, over `steps` steps if given."""
+    if name in RECIPES:
+        recipe = RECIPES[name]()
+    elif ":" in name or name.endswith(".py"):
+        recipe = _own(name)
+    else:
         raise unknown("recipe", name, list(RECIPES))
-    recipe = RECIPES[name]()
     return recipe if steps is None else replace(recipe, steps=steps)
+
+
+def _own(text: str) -> Recipe:
+    """The recipe that a user's function returns."""
+    make = load_function(text, "recipe")
+    try:
+        recipe = make()
+    except ThinwireError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"the recipe `{text}` failed: {type(error).__name__}: {error}") from error
+    if not isinstance(recipe, Recipe):
+        raise ConfigError(
+            f"the recipe `{text}` returned {type(recipe).__name__}; it must return a `thinwire.recipes.Recipe`"
+        )
+    return recipe
+
+
+def load_function(text: str, what: str) -> Callable[..., Any]:
+    """The function that FILE.py:FUNCTION names, for a user's own recipe or model; `what` is for the errors."""
+    path, colon, name = text.rpartition(":")
+    if not colon or not path.endswith(".py") or not name:
+        raise ConfigError(f"the {what} {text!r} must be FILE.py:FUNCTION, such as my_{what}.py:tiny")
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"there is no file `{path}` for the {what} {text!r}; give the path from here, or a whole one")
+    module = _loaded(file)
+    found = getattr(module, name, None)
+    if callable(found):
+        return found
+    own = [key for key, value in vars(module).items() if inspect.isfunction(value) and _is_of(value, module)]
+    if not own:
+        raise ConfigError(f"`{path}` has no functions; write `{name}` there, which returns the {what}")
+    raise unknown(f"function of `{path}`", name, own)
+
+
+def _is_of(value: Callable[..., Any], module: ModuleType) -> bool:
+    return value.__module__ == module.__name__
+
+
+def _loaded(file: Path) -> ModuleType:
+    """The module of a user's file, loaded once as long as it does not change."""
+    whole, about = file.resolve(), file.stat()
+    mark = hashlib.blake2b(f"{whole} {about.st_mtime_ns} {about.st_size}".encode(), digest_size=6).hexdigest()
+    # A name of its own: two files called model.py are two modules, and no package is hidden by either.
+    name = f"thinwire_user_{mark}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = spec_from_file_location(name, whole)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = module_from_spec(spec)
+    if str(whole.parent) not in sys.path:
+        sys.path.append(str(whole.parent))  # what stands beside it can be imported, as from a script
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ConfigError(f"`{file}` cannot be imported: {type(error).__name__}: {error}") from error
+    return module
