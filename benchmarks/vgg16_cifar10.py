@@ -49,8 +49,8 @@ def main() -> None:
     config = from_strings(METHODS[options.method].config, given, total_steps=steps, group_size=size)
     replica = thinwire.attach(model, optimizer, config)
     start = time.perf_counter()
-    curve = _train(replica, optimizer, scheduler, train, test, steps, options)
-    _tell(replica, test, options, steps, curve, time.perf_counter() - start)
+    curve, ranks = _train(replica, optimizer, scheduler, train, test, steps, options)
+    _tell(replica, test, options, steps, curve, ranks, time.perf_counter() - start)
 
 
 def _train(
@@ -61,8 +61,8 @@ def _train(
     test: tuple[Tensor, Tensor],
     steps: int,
     options: argparse.Namespace,
-) -> list[dict[str, Any]]:
-    curve, (x, y) = [], train
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    curve, ranks, (x, y) = [], list[dict[str, Any]](), train
     per_epoch = steps // options.epochs
     rank, workers = replica.topology.rank, replica.topology.world_size
     for step in range(steps):
@@ -77,13 +77,15 @@ def _train(
         replica.observe(loss)
         optimizer.step()
         scheduler.step()
+        if (now := replica.ranks()) and (not ranks or now != ranks[-1]["ranks"]):
+            ranks.append({"step": step + 1, "ranks": now})
         if (step + 1) % (5 * per_epoch) == 0:
             with replica.merged():
                 accuracy = _accuracy(replica, test)
             curve.append({"step": step + 1, "accuracy": accuracy, "slow_bytes": replica.traffic.slow_bytes})
             if rank == 0:
                 print(options.method, curve[-1], replica.phase, f"{loss.item():.3f}", flush=True)
-    return curve
+    return curve, ranks
 
 
 def _tell(
@@ -92,12 +94,14 @@ def _tell(
     options: argparse.Namespace,
     steps: int,
     curve: list[dict[str, Any]],
+    ranks: list[dict[str, Any]],
     seconds: float,
 ) -> None:
     with replica.merged():
         before = _accuracy(replica, test)
     small = replica.finish()
-    traffic, told, baseline = replica.mean_traffic().summary(), replica.describe(), replica.baseline()
+    ledger, told, baseline = replica.mean_traffic(), replica.describe(), replica.baseline()
+    traffic = ledger.summary()
     sent = traffic["slow_bytes"] - traffic["by_purpose"].get("evaluate", {}).get("slow_bytes", 0)
     result = {
         "method": options.method,
@@ -113,6 +117,8 @@ def _tell(
         **{f"traffic_vs_{name}": sent / max(1, value) for name, value in baseline.items()},
         "compression": told["parameters_full"] / sum(p.numel() for p in small.parameters()),
         "traffic": traffic,
+        "time": ledger.split,
+        "ranks": ranks,
         "described": told,
         "curve": curve,
     }

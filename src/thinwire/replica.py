@@ -203,6 +203,11 @@ class Replica(nn.Module):
         """How often torch.compile had to start again because shapes changed."""
         return self._recompiles.count
 
+    @property
+    def decompositions(self) -> int:
+        """How often layers were decomposed since attach."""
+        return self._method.decompositions
+
     def ranks(self) -> dict[str, int]:
         """The rank of each layer that is factored now, by its label."""
         return {layer.label: layer.rank for layer in self._method.layers if layer.is_factored and layer.rank}

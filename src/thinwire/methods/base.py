@@ -62,6 +62,7 @@ class Method(ABC):
         self.replicated = Replicated(ground.model, ground.wire, config.wire, ground.ddp)
         self.step = 0
         self.forwards = 0
+        self.decompositions = 0
         # Counters must not be traced: every step would look like another program to torch.compile.
         self.forward = torch.compiler.disable(self.forward, recursive=False)  # type: ignore[method-assign]
         self.observed = torch.zeros(2, dtype=torch.float64)  # sum of losses, how many
@@ -177,6 +178,7 @@ class Method(ABC):
 
     def agreed_factors(self, cutoff: float) -> list[tuple[Layer, tuple[Tensor, Tensor]]]:
         """Factors of every layer that they make smaller, the same on all workers; collective."""
+        self.decompositions += 1
         return agreed_factors(self.layers, self.wire, cutoff, self.ground.find_factors)
 
     def _set_phase(self, phase: str) -> None:

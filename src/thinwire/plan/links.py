@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from thinwire.comm.sent import Sent
 from thinwire.errors import ConfigError
 
-PAYLOAD = 0.94
+PAYLOAD = 0.935
 """Share of an Ethernet link that TCP leaves to payload: 1448 of 1514 bytes a packet, less acknowledgements."""
 
 

@@ -13,6 +13,7 @@ from thinwire.report.tables import ratio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974")
 _MARGIN = 0.05
@@ -20,32 +21,40 @@ _MARGIN = 0.05
 
 def draw(runs: list[Run], rows: list[dict[str, Any]], path: Path) -> None:
     """Write the picture as PNG: one line a method, the mean over seeds, with the seeds as thin lines."""
-    # Loaded here: it takes a second, and is an extra that only this function needs.
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import PercentFormatter
-    except ImportError as error:
-        raise ConfigError("drawing needs matplotlib: pip install 'thinwire[plot]'") from error
-
-    figure = Figure(figsize=(11, 4.4), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    over_steps, over_bytes = figure.subplots(1, 2, sharey=True)
-    for colour, row in zip(_colours(len(rows)), rows):
+    figure, (over_steps, over_bytes) = two_panels()
+    for colour, row in zip(colours(len(rows)), rows):
         mine = [run for run in runs if run.summary["method"] == row["method"]]
         _curve(over_steps, mine, "step", 1, colour, row["method"])
         _curve(over_bytes, mine, "counted_bytes", 1e6, colour, _label(row))
     metric = rows[0]["metric"]
-    _dress(over_steps, "steps", metric)
-    _dress(over_bytes, "slow-link bytes a node (MB)", "")
+    for axes, below, beside in ((over_steps, "steps", metric), (over_bytes, "slow-link bytes a node (MB)", "")):
+        dress(axes, below, beside)
+        axes.set_xlim(left=0)
     if metric == "accuracy":
+        from matplotlib.ticker import PercentFormatter
+
         over_steps.yaxis.set_major_formatter(PercentFormatter(1.0))
     _frame(over_steps, runs, metric)
     figure.suptitle(f"{rows[0]['recipe']}: {metric} over steps and over what crossed the slow link")
     figure.savefig(path)
 
 
-def _colours(count: int) -> list[str]:
+def two_panels() -> tuple[Figure, tuple[Axes, Axes]]:
+    """An empty picture with two panels that share their upright axis."""
+    # Loaded here: it takes a second, and is an extra that only pictures need.
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("drawing needs matplotlib: pip install 'thinwire[plot]'") from error
+    figure = Figure(figsize=(11, 4.4), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, sharey=True)
+    return figure, (left, right)
+
+
+def colours(count: int) -> list[str]:
+    """One a line."""
     return [_COLOURS[i % len(_COLOURS)] for i in range(count)]
 
 
@@ -76,10 +85,10 @@ def _points(run: Run, across: str) -> np.ndarray:
     return np.array([(r[across], r[run.metric]) for r in run.evaluations()], dtype=float).reshape(-1, 2)
 
 
-def _dress(axes: Axes, below: str, beside: str) -> None:
+def dress(axes: Axes, below: str, beside: str) -> None:
+    """Labels, grid and legend."""
     axes.set_xlabel(below)
     axes.set_ylabel(beside)
-    axes.set_xlim(left=0)
     axes.grid(True, color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -41,15 +41,14 @@ class _Run:
     earlier_s: float
     """Seconds spent before the run was resumed."""
     started: float = dataclasses.field(default_factory=time.monotonic)
-    ranks: dict[str, int] = dataclasses.field(default_factory=dict)
-    """The last ranks that were noted."""
+    decompositions: int = 0
+    """How many of them have been noted."""
 
     def note_ranks(self) -> None:
-        """One line whenever layers were factored anew: a plan can go by it."""
-        ranks = self.replica.ranks()
-        if ranks and ranks != self.ranks:
-            self.recorder.write("ranks", step=self.replica.step, ranks=ranks)
-        self.ranks = ranks
+        """One line whenever layers were decomposed: a plan can go by it."""
+        if self.decompositions != self.replica.decompositions:
+            self.decompositions = self.replica.decompositions
+            self.recorder.write("ranks", step=self.replica.step, ranks=self.replica.ranks())
 
     @property
     def wall_s(self) -> float:

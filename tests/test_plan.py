@@ -1,0 +1,330 @@
+"""Plans: what a rehearsal counts is what a run then counts, and times follow from it."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gang
+import thinwire
+from thinwire.comm.ledger import mean_over_nodes
+from thinwire.comm.sent import Sent
+from thinwire.comm.topology import Topology, arrange
+from thinwire.errors import ConfigError
+from thinwire.plan import foresight
+from thinwire.plan.compute import Compute, given, measure
+from thinwire.plan.forecast import Forecast, Layout
+from thinwire.plan.links import Links
+from thinwire.plan.planner import Stopwatch, make_plan, over_nodes, pays_below
+from thinwire.plan.rehearse import Subject, rehearse
+from thinwire.recipes import named
+from thinwire.train import fit, loop
+from worlds import ab, adamw, batch, small_model, train_step
+
+STEPS = 24
+
+
+def subject(**changes: Any) -> Subject:
+    settings = {"name": "small", "model": small_model(), "optimizer": torch.optim.AdamW, "steps": STEPS}
+    return Subject(**{**settings, "inputs": (batch(0, 0)[0],), **changes})
+
+
+# Bytes.
+
+
+def really_sent(rank: int, config: Any, folder: str) -> dict[str, Any]:
+    """A whole run by `fit`, and its summary's traffic; writing the model sends nothing and takes seconds."""
+    loop.write_model = lambda *_: None
+    return fit(named("digits", steps=STEPS), config, out=Path(folder) / "run")["traffic"]
+
+
+def planned(config: Any, workers: int, ranks: Path | None) -> dict[str, Any]:
+    recipe = named("digits", steps=STEPS)
+    source = recipe.source(None)
+    x, _ = source.train(np.arange(4))
+    what = Subject(
+        name="digits",
+        model=recipe.model(source),
+        optimizer=recipe.optimizer,
+        steps=STEPS,
+        inputs=(x,),
+        eval_every=recipe.eval_every,
+    )
+    foresee = foresight.Recorded(ranks) if ranks else foresight.typical
+    layout = Layout(workers=workers)
+    return Forecast(what, config, layout, foresee, Stopwatch(what, given(0.1)), lambda r: 0.0).ledger.summary()
+
+
+def without_seconds(traffic: dict[str, Any]) -> dict[str, Any]:
+    drop = lambda table: {k: {n: v for n, v in row.items() if n != "seconds"} for k, row in table.items()}  # noqa: E731
+    return {k: drop(v) if isinstance(v, dict) else v for k, v in traffic.items()}
+
+
+EXACT = {
+    "allreduce": (2, thinwire.AllReduce()),
+    "allreduce, pairs": (4, thinwire.AllReduce(group_size=2)),
+    "bf16": (3, thinwire.AllReduce(wire="bf16")),
+    "ab": (2, ab(cutoff=0.3)),
+    "ab, three": (3, ab(cutoff=0.3)),
+    "ab, pairs": (4, ab(cutoff=0.3, group_size=2)),
+    "ab, world": (2, ab(cutoff=0.3, group_size="world")),
+    "ab, bf16, average": (2, ab(cutoff=0.3, wire="bf16", moments="average")),
+    "ab, carry, trained": (2, ab(cutoff=0.3, moments="carry", merge="trained", warmup=0)),
+    "ab, weighted": (2, ab(cutoff=0.3, merge="weighted", lr_rebound=0)),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_plan_says_what_the_ledger_then_counts(name: str, tmp_path: Path) -> None:
+    workers, config = EXACT[name]
+    real = gang.run(really_sent, workers, config, str(tmp_path))[0]
+    plan = planned(config, workers, tmp_path / "run" if isinstance(config, thinwire.AB) else None)
+    assert without_seconds(plan) == without_seconds(real)
+
+
+def test_quiet_steps_count_as_if_they_were_taken() -> None:
+    """A method that never says it is quiet is rehearsed step by step, with the same result."""
+    from thinwire.methods.ab import ABMethod
+
+    quick = rehearse(subject(), ab(), arrange(0, [0, 0], None), foresight.typical)
+    kept = ABMethod.quiet_until
+    ABMethod.quiet_until = property(lambda self: self.step + 1)  # type: ignore[assignment]
+    try:
+        slow = rehearse(subject(), ab(), arrange(0, [0, 0], None), foresight.typical)
+    finally:
+        ABMethod.quiet_until = kept  # type: ignore[method-assign]
+    assert without_seconds(quick.ledger.summary()) == without_seconds(slow.ledger.summary())
+    assert quick.steps == slow.steps and quick.calls == slow.calls and quick.exchanges == slow.exchanges
+
+
+def test_typical_lies_between_the_least_and_the_most() -> None:
+    at = {f.__name__: rehearse(subject(), ab(), arrange(0, [0, 0], None), f) for f in SCENARIOS}
+    sent = {name: r.ledger.slow_bytes for name, r in at.items()}
+    assert sent["lowest"] < sent["typical"] <= sent["highest"]
+
+
+SCENARIOS = (foresight.lowest, foresight.typical, foresight.highest)
+
+
+def test_a_rehearsal_leaves_the_model_alone() -> None:
+    what = subject()
+    before = {k: v.clone() for k, v in what.model.state_dict().items()}
+    rehearse(what, ab(), arrange(0, [0, 0], None), foresight.typical)
+    assert type(what.model[3]) is nn.Conv2d
+    for k, v in what.model.state_dict().items():
+        assert torch.equal(v, before[k]), k
+
+
+# Seconds.
+
+
+def test_a_ring_takes_its_bytes_over_the_bandwidth_and_a_latency_a_round() -> None:
+    links = Links(bandwidth=1e8, latency=1e-3, payload=1.0)
+    four = arrange(0, [0, 1, 2, 3], None)
+    size = 4_000_000
+    assert links.seconds(four.ring(four.world, size)) == pytest.approx(1.5 * size * 8 / 1e8 + 6 * 1e-3)
+
+
+def test_a_tree_trades_rounds_for_nothing_in_bytes() -> None:
+    many = arrange(0, list(range(64)), None)
+    ring, tree = many.ring(many.world, 1 << 20), many.double_tree(many.world, 1 << 20)
+    assert tree.slow == ring.slow and (ring.slow_rounds, tree.slow_rounds) == (126, 12)
+    chosen = Topology(0, many.nodes, many.groups, "tree")
+    assert chosen.all_reduce(many.world, 1 << 20) == tree
+
+
+def test_two_workers_a_node_put_a_flat_ring_on_one_link_each() -> None:
+    """gloo's ring over 2 × 2: every node's link carries 1.5 of the size, once."""
+    topology = arrange(0, [0, 0, 1, 1], None)
+    sent = topology.ring(topology.world, 1000)
+    assert (sent.slow, sent.fast, sent.slow_queue, sent.slow_rounds) == (1500, 1500, 1500, 6)
+
+
+def test_shares_cross_at_once_but_share_the_link() -> None:
+    a, b = Sent(slow=10, slow_queue=10, slow_rounds=4), Sent(slow=6, slow_queue=6, slow_rounds=4)
+    assert a.beside(b) == Sent(slow=16, slow_queue=16, slow_rounds=4)
+    assert a + b == Sent(slow=16, slow_queue=16, slow_rounds=8)
+
+
+def test_what_is_hidden_behind_the_backward_pass_is_not_waited_for() -> None:
+    links = Links(bandwidth=8e6, latency=0, payload=1.0)  # 1 MB a second
+    second = Sent(slow=1_000_000, slow_queue=1_000_000)
+    assert links.exposed([second, second], [0.0, 2.0], 2.0) == pytest.approx(1.0)
+    assert links.exposed([second, second], [0.0, 0.0], 2.0) == pytest.approx(0.0)
+    assert links.exposed([second, second], [2.0, 2.0], 2.0) == pytest.approx(2.0)
+
+
+def test_buckets_are_ready_when_their_last_gradient_is() -> None:
+    step = Compute(1.0, 2.0, 0.0, ready=((0.0, 0.0), (0.9, 0.1), (1.0, 1.0)))
+    assert step.ready_at([90, 10]) == pytest.approx([0.2, 2.0])
+    assert given(3.0).ready_at([50, 50]) == pytest.approx([2.0, 2.0])
+
+
+def test_on_a_slow_link_time_is_bytes() -> None:
+    """Where the wire is everything, the speed-up is the ratio of bytes; on an endless one it is compute."""
+    what = subject()
+    plan = make_plan(
+        what,
+        {"allreduce": thinwire.AllReduce(), "ab": ab()},
+        Layout(workers=2, nodes=2),
+        Links(bandwidth=1e4, latency=0),
+        stopwatch=Stopwatch(what, given(1e-6)),
+    )
+    plain, low_rank = plan.rows
+    ratio = plain.forecast.slow_bytes / low_rank.forecast.slow_bytes
+    assert low_rank.speedup(plan.baseline, plan.links) == pytest.approx(ratio, rel=0.01)
+    endless = Links(bandwidth=1e18, latency=0)
+    assert low_rank.speedup(plan.baseline, endless) == pytest.approx(1.0, rel=1e-3)
+    assert plain.speedup(plan.baseline, plan.links) == 1.0
+    assert pays_below(plain.forecast, plan.baseline, plan.links) == 0.0
+
+
+def test_a_method_that_computes_more_pays_below_a_bandwidth() -> None:
+    what = subject()
+    forecasts = [
+        Forecast(what, config, Layout(workers=2, nodes=2), foresight.typical, watch, lambda r: 0.0)
+        for config, watch in ((thinwire.AllReduce(), lambda r, p: given(0.010)), (ab(), lambda r, p: given(0.011)))
+    ]
+    links = Links(latency=0)
+    edge = pays_below(forecasts[1], forecasts[0], links)
+    assert edge is not None and 0 < edge < math.inf
+    for factor, sooner in ((0.9, True), (1.1, False)):
+        there = Links(bandwidth=edge * factor, latency=0)
+        seconds = [sum(f.seconds(there).values()) for f in forecasts]
+        assert (seconds[1] < seconds[0]) is sooner
+
+
+def test_plans_reach_a_thousand_nodes() -> None:
+    what = subject(steps=24)
+    plan = make_plan(
+        what,
+        {"allreduce": thinwire.AllReduce(), "ab": ab(group_size=None)},
+        Layout(workers=4, nodes=2),
+        Links(),
+        stopwatch=Stopwatch(what, given(0.01)),
+    )
+    table = over_nodes(plan, [2, 1024])
+    assert set(table) == {2, 1024} and all(v > 0 for row in table.values() for v in row.values())
+    assert table[2]["ab"] == pytest.approx(plan.rows[1].speedup(plan.baseline, plan.links))
+
+
+def test_compute_is_measured_in_the_shape_of_each_phase() -> None:
+    what = subject()
+    found = rehearse(what, ab(cutoff=0.5), arrange(0, [0, 0], None), foresight.lowest)
+    full, factored = (measure(what, found.shapes[phase][0]) for phase in ("warmup", "groups"))
+    for step in (full, factored):
+        assert step.forward > 0 and step.backward > 0 and step.update > 0
+        assert step.activations is not None and step.activations > 0
+        shares = [share for share, _ in step.ready]
+        assert shares == sorted(shares) and shares[-1] == pytest.approx(1.0)
+    assert type(found.shapes["groups"][0][7]) is not nn.Linear
+
+
+def test_memory_counts_parameters_gradients_buckets_and_state() -> None:
+    what = subject()
+    found = rehearse(what, thinwire.AllReduce(), arrange(0, [0, 0], None), foresight.typical)
+    numbers = sum(p.numel() for p in what.model.parameters())
+    buffers = sum(b.numel() * b.element_size() for b in what.model.buffers())
+    tensors = len(list(what.model.parameters()))
+    # parameters, gradients, buckets, two moments, and a step a parameter
+    assert found.state_bytes == 5 * 4 * numbers + buffers + 4 * tensors
+
+
+# Bad input.
+
+
+def test_bad_input_is_a_sentence() -> None:
+    with pytest.raises(ConfigError, match="3 workers cannot be spread evenly over 2 nodes"):
+        Layout(workers=3, nodes=2)
+    with pytest.raises(ConfigError, match="`bandwidth`=0"):
+        Links(bandwidth=0)
+    with pytest.raises(ConfigError, match="`latency`=-1"):
+        Links(latency=-1)
+    with pytest.raises(ConfigError, match="cannot be timed without a batch"):
+        Stopwatch(subject(inputs=()))
+    with pytest.raises(ConfigError, match="different group sizes"):
+        make_plan(
+            subject(),
+            {"a": ab(group_size=1), "b": ab(group_size=2)},
+            Layout(workers=2),
+            Links(),
+            stopwatch=Stopwatch(subject(), given(1.0)),
+        )
+
+
+def test_ranks_of_a_run_that_factored_nothing_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": 3, "method": "allreduce"}))
+    with pytest.raises(ConfigError, match="holds no ranks"):
+        foresight.Recorded(tmp_path)
+    with pytest.raises(ConfigError, match="there is no finished run"):
+        foresight.Recorded(tmp_path / "nowhere")
+
+
+# The time split of real runs.
+
+
+def split_of(rank: int, config: Any) -> tuple[dict[str, dict[str, float]], float]:
+    import time
+
+    model = small_model()
+    optimizer = adamw(model)
+    start = time.perf_counter()
+    replica = thinwire.attach(model, optimizer, config)
+    for step in range(STEPS):
+        train_step(replica, optimizer, step, rank)
+    replica.finish()
+    return replica.traffic.split, time.perf_counter() - start
+
+
+@pytest.mark.parametrize(
+    "config", [thinwire.AllReduce(), thinwire.AllReduce(wire="bf16"), ab()], ids=["fp32", "bf16", "ab"]
+)
+def test_the_time_split_adds_up(config: Any) -> None:
+    for split, wall in gang.run(split_of, 2, config):
+        assert sum(row["steps"] for row in split.values()) == STEPS
+        for row in split.values():
+            parts = [row[kind] for kind in ("compute", "wire", "decomposition", "other")]
+            assert all(part >= 0 for part in parts)
+            assert sum(parts) == pytest.approx(row["seconds"], rel=0.02, abs=1e-3)
+        assert sum(row["seconds"] for row in split.values()) <= wall
+        trained = [row for row in split.values() if row["steps"]]
+        assert all(row["compute"] > 0 for row in trained)
+        assert sum(row["wire"] for row in trained) > 0
+        assert (split["groups"]["decomposition"] > 0) if "groups" in split else True
+
+
+def late_worker(rank: int) -> dict[str, float]:
+    """Rank 1 dawdles in its forward pass; rank 0 waits for it inside its backward pass."""
+    import time
+
+    model = small_model()
+    optimizer = adamw(model)
+    replica = thinwire.attach(model, optimizer, thinwire.AllReduce())
+    for step in range(10):
+        if rank == 1:
+            time.sleep(0.02)
+        train_step(replica, optimizer, step, rank)
+    return replica.traffic.split["train"]
+
+
+def test_waiting_for_gradients_is_waiting_not_computing() -> None:
+    early, late = gang.run(late_worker, 2)
+    assert early["wire"] > 0.15 > early["compute"]
+    assert late["wire"] < 0.1 and late["other"] > 0.15
+
+
+def test_a_single_worker_waits_for_nobody() -> None:
+    split, _ = split_of(0, ab())
+    assert all(row["wire"] == 0 for row in split.values())
+
+
+def test_means_over_nodes_of_ledgers_are_means() -> None:
+    one = rehearse(subject(), ab(), arrange(0, [0, 0], None), foresight.typical).ledger
+    two = rehearse(subject(), ab(), arrange(1, [0, 0], None), foresight.typical).ledger
+    both = mean_over_nodes([one.state(), two.state()])
+    assert both.slow_bytes == pytest.approx((one.slow_bytes + two.slow_bytes) / 2, abs=10)
