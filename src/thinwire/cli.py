@@ -17,8 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.comm.topology import place
+from thinwire.commands.netbench import netbench
+from thinwire.commands.plan import plan
 from thinwire.errors import ConfigError, ThinwireError
-from thinwire.jobs import Job
+from thinwire.jobs import Job, variants
 from thinwire.launch import inside_job
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import RECIPES, named
@@ -60,6 +62,7 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--out", type=path, metavar="DIR", help="Where to write; under runs/ if not given."),
         click.option("--resume", is_flag=True, help="Go on from the last save."),
         click.option("--save-every", type=click.IntRange(1), metavar="N", help="Save every N steps."),
+        click.option("--eval-every", type=click.IntRange(1), metavar="N", help="Evaluate every N steps."),
         click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and nothing else."),
         click.option("--quiet", is_flag=True, help="No progress line."),
     ]
@@ -114,13 +117,10 @@ def compare(
     `thinwire.recipes.Recipe`.
     """
     folder = out or Path("runs") / f"compare-{named(recipe).name}"
-    names = [name.strip() for name in methods.split(",") if name.strip()] if methods else list(METHODS)
-    if not names:
-        raise ConfigError(f"`--methods`={methods!r} names no method, choose from: {', '.join(METHODS)}")
     base = Job(recipe=recipe, method="", out=folder, **_as_fields(flags))
     jobs = [
-        dataclasses.replace(base, method=name, settings=own, seed=seed, out=folder / f"{name}-seed{seed}")
-        for name, own in _dealt(base.settings, names).items()
+        dataclasses.replace(base, method=v.label, settings=v.settings, seed=seed, out=folder / f"{v.label}-seed{seed}")
+        for v in variants(methods, base.settings)
         for seed in range(seeds)
     ]
     for job in jobs:
@@ -156,22 +156,6 @@ def export(run_dir: Path, out: Path) -> None:
         f'into your own class:  load(MyModel(), "{out}"), with `load` from {out / "load.py"}',
     ]
     click.echo("\n".join(lines))
-
-
-def _dealt(settings: tuple[str, ...], names: list[str]) -> dict[str, tuple[str, ...]]:
-    """Each method's own settings: a bare FIELD=VALUE goes to every method that has the field."""
-    dealt: dict[str, tuple[str, ...]] = dict.fromkeys(names, ())
-    for text in settings:
-        field = text.partition("=")[0]
-        takers = [n for n in names if "." in field or n not in METHODS or field in _fields(n)]
-        # With no taker it goes to all, so that the check says which fields there are.
-        for name in takers or names:
-            dealt[name] += (text,)
-    return dealt
-
-
-def _fields(method: str) -> set[str]:
-    return {field.name for field in dataclasses.fields(METHODS[method].config)}
 
 
 def _as_fields(flags: dict[str, Any]) -> dict[str, Any]:
@@ -220,6 +204,10 @@ def _speaks() -> bool:
     """Whether this process talks to the user: the launcher, a lone process, or rank 0 of a job."""
     here = place()
     return here is None or here.rank == 0
+
+
+main.add_command(plan)
+main.add_command(netbench)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from thinwire.comm.topology import arrange
 from thinwire.config import describe, from_strings
@@ -44,26 +45,20 @@ class Job:
     """Go on from the last save, or return what is finished already."""
     save_every: int | None = None
     """Steps between saves."""
+    eval_every: int | None = None
+    """Steps between evaluations instead of the recipe's."""
     seats: tuple[Seat, ...] = (Seat(),)
     """Where the workers run, an equal part on each."""
 
     @cached_property
     def trained(self) -> Recipe:
         """The recipe over this job's steps."""
-        return named(self.recipe, steps=self.steps)
+        return named(self.recipe, steps=self.steps, eval_every=self.eval_every)
 
     @cached_property
     def config(self) -> Any:
         """The method's config."""
-        if self.method not in METHODS:
-            raise unknown("method", self.method, METHODS)
-        own = dict(_setting(text, self.method) for text in self.settings if _concerns(text, self.method))
-        return from_strings(
-            METHODS[self.method].config,
-            own,
-            total_steps=self.trained.steps,
-            group_size=_group_size(self.group_size),
-        )
+        return method_config(self.method, self.settings, self.trained.steps, self.group_size)
 
     def check(self) -> None:
         """Raise what is wrong with it, as far as one process can know."""
@@ -138,12 +133,60 @@ class Job:
             "--group-size": self.group_size,
             "--data": self.data,
             "--save-every": self.save_every,
+            "--eval-every": self.eval_every,
         }
         for flag, value in optional.items():
             words += [] if value is None else [flag, str(value)]
         for text in self.settings:
             words += ["--set", text]
         return [*words, "--quiet", *(["--resume"] if self.resume else [])]
+
+
+def method_config(method: str, settings: Iterable[str], steps: int, group_size: str | None) -> Any:
+    """A method's config from what was typed for it."""
+    if method not in METHODS:
+        raise unknown("method", method, METHODS)
+    own = dict(_setting(text, method) for text in settings if _concerns(text, method))
+    return from_strings(METHODS[method].config, own, total_steps=steps, group_size=_group_size(group_size))
+
+
+class Variant(NamedTuple):
+    """A method as it is to be run, and the name to show it under."""
+
+    label: str
+    method: str
+    settings: tuple[str, ...]
+
+    @property
+    def folder(self) -> str:
+        """The label as a folder's name."""
+        return self.label.replace(":", "-").replace("=", "-")
+
+
+def variants(methods: str | None, settings: tuple[str, ...]) -> list[Variant]:
+    """Methods separated by commas, each maybe with settings of its own, as METHOD:FIELD=VALUE; all if None.
+
+    A bare FIELD=VALUE of `settings` goes to every method that has the field.
+    """
+    labels = [label.strip() for label in methods.split(",") if label.strip()] if methods else list(METHODS)
+    if not labels:
+        raise ConfigError(f"`--methods`={methods!r} names no method, choose from: {', '.join(METHODS)}")
+    chosen = [Variant(label, *_parts(label)) for label in dict.fromkeys(labels)]
+    for text in settings:
+        field = text.partition("=")[0]
+        takers = [v.label for v in chosen if "." in field or v.method not in METHODS or field in _fields(v.method)]
+        # With no taker it goes to all, so that the check says which fields there are.
+        chosen = [v._replace(settings=(text, *v.settings)) if v.label in takers or not takers else v for v in chosen]
+    return chosen
+
+
+def _parts(label: str) -> tuple[str, tuple[str, ...]]:
+    method, *own = label.split(":")
+    return method, tuple(own)
+
+
+def _fields(method: str) -> set[str]:
+    return {field.name for field in dataclasses.fields(METHODS[method].config)}
 
 
 def _group_size(text: str | None) -> int | str | None:

@@ -65,15 +65,15 @@ def shakespeare() -> Recipe:
 RECIPES: dict[str, Callable[[], Recipe]] = {"digits": digits, "shakespeare": shakespeare}
 
 
-def named(name: str, *, steps: int | None = None) -> Recipe:
-    """The recipe called `name`, which may be FILE.py:FUNCTION, over `steps` steps if given."""
+def named(name: str, *, steps: int | None = None, eval_every: int | None = None) -> Recipe:
+    """The recipe called `name`, which may be FILE.py:FUNCTION, with other steps if given."""
     if name in RECIPES:
         recipe = RECIPES[name]()
     elif ":" in name or name.endswith(".py"):
         recipe = _own(name)
     else:
         raise unknown("recipe", name, list(RECIPES))
-    return recipe if steps is None else replace(recipe, steps=steps)
+    return replace(recipe, steps=steps or recipe.steps, eval_every=eval_every or recipe.eval_every)
 
 
 def _own(text: str) -> Recipe:

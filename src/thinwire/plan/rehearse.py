@@ -45,6 +45,8 @@ class Subject:
     """A worker's batch, as the model is called; nothing where it is not known."""
     loss: Callable[[Any], Tensor] | None = None
     """What is trained on, from the model's outputs."""
+    clip: float | None = None
+    """Largest gradient norm."""
     eval_every: int | None = None
     """Steps between evaluations; None for a run without them."""
 

@@ -1,0 +1,85 @@
+"""`thinwire netbench`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from thinwire.jobs import Job, variants
+from thinwire.netbench.bench import Bench
+from thinwire.netbench.hosts import clean, parse_rate
+from thinwire.netbench.show import tables
+from thinwire.recipes import named
+
+_DIR = click.Path(path_type=Path, file_okay=False)
+
+
+@click.command()
+@click.argument("recipe", required=False)
+@click.option("--methods", metavar="A,B", help="As ab or allreduce:wire=bf16, by commas; all methods if not given.")
+@click.option("--hosts", type=int, default=2, show_default=True, help="Hosts to make on this machine.")
+@click.option("--workers", type=click.IntRange(1), help="All workers; one a host if not given.")
+@click.option("--rates", default="100Mbit", show_default=True, help="Of each host's link, or unshaped, by commas.")
+@click.option("--group-size", metavar="G", help='Workers to a group, or "world".')
+@click.option("--steps", type=click.IntRange(1), metavar="N", help="Steps instead of the recipe's.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="S", help="Seed.")
+@click.option("--data", type=_DIR, metavar="DIR", help="Read data from here, not from the package.")
+@click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="A field of the method.")
+@click.option("--out", type=_DIR, metavar="DIR", help="Where to write; under runs/ if not given.")
+@click.option("--name", default="thinwire", show_default=True, help="What the hosts' names begin with.")
+@click.option("--keep", is_flag=True, help="Leave the hosts for inspection, until the next start.")
+@click.option("--clean", "only_clean", is_flag=True, help="Only remove hosts that are left, kept ones too.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and nothing else.")
+def netbench(recipe: str | None, only_clean: bool, as_json: bool, **flags: Any) -> None:
+    """Train RECIPE over slow links made on this machine, and hold the ledger against the kernel's counters.
+
+    Hosts are network namespaces on a bridge, each link shaped to a rate. Needs root. Evaluates at the end only.
+    """
+    if only_clean:
+        click.echo("\n".join(f"removed {name}" for name in clean(include_kept=True)) or "nothing was left")
+        return
+    if recipe is None:
+        raise click.UsageError("give a RECIPE, see `thinwire list`")
+    bench = _bench(recipe, flags)
+    console = Console(stderr=True)
+    say = (lambda line: None) if as_json else (lambda line: console.print(line, highlight=False, markup=False))
+    found = bench.run(say)
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    wide = Console()
+    for table in tables(found):
+        Console(width=None if wide.is_terminal else 120).print(table)
+    click.echo(f"figures and runs: {bench.base.out}")
+    if flags["keep"]:
+        click.echo(f"hosts are kept, see ip netns exec {flags['name']}-h0 ip addr; thinwire netbench --clean ends them")
+
+
+def _bench(recipe: str, flags: dict[str, Any]) -> Bench:
+    trained = named(recipe, steps=flags["steps"])
+    hosts = flags["hosts"]
+    workers = flags["workers"] or hosts
+    usual = Path("runs") / f"netbench-{trained.name}-{hosts}x{workers // max(1, hosts)}"
+    base = Job(
+        recipe=recipe,
+        method="",
+        out=flags["out"] or usual,
+        workers=workers,
+        group_size=flags["group_size"],
+        steps=flags["steps"],
+        seed=flags["seed"],
+        data=flags["data"],
+        eval_every=trained.steps,
+    )
+    return Bench(
+        base=base,
+        variants=variants(flags["methods"], flags["settings"]),
+        hosts=hosts,
+        rates=[parse_rate(text.strip()) for text in flags["rates"].split(",") if text.strip()],
+        name=flags["name"],
+        keep=flags["keep"],
+    )

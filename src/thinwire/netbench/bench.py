@@ -1,0 +1,161 @@
+"""A recipe by several methods over links that are really slow, with the kernel's counters beside the ledger.
+
+For every rate the plan is made first; then the methods run, one after the other, on the same hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from thinwire import units
+from thinwire.comm.counters import HEADERS, VARIABLE
+from thinwire.errors import ConfigError
+from thinwire.jobs import Job, Variant
+from thinwire.launch import Seat
+from thinwire.netbench.hosts import Hosts, check
+from thinwire.netbench.links import Counters, Host
+from thinwire.plan.forecast import Layout
+from thinwire.plan.links import Links
+from thinwire.plan.planner import Stopwatch, make_plan
+from thinwire.plan.subjects import of_recipe
+from thinwire.report.records import read_records
+
+# Between workers of one host: its loopback.
+_FAST = {"fast_bandwidth": 10e9, "fast_latency": 15e-6}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What to measure."""
+
+    base: Job
+    """The job but for its method."""
+    variants: list[Variant]
+    """Its methods."""
+    hosts: int
+    """Hosts to make; the job's workers are spread over them."""
+    rates: list[float | None]
+    """Bits a second of each host's link; None leaves it as it is."""
+    name: str
+    """What the hosts' names begin with."""
+    keep: bool = False
+    """Leave the hosts for inspection."""
+
+    def check(self) -> None:
+        """Raise what is wrong with it, before anything is made."""
+        if self.base.workers % self.hosts:
+            raise ConfigError(
+                f"{self.base.workers} workers cannot be spread evenly over {self.hosts} hosts; "
+                f"use a multiple of {self.hosts}"
+            )
+        check(self.hosts, self.name, self.base.workers // self.hosts)
+        seats = (Seat(),) * self.hosts
+        for _, job in self.jobs("check", seats):
+            job.check()
+
+    def jobs(self, rate: str, seats: tuple[Seat, ...]) -> Iterator[tuple[Variant, Job]]:
+        """One job a method."""
+        for v in self.variants:
+            out = self.base.out / rate.replace(" ", "").replace("/s", "") / v.folder
+            yield v, replace(self.base, method=v.method, settings=v.settings, out=out, seats=seats)
+
+    def run(self, say: Callable[[str], None]) -> dict[str, Any]:
+        """Everything; returns what `netbench.json` holds."""
+        self.check()
+        found: dict[str, Any] = {"recipe": self.base.trained.name, "workers": self.base.workers, "hosts": self.hosts}
+        found |= {"steps": self.base.trained.steps, "cores": os.cpu_count(), "rates": []}
+        with Hosts(count=self.hosts, name=self.name, keep=self.keep) as lab:
+            subject = of_recipe(self.base.trained, self.base.workers, self.base.data)
+            stopwatch = Stopwatch(subject, slowdown=max(1.0, self.base.workers / (os.cpu_count() or 1)))
+            for rate in self.rates:
+                lab.shape(rate)
+                found["rates"].append(self._at(rate, lab, stopwatch, say))
+                (self.base.out / "netbench.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        return found
+
+    def _at(self, rate: float | None, lab: Hosts, stopwatch: Stopwatch, say: Callable[[str], None]) -> dict[str, Any]:
+        probe = lab.probe()
+        label = units.rate(rate) if rate else "unshaped"
+        # An unshaped link has no nominal rate: what it gave, headers and all, stands for it.
+        bandwidth = rate or probe.bits_per_second / Links().payload
+        links = Links(bandwidth=bandwidth, latency=probe.latency_s, **_FAST)
+        jobs = list(self.jobs(label, tuple(_seat(host) for host in lab.hosts)))
+        layout = Layout(workers=self.base.workers, nodes=self.hosts)
+        configs = {v.label: job.config for v, job in jobs}
+        plan = make_plan(stopwatch.subject, configs, layout, links, stopwatch=stopwatch).as_dict()
+        rows = []
+        for (v, job), planned in zip(jobs, plan["methods"], strict=True):
+            say(f"{label}, {v.label}: planned {units.time(planned['seconds_per_step'])} a step")
+            rows.append({"method": v.label, **_measured(job, lab, say), "planned": planned})
+        baseline = next((row["step_s"] for row in rows if row["method"] == "allreduce"), None)
+        for row in rows:
+            row["speedup"] = baseline / row["step_s"] if baseline else None
+        return {
+            "rate": label,
+            "rate_bits": rate,
+            "probe_bits": probe.bits_per_second,
+            "probe_latency_s": probe.latency_s,
+            "methods": rows,
+        }
+
+
+def _seat(host: Host) -> Seat:
+    environment = {"GLOO_SOCKET_IFNAME": host.interface, VARIABLE: host.interface}
+    return Seat(prefix=tuple(host.command([])), address=host.address, environment=environment)
+
+
+def _measured(job: Job, lab: Hosts, say: Callable[[str], None]) -> dict[str, Any]:
+    """Run it between two looks at every host's counters."""
+    before = lab.counters()
+    summary = job.run(say)
+    after = lab.counters()
+    phases = {name: _agreement(row) for name, row in summary["traffic"]["by_phase"].items()}
+    return {
+        "out": str(job.out),
+        "steps": summary["steps"],
+        "step_s": _seconds_a_step(job.out),
+        "wall_s": summary["wall_s"],
+        "time": summary["time"],
+        "traffic_vs_allreduce_fp32": summary["traffic_vs_allreduce_fp32"],
+        "phases": phases,
+        "whole": _sum(phases),
+        "hosts": [_sent(*looks) for looks in zip(before, after, strict=True)],
+    }
+
+
+def _sent(before: Counters, after: Counters) -> dict[str, int]:
+    """What a host sent, from torchrun's first packet to its last."""
+    packets = after.sent_packets - before.sent_packets
+    return {"sent_bytes": after.sent_bytes - before.sent_bytes, "sent_packets": packets}
+
+
+def _agreement(row: dict[str, Any]) -> dict[str, Any]:
+    """The ledger against the kernel: what is left when every packet's headers are taken off."""
+    kernel, packets = row.get("kernel_bytes", 0), row.get("kernel_packets", 0)
+    headers = HEADERS * packets
+    return {
+        "ledger_bytes": row["slow_bytes"],
+        "kernel_bytes": kernel,
+        "headers_bytes": headers,
+        "left_bytes": kernel - headers - row["slow_bytes"],
+    }
+
+
+def _sum(phases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    whole = {key: sum(row[key] for row in phases.values()) for key in next(iter(phases.values()))}
+    whole["left_share"] = whole["left_bytes"] / whole["ledger_bytes"] if whole["ledger_bytes"] else None
+    return whole
+
+
+def _seconds_a_step(folder: Path) -> float:
+    """From the end of the first step to that of the last, with everything between but evaluation at the end."""
+    steps = [r for r in read_records(folder / "records.jsonl") if r["kind"] == "step"]
+    first, last = steps[0], steps[-1]
+    if first is last:
+        return first["wall_s"]
+    return (last["wall_s"] - first["wall_s"]) / (last["step"] - first["step"])

@@ -1,0 +1,51 @@
+"""What netbench found, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from thinwire import units
+from thinwire.report.tables import size
+
+_CAPTION = (
+    "Bytes a host, mean over hosts. Ledger is what Thinwire counted, kernel what the interface sent; left is the "
+    "kernel's count without 66 bytes of headers a packet and the ledger's. Wire is the share of time waited for it."
+)
+_HEADINGS = ("a step", "planned", "speed-\nup", "planned", "wire", "ledger", "kernel", "headers", "left")
+
+
+def tables(found: dict[str, Any]) -> Iterator[Table]:
+    """One a rate."""
+    for at in found["rates"]:
+        each = found["workers"] // found["hosts"]
+        link = f"{at['rate']} ({units.rate(at['probe_bits'])} of payload measured)"
+        title = f"{found['recipe']}, {found['steps']} steps, {found['hosts']} hosts × {each}, {link}"
+        out = Table(title=title, caption=_CAPTION, box=SIMPLE_HEAD)
+        out.add_column("method", no_wrap=True)
+        for heading in _HEADINGS:
+            out.add_column(heading, justify="right", no_wrap=True)
+        for row in at["methods"]:
+            out.add_row(*_cells(row))
+        yield out
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    whole, planned = row["whole"], row["planned"]
+    spent = sum(phase["seconds"] for phase in row["time"].values())
+    waited = sum(phase["wire"] for phase in row["time"].values())
+    return [
+        row["method"],
+        units.time(row["step_s"]),
+        units.time(planned["seconds_per_step"]),
+        "–" if row["speedup"] is None else f"{row['speedup']:.2f}",
+        f"{planned['speedup']:.2f}",
+        f"{100 * waited / spent:.0f} %",
+        size(whole["ledger_bytes"]),
+        size(whole["kernel_bytes"]),
+        size(whole["headers_bytes"]),
+        "–" if whole["left_share"] is None else f"{100 * whole['left_share']:.2f} %",
+    ]

@@ -1,0 +1,115 @@
+"""A plan for people: a table, and a picture over bandwidth and over nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from thinwire import units
+from thinwire.plan.links import Links
+from thinwire.plan.planner import Plan, over_nodes
+from thinwire.report.plots import colours, dress, two_panels
+from thinwire.report.tables import ratio, size
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BANDWIDTHS = np.geomspace(1e8, 4e11, 48)
+_TICKS = (0.1, 0.2, 0.5, 0.8, 1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100, 200, 500)
+NODES = tuple(2**i for i in range(1, 11))
+_BYTES = ("slow link\na step", "slow link\nin all", "vs all-\nreduce")
+_SECONDS = ("time\na step", "time\nin all", "speed-\nup", "pays\nbelow")
+
+
+def table(plan: dict[str, Any]) -> Table:
+    """One line a method."""
+    links = plan["links"]
+    title = (
+        f"{plan['subject']}, {plan['steps']} steps, {plan['workers']} workers on {plan['nodes']} nodes, "
+        f"{units.rate(links['bandwidth'])} and {units.time(links['latency'])} between them"
+    )
+    out = Table(title=title, caption=_caption(plan), box=SIMPLE_HEAD)
+    out.add_column("method", no_wrap=True)
+    for heading in (*_BYTES, *_SECONDS, "memory\na worker"):
+        out.add_column(heading, justify="right", no_wrap=True)
+    for row in plan["methods"]:
+        out.add_row(*_cells(row))
+        if row["slow_bytes_range"]:
+            low, high = row["slow_bytes_range"]
+            out.add_row("", "", f"{size(low)} to {size(high)}", style="dim")
+    return out
+
+
+def _caption(plan: dict[str, Any]) -> str:
+    told = ["Bytes a node without evaluation. Speed-up over fp32 all-reduce."]
+    if plan["ranks"]:
+        told.append(f"Ranks of {plan['ranks']}.")
+    elif any(row["slow_bytes_range"] for row in plan["methods"]):
+        told.append("Ranks of a typical run; below, rank 1 to full rank. A run's own: --ranks DIR.")
+    if plan["compute_measured"]:
+        told.append("Compute measured here, activations counted.")
+    else:
+        told.append("Compute as given, in every phase; decompositions and activations left out.")
+    return " ".join(told)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    pays = row["pays_below_bits"]
+    return [
+        row["method"],
+        size(row["slow_bytes_per_step"]),
+        size(row["slow_bytes"]),
+        ratio(row["traffic_vs_allreduce_fp32"]),
+        units.time(row["seconds_per_step"]),
+        units.time(row["seconds"]),
+        f"{row['speedup']:.2f}",
+        "any" if pays is None else "–" if pays == 0 else units.rate(float(f"{pays:.2g}")),
+        size(row["memory_bytes"]),
+    ]
+
+
+def draw(plan: Plan, path: Path) -> dict[str, Any]:
+    """Write the picture as PNG; returns its curves as plain values."""
+    figure, (over_bandwidth, over_count) = two_panels()
+    by_rate = {row.method: _over_bandwidth(plan, row) for row in plan.rows}
+    by_count = over_nodes(plan, NODES)
+    for colour, row in zip(colours(len(plan.rows)), plan.rows, strict=False):
+        name = row.method
+        over_bandwidth.plot(BANDWIDTHS / 1e9, by_rate[name], color=colour, linewidth=2, label=name)
+        over_count.plot(NODES, [by_count[n][name] for n in NODES], color=colour, linewidth=2, marker="o", markersize=3)
+    dress(over_bandwidth, "bandwidth between nodes (Gbit/s)", "speed-up over fp32 all-reduce")
+    dress(over_count, f"nodes, at {units.rate(plan.links.bandwidth)}", "")
+    over_count.set_xscale("log", base=2)
+    _logarithmic(over_bandwidth)
+    _logarithmic(over_count)
+    figure.suptitle(f"{plan.subject.name}: time to the same number of steps, planned")
+    figure.savefig(path)
+    return {
+        "bandwidth_bits": BANDWIDTHS.tolist(),
+        "speedup_over_bandwidth": by_rate,
+        "nodes": list(NODES),
+        "speedup_over_nodes": {row.method: [by_count[n][row.method] for n in NODES] for row in plan.rows},
+    }
+
+
+def _over_bandwidth(plan: Plan, row: Any) -> list[float]:
+    return [row.speedup(plan.baseline, Links(**{**vars(plan.links), "bandwidth": float(b)})) for b in BANDWIDTHS]
+
+
+def _logarithmic(axes: Axes) -> None:
+    """Factors are seen best on a logarithmic axis, read best as plain numbers."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    if axes.get_xscale() == "linear":
+        axes.set_xscale("log")
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.set_yticks([tick for tick in _TICKS if low <= tick <= high])
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
+    axes.axhline(1.0, color="#999999", linewidth=0.8)

@@ -1,0 +1,62 @@
+"""What a plan is for: a recipe, or a model that a user's function builds."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from thinwire.errors import ConfigError, unknown
+from thinwire.plan.rehearse import Subject
+from thinwire.recipes import Recipe, load_function
+from thinwire.train.data import share
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
+    "adamw": AdamW,
+    "adam": Adam,
+    "sgd": partial(SGD, lr=0.1, momentum=0.9),
+}
+
+
+def of_recipe(recipe: Recipe, workers: int, data: Path | None = None) -> Subject:
+    """A recipe as one of its workers meets it."""
+    if workers > recipe.batch:
+        raise ConfigError(
+            f"a batch of {recipe.batch} cannot be shared by {workers} workers; use at most {recipe.batch}"
+        )
+    source = recipe.source(data)
+    x, y = source.train(share(np.arange(recipe.batch) % source.train_size, 0, workers))
+    return Subject(
+        name=recipe.name,
+        model=recipe.model(source),
+        optimizer=recipe.optimizer,
+        steps=recipe.steps,
+        inputs=(x,),
+        loss=lambda outputs: recipe.task.loss(outputs, y),
+        clip=recipe.clip,
+        eval_every=recipe.eval_every,
+    )
+
+
+def of_function(text: str, steps: int | None, optimizer: str = "adamw") -> Subject:
+    """The model that FILE.py:FUNCTION returns, alone or with the inputs of one worker's batch."""
+    if steps is None:
+        raise ConfigError(f"a plan for the model of {text} needs the steps of a run; give --steps")
+    if optimizer not in OPTIMIZERS:
+        raise unknown("optimizer", optimizer, OPTIMIZERS)
+    built = load_function(text, "model")()
+    model, inputs = built if isinstance(built, tuple) else (built, ())
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{text} returns {type(model).__name__}; it must return an nn.Module, or one and its inputs")
+    return Subject(name=_name(text), model=model, optimizer=OPTIMIZERS[optimizer], steps=steps, inputs=_tuple(inputs))
+
+
+def _tuple(inputs: Any) -> tuple[Any, ...]:
+    return inputs if isinstance(inputs, tuple) else (inputs,)
+
+
+def _name(text: str) -> str:
+    return text.rpartition(":")[2]
