@@ -124,7 +124,7 @@ def test_a_rehearsal_leaves_the_model_alone() -> None:
 
 
 def test_a_ring_takes_its_bytes_over_the_bandwidth_and_a_latency_a_round() -> None:
-    links = Links(bandwidth=1e8, latency=1e-3, payload=1.0)
+    links = Links(bandwidth=1e8, latency=1e-3, payload=1.0, overhead=0)
     four = arrange(0, [0, 1, 2, 3], None)
     size = 4_000_000
     assert links.seconds(four.ring(four.world, size)) == pytest.approx(1.5 * size * 8 / 1e8 + 6 * 1e-3)
@@ -152,7 +152,7 @@ def test_shares_cross_at_once_but_share_the_link() -> None:
 
 
 def test_what_is_hidden_behind_the_backward_pass_is_not_waited_for() -> None:
-    links = Links(bandwidth=8e6, latency=0, payload=1.0)  # 1 MB a second
+    links = Links(bandwidth=8e6, latency=0, payload=1.0, overhead=0)  # 1 MB a second
     second = Sent(slow=1_000_000, slow_queue=1_000_000)
     assert links.exposed([second, second], [0.0, 2.0], 2.0) == pytest.approx(1.0)
     assert links.exposed([second, second], [0.0, 0.0], 2.0) == pytest.approx(0.0)
@@ -172,13 +172,13 @@ def test_on_a_slow_link_time_is_bytes() -> None:
         what,
         {"allreduce": thinwire.AllReduce(), "ab": ab()},
         Layout(workers=2, nodes=2),
-        Links(bandwidth=1e4, latency=0),
+        Links(bandwidth=1e4, latency=0, overhead=0),
         stopwatch=Stopwatch(what, given(1e-6)),
     )
     plain, low_rank = plan.rows
     ratio = plain.forecast.slow_bytes / low_rank.forecast.slow_bytes
     assert low_rank.speedup(plan.baseline, plan.links) == pytest.approx(ratio, rel=0.01)
-    endless = Links(bandwidth=1e18, latency=0)
+    endless = Links(bandwidth=1e18, latency=0, overhead=0)
     assert low_rank.speedup(plan.baseline, endless) == pytest.approx(1.0, rel=1e-3)
     assert plain.speedup(plan.baseline, plan.links) == 1.0
     assert pays_below(plain.forecast, plan.baseline, plan.links) == 0.0
@@ -190,11 +190,11 @@ def test_a_method_that_computes_more_pays_below_a_bandwidth() -> None:
         Forecast(what, config, Layout(workers=2, nodes=2), foresight.typical, watch, lambda r: 0.0)
         for config, watch in ((thinwire.AllReduce(), lambda r, p: given(0.010)), (ab(), lambda r, p: given(0.011)))
     ]
-    links = Links(latency=0)
+    links = Links(latency=0, overhead=0)
     edge = pays_below(forecasts[1], forecasts[0], links)
     assert edge is not None and 0 < edge < math.inf
     for factor, sooner in ((0.9, True), (1.1, False)):
-        there = Links(bandwidth=edge * factor, latency=0)
+        there = Links(bandwidth=edge * factor, latency=0, overhead=0)
         seconds = [sum(f.seconds(there).values()) for f in forecasts]
         assert (seconds[1] < seconds[0]) is sooner
 

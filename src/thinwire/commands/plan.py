@@ -32,6 +32,7 @@ _DIR = click.Path(path_type=Path, file_okay=False)
 @click.option("--group-size", metavar="G", help='Workers to a group, or "world".')
 @click.option("--bandwidth", default="1Gbit", show_default=True, help="Of each node's link, each way.")
 @click.option("--latency", default="50us", show_default=True, help="Between nodes, one way.")
+@click.option("--overhead", default="100us", show_default=True, help="Of each collective, beside its bytes.")
 @click.option("--fast-bandwidth", default="100Gbit", show_default=True, help="Between workers of a node.")
 @click.option("--fast-latency", default="5us", show_default=True, help="Between workers of a node.")
 @click.option(
@@ -80,6 +81,7 @@ def _plan(subject: Subject, flags: dict[str, Any]) -> Plan:
         latency=units.seconds(flags["latency"]),
         fast_bandwidth=units.bits_per_second(flags["fast_bandwidth"]),
         fast_latency=units.seconds(flags["fast_latency"]),
+        overhead=units.seconds(flags["overhead"]),
     )
     configs = {
         v.label: method_config(v.method, v.settings, subject.steps, flags["group_size"])

@@ -13,20 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from thinwire import units
-from thinwire.comm.counters import HEADERS, VARIABLE
+from thinwire.comm.counters import HEADERS
 from thinwire.errors import ConfigError
 from thinwire.jobs import Job, Variant
 from thinwire.launch import Seat
+from thinwire.netbench.calibrate import Calibration, calibrate, seats
 from thinwire.netbench.hosts import Hosts, check
-from thinwire.netbench.links import Counters, Host
+from thinwire.netbench.links import Counters
 from thinwire.plan.forecast import Layout
-from thinwire.plan.links import Links
-from thinwire.plan.planner import Stopwatch, make_plan
-from thinwire.plan.subjects import of_recipe
+from thinwire.plan.planner import make_plan
 from thinwire.report.records import read_records
-
-# Between workers of one host: its loopback.
-_FAST = {"fast_bandwidth": 10e9, "fast_latency": 15e-6}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,24 +66,22 @@ class Bench:
         found: dict[str, Any] = {"recipe": self.base.trained.name, "workers": self.base.workers, "hosts": self.hosts}
         found |= {"steps": self.base.trained.steps, "cores": os.cpu_count(), "rates": []}
         with Hosts(count=self.hosts, name=self.name, keep=self.keep) as lab:
-            subject = of_recipe(self.base.trained, self.base.workers, self.base.data)
-            stopwatch = Stopwatch(subject, slowdown=max(1.0, self.base.workers / (os.cpu_count() or 1)))
+            calibration = calibrate(self.base, lab, say)
+            found["calibration"] = calibration.as_dict()
             for rate in self.rates:
                 lab.shape(rate)
-                found["rates"].append(self._at(rate, lab, stopwatch, say))
+                found["rates"].append(self._at(rate, lab, calibration, say))
                 (self.base.out / "netbench.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         return found
 
-    def _at(self, rate: float | None, lab: Hosts, stopwatch: Stopwatch, say: Callable[[str], None]) -> dict[str, Any]:
+    def _at(self, rate: float | None, lab: Hosts, known: Calibration, say: Callable[[str], None]) -> dict[str, Any]:
         probe = lab.probe()
         label = units.rate(rate) if rate else "unshaped"
-        # An unshaped link has no nominal rate: what it gave, headers and all, stands for it.
-        bandwidth = rate or probe.bits_per_second / Links().payload
-        links = Links(bandwidth=bandwidth, latency=probe.latency_s, **_FAST)
-        jobs = list(self.jobs(label, tuple(_seat(host) for host in lab.hosts)))
+        links = known.links(rate, probe)
+        jobs = list(self.jobs(label, seats(lab)))
         layout = Layout(workers=self.base.workers, nodes=self.hosts)
         configs = {v.label: job.config for v, job in jobs}
-        plan = make_plan(stopwatch.subject, configs, layout, links, stopwatch=stopwatch).as_dict()
+        plan = make_plan(known.stopwatch.subject, configs, layout, links, stopwatch=known.stopwatch).as_dict()
         rows = []
         for (v, job), planned in zip(jobs, plan["methods"], strict=True):
             say(f"{label}, {v.label}: planned {units.time(planned['seconds_per_step'])} a step")
@@ -104,16 +98,11 @@ class Bench:
         }
 
 
-def _seat(host: Host) -> Seat:
-    environment = {"GLOO_SOCKET_IFNAME": host.interface, VARIABLE: host.interface}
-    return Seat(prefix=tuple(host.command([])), address=host.address, environment=environment)
-
-
 def _measured(job: Job, lab: Hosts, say: Callable[[str], None]) -> dict[str, Any]:
     """Run it between two looks at every host's counters."""
-    before = lab.counters()
+    before, at_first = lab.counters(), _processor_time()
     summary = job.run(say)
-    after = lab.counters()
+    after, at_last = lab.counters(), _processor_time()
     phases = {name: _agreement(row) for name, row in summary["traffic"]["by_phase"].items()}
     return {
         "out": str(job.out),
@@ -121,6 +110,7 @@ def _measured(job: Job, lab: Hosts, say: Callable[[str], None]) -> dict[str, Any
         "step_s": _seconds_a_step(job.out),
         "wall_s": summary["wall_s"],
         "time": summary["time"],
+        "stolen": (at_last[1] - at_first[1]) / max(1, at_last[0] - at_first[0]),
         "traffic_vs_allreduce_fp32": summary["traffic_vs_allreduce_fp32"],
         "phases": phases,
         "whole": _sum(phases),
@@ -132,6 +122,12 @@ def _sent(before: Counters, after: Counters) -> dict[str, int]:
     """What a host sent, from torchrun's first packet to its last."""
     packets = after.sent_packets - before.sent_packets
     return {"sent_bytes": after.sent_bytes - before.sent_bytes, "sent_packets": packets}
+
+
+def _processor_time() -> tuple[int, int]:
+    """All processors' ticks so far, and those that other machines on the same hardware took from this one."""
+    ticks = [int(n) for n in Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()[1:]]
+    return sum(ticks[:8]), ticks[7]
 
 
 def _agreement(row: dict[str, Any]) -> dict[str, Any]:

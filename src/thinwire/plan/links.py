@@ -22,6 +22,8 @@ class Links:
     """Inside a node, from one worker to another."""
     fast_latency: float = 5e-6
     """Inside a node."""
+    overhead: float = 100e-6
+    """What a collective costs beside its bytes: software, threads that wake up, the slowest worker's delay."""
     payload: float = PAYLOAD
     """Share of the slow link's bandwidth that is left to payload."""
 
@@ -29,17 +31,19 @@ class Links:
         for name in ("bandwidth", "fast_bandwidth"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"`{name}`={getattr(self, name)!r} must be above 0 bits a second, as 1Gbit")
-        for name in ("latency", "fast_latency"):
+        for name in ("latency", "fast_latency", "overhead"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"`{name}`={getattr(self, name)!r} must be a time from 0 on, as 50us")
         if not 0 < self.payload <= 1:
             raise ConfigError(f"`payload`={self.payload!r} must be a share above 0, up to 1")
 
     def seconds(self, sent: Sent) -> float:
-        """A collective alone on the links: bytes that queue at the narrowest place, and the rounds' latencies."""
+        """A collective alone on the links: bytes that queue at the narrowest place, and its rounds' latencies."""
+        if not (sent.slow_queue or sent.fast_queue):
+            return 0.0
         slow = 8 * sent.slow_queue / (self.bandwidth * self.payload)
         fast = 8 * sent.fast_queue / self.fast_bandwidth
-        return max(slow, fast) + sent.slow_rounds * self.latency + sent.fast_rounds * self.fast_latency
+        return self.overhead + max(slow, fast) + sent.slow_rounds * self.latency + sent.fast_rounds * self.fast_latency
 
     def exposed(self, parts: Sequence[Sent], ready: Sequence[float], end: float) -> float:
         """How long is waited after `end` for parts that start one after the other, each when it is ready."""

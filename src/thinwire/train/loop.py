@@ -152,6 +152,7 @@ def _evaluate(run: _Run, *, finished: bool = False) -> dict[str, float]:
         **figures,
         **_bytes_so_far(run),
         ranks=replica.ranks(),
+        time=replica.traffic.split,
     )
     return figures
 

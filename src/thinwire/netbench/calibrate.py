@@ -1,0 +1,76 @@
+"""What this machine is, before anything is planned for it: a short run of plain all-reduce over unshaped links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from thinwire.comm.counters import VARIABLE
+from thinwire.jobs import Job
+from thinwire.launch import Seat
+from thinwire.netbench.hosts import Hosts, Probe
+from thinwire.plan import compute
+from thinwire.plan.links import Links
+from thinwire.plan.planner import Stopwatch
+from thinwire.plan.subjects import of_recipe
+from thinwire.report.records import BASELINE, read_records
+
+_STEPS = 40
+# Between workers of one host: its loopback.
+_FAST = {"fast_bandwidth": 10e9, "fast_latency": 15e-6}
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How long a step and a collective take here, beside what is sent."""
+
+    stopwatch: Stopwatch
+    slowdown: float
+    """A worker's step among the others, against one timed alone."""
+    overhead: float
+    """Seconds of a collective without its bytes."""
+
+    def links(self, rate: float | None, probe: Probe) -> Links:
+        """The links as a plan takes them; an unshaped one has the rate it gave."""
+        bandwidth = rate or probe.bits_per_second / Links().payload
+        return Links(bandwidth=bandwidth, latency=probe.latency_s, overhead=self.overhead, **_FAST)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"slowdown": self.slowdown, "overhead_s": self.overhead}
+
+
+def calibrate(base: Job, lab: Hosts, say: Callable[[str], None]) -> Calibration:
+    """Train a few steps over unshaped links, and see what they cost beside their bytes."""
+    lab.shape(None)
+    probe = lab.probe()
+    steps = min(_STEPS, base.trained.steps)
+    job = replace(base, method=BASELINE, group_size=None, steps=steps, eval_every=max(1, steps // 2), seats=seats(lab))
+    job = replace(job, out=base.out / "calibration")
+    traffic = job.run(say)["traffic"]
+    computing, waiting = _second_half(job)
+    subject = of_recipe(base.trained, base.workers, base.data)
+    slowdown = computing / compute.measure(subject).seconds
+    moving = 8 * traffic["slow_bytes"] / steps / probe.bits_per_second
+    overhead = max(0.0, waiting - moving) * steps / max(1, traffic["slow_calls"])
+    return Calibration(Stopwatch(subject, slowdown=slowdown), slowdown, overhead)
+
+
+def _second_half(job: Job) -> tuple[float, float]:
+    """Seconds a step of computing and of waiting, without the first steps: they load, and wait for who loads."""
+    seen = [r["time"] for r in read_records(job.out / "records.jsonl") if r["kind"] == "evaluation"]
+    sums = [{key: sum(row[key] for row in split.values()) for key in ("steps", "compute", "wire")} for split in seen]
+    # The last one is of the finished model; a run of one step has nothing but that step.
+    late, early = sums[-2], sums[0] if sums[0]["steps"] < sums[-2]["steps"] else dict.fromkeys(sums[0], 0.0)
+    steps = late["steps"] - early["steps"]
+    return (late["compute"] - early["compute"]) / steps, (late["wire"] - early["wire"]) / steps
+
+
+def seats(lab: Hosts) -> tuple[Seat, ...]:
+    """Every host as a place to run, with its interface watched."""
+    found = []
+    for host in lab.hosts:
+        environment = {"GLOO_SOCKET_IFNAME": host.interface, VARIABLE: host.interface}
+        found.append(Seat(prefix=tuple(host.command([])), address=host.address, environment=environment))
+    return tuple(found)
