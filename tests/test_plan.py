@@ -23,7 +23,7 @@ from thinwire.plan.links import Links
 from thinwire.plan.planner import Stopwatch, make_plan, over_nodes, pays_below
 from thinwire.plan.rehearse import Subject, rehearse
 from thinwire.recipes import named
-from thinwire.train import fit, loop
+from thinwire.train import fit
 from worlds import ab, adamw, batch, small_model, train_step
 
 STEPS = 24
@@ -38,9 +38,8 @@ def subject(**changes: Any) -> Subject:
 
 
 def really_sent(rank: int, config: Any, folder: str) -> dict[str, Any]:
-    """A whole run by `fit`, and its summary's traffic; writing the model sends nothing and takes seconds."""
-    loop.write_model = lambda *_: None
-    return fit(named("digits", steps=STEPS), config, out=Path(folder) / "run")["traffic"]
+    """A whole run by `fit`, and its summary's traffic."""
+    return fit(named("digits", steps=STEPS), config, out=Path(folder) / "run", model=False)["traffic"]
 
 
 def planned(config: Any, workers: int, ranks: Path | None) -> dict[str, Any]:
@@ -314,8 +313,8 @@ def late_worker(rank: int) -> dict[str, float]:
 
 def test_waiting_for_gradients_is_waiting_not_computing() -> None:
     early, late = gang.run(late_worker, 2)
-    assert early["wire"] > 0.15 > early["compute"]
-    assert late["wire"] < 0.1 and late["other"] > 0.15
+    assert early["wire"] > 0.15 and early["wire"] - late["wire"] > 0.1
+    assert late["other"] > 0.15
 
 
 def test_a_single_worker_waits_for_nobody() -> None:

@@ -15,6 +15,8 @@ HERE = Path(__file__).parent
 METHODS = "allreduce,allreduce:wire=bf16,ab"
 RATES = "100Mbit,1Gbit,unshaped"
 LAYOUTS = ((2, 2), (4, 4), (2, 4))  # hosts, workers
+SHOWN = ("link", "method", "a step", "planned", "off", "speed-up", "planned", "wire")
+HEADINGS = (*SHOWN, "ledger", "kernel", "headers", "left", "stolen")
 # A cycle of AB fits into VGG16's few steps only by whole numbers; the share of its phases is the guideline's.
 RECIPES = {
     "digits": ("digits", 150, ()),
@@ -56,8 +58,8 @@ def table(found: dict[str, Any]) -> str:
     lines = [
         f"### {found['recipe']}, {found['hosts']} × {each}, {found['steps']} steps",
         "",
-        "| link | method | step | planned | off | speed-up | planned | wire | ledger | kernel | headers | left | stolen |",
-        "| --- | --- | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: |",
+        f"| {' | '.join(HEADINGS)} |",
+        f"| --- | --- |{' --: |' * (len(HEADINGS) - 2)}",
     ]
     for at in found["rates"]:
         lines += [f"| {at['rate']} | {' | '.join(cells(row))} |" for row in at["methods"]]

@@ -62,6 +62,7 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--out", type=path, metavar="DIR", help="Where to write; under runs/ if not given."),
         click.option("--resume", is_flag=True, help="Go on from the last save."),
         click.option("--save-every", type=click.IntRange(1), metavar="N", help="Save every N steps."),
+        click.option("--no-model", "model", flag_value=False, default=True, help="Do not write the finished model."),
         click.option("--eval-every", type=click.IntRange(1), metavar="N", help="Evaluate every N steps."),
         click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and nothing else."),
         click.option("--quiet", is_flag=True, help="No progress line."),

@@ -47,6 +47,8 @@ class Job:
     """Steps between saves."""
     eval_every: int | None = None
     """Steps between evaluations instead of the recipe's."""
+    model: bool = True
+    """Whether to write the finished model."""
     seats: tuple[Seat, ...] = (Seat(),)
     """Where the workers run, an equal part on each."""
 
@@ -92,6 +94,7 @@ class Job:
                 data=self.data,
                 resume=self.resume,
                 save_every=self.save_every,
+                model=self.model,
             )
 
     def _finished(self) -> dict[str, Any] | None:
@@ -139,7 +142,8 @@ class Job:
             words += [] if value is None else [flag, str(value)]
         for text in self.settings:
             words += ["--set", text]
-        return [*words, "--quiet", *(["--resume"] if self.resume else [])]
+        flags = {"--resume": self.resume, "--no-model": not self.model}
+        return [*words, "--quiet", *(flag for flag, given in flags.items() if given)]
 
 
 def method_config(method: str, settings: Iterable[str], steps: int, group_size: str | None) -> Any:

@@ -73,23 +73,29 @@ def named(name: str, *, steps: int | None = None, eval_every: int | None = None)
         recipe = _own(name)
     else:
         raise unknown("recipe", name, list(RECIPES))
-    return replace(recipe, steps=steps or recipe.steps, eval_every=eval_every or recipe.eval_every)
+    steps = recipe.steps if steps is None else steps
+    return replace(recipe, steps=steps, eval_every=recipe.eval_every if eval_every is None else eval_every)
 
 
 def _own(text: str) -> Recipe:
     """The recipe that a user's function returns."""
-    make = load_function(text, "recipe")
-    try:
-        recipe = make()
-    except ThinwireError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"the recipe `{text}` failed: {type(error).__name__}: {error}") from error
+    recipe = call_function(text, "recipe")
     if not isinstance(recipe, Recipe):
         raise ConfigError(
             f"the recipe `{text}` returned {type(recipe).__name__}; it must return a `thinwire.recipes.Recipe`"
         )
     return recipe
+
+
+def call_function(text: str, what: str) -> Any:
+    """What the user's function FILE.py:FUNCTION returns."""
+    make = load_function(text, what)
+    try:
+        return make()
+    except ThinwireError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"the {what} `{text}` failed: {type(error).__name__}: {error}") from error
 
 
 def load_function(text: str, what: str) -> Callable[..., Any]:

@@ -74,6 +74,7 @@ class Replica(nn.Module):
         self._trained = sum(p.numel() for p in method.model.parameters() if p.requires_grad)
         # Here and not by a decorator: that would load Dynamo, seconds, with the package.
         self.forward = torch.compiler.disable(self.forward, recursive=False)  # type: ignore[method-assign]
+        self._begin_step = torch.compiler.disable(self.traffic.times.begin_step)
         method.ground.after_merge = self._expect_scale
         method.attach()
         if compile is not None:
@@ -87,7 +88,7 @@ class Replica(nn.Module):
         if self._finished or not (self.training and torch.is_grad_enabled()):
             return self.module(*args, **kwargs)
         self._was_called = True
-        self.traffic.times.begin_step()
+        self._begin_step()
         self._agree_on_scale()
         return self._method.forward(*args, **kwargs)
 
@@ -107,9 +108,9 @@ class Replica(nn.Module):
         if self.spans_world:
             yield self
             return
-        self._method.wire.barrier("merged()")
         with contextlib.ExitStack() as stack:
             with self.traffic.everything_is("evaluate"), self._unrounded():
+                self._method.wire.barrier("merged()")
                 stack.enter_context(self._method.lend_merged())
             yield self
 

@@ -154,8 +154,12 @@ class Wire:
 
     def barrier(self, call: str) -> None:
         """Wait for all workers, no longer than the process group's own timeout."""
-        if self._control is None:
+        if self.topology.world_size == 1:
             return
+        sent = self.topology.star(self.topology.world, 4)
+        self._timed(lambda: self._meet(call), sent, "control")
+
+    def _meet(self, call: str) -> None:
         number = _sign_in(self.topology.rank)
         try:
             dist.monitored_barrier(self._control, timeout=_timeout_of(self._control), wait_all_ranks=True)

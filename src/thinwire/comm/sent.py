@@ -1,6 +1,6 @@
 """What a collective sends over which link: the pieces of `topology.py`'s arithmetic."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -59,3 +59,18 @@ def tree_pairs(members: Ranks) -> Iterable[tuple[int, int]]:
     """A member receives from the one whose place lacks its own highest bit."""
     for place in range(1, len(members)):
         yield members[place - (1 << (place.bit_length() - 1))], members[place]
+
+
+def star_pairs(members: Ranks) -> Iterable[tuple[int, int]]:
+    """Everyone sends to the first, who sends back."""
+    for member in members[1:]:
+        yield member, members[0]
+        yield members[0], member
+
+
+PATTERNS: dict[str, Callable[[Ranks], Iterable[tuple[int, int]]]] = {
+    "ring": ring_pairs,
+    "tree": tree_pairs,
+    "star": star_pairs,
+}
+"""Who sends to whom."""

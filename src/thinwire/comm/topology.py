@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from thinwire.comm.sent import Edges, Ranks, Sent, ring_pairs, tree_pairs
+from thinwire.comm.sent import PATTERNS, Edges, Ranks, Sent
 from thinwire.errors import ConfigError, DisagreementError
 
 log = logging.getLogger("thinwire")
@@ -83,6 +83,12 @@ class Topology:
         """An all-gather of `size` bytes from each member: everyone passes on all but one part."""
         return self._around(members, (len(members) - 1) * size, len(members) - 1)
 
+    def star(self, members: Ranks, size: int) -> Sent:
+        """Everyone tells the first member, who answers each, as in gloo's monitored barrier."""
+        edges = self._edges("star", members)
+        queue = edges.busiest * size
+        return Sent(edges.slow * size, edges.fast * size, queue, size if edges.fast else 0, 2 * (queue > 0), 2)
+
     def double_tree(self, members: Ranks, size: int) -> Sent:
         """An all-reduce by two trees that carry half of it each, where every inner node of one is a leaf of the other.
 
@@ -114,7 +120,7 @@ class Topology:
     def _edges(self, pattern: str, members: Ranks) -> Edges:
         """Counted once: a run repeats a few patterns a thousand times."""
         if (pattern, members) not in self._counted:
-            pairs = ring_pairs(members) if pattern == "ring" else tree_pairs(members)
+            pairs = PATTERNS[pattern](members)
             leaving, own, staying = Counter[int](), self._node_of[self.rank], 0
             for source, target in pairs:
                 node = self._node_of[source]

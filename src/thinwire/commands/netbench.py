@@ -9,6 +9,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from thinwire.errors import ConfigError
 from thinwire.jobs import Job, variants
 from thinwire.netbench.bench import Bench
 from thinwire.netbench.hosts import clean, parse_rate
@@ -59,6 +60,13 @@ def netbench(recipe: str | None, only_clean: bool, as_json: bool, **flags: Any) 
         click.echo(f"hosts are kept, see ip netns exec {flags['name']}-h0 ip addr; thinwire netbench --clean ends them")
 
 
+def _rates(text: str) -> list[float | None]:
+    rates = [parse_rate(part.strip()) for part in text.split(",") if part.strip()]
+    if not rates:
+        raise ConfigError(f"`--rates`={text!r} names no rate; write one or several, as 100Mbit,1Gbit,unshaped")
+    return rates
+
+
 def _bench(recipe: str, flags: dict[str, Any]) -> Bench:
     trained = named(recipe, steps=flags["steps"])
     hosts = flags["hosts"]
@@ -74,12 +82,13 @@ def _bench(recipe: str, flags: dict[str, Any]) -> Bench:
         seed=flags["seed"],
         data=flags["data"],
         eval_every=trained.steps,
+        model=False,
     )
     return Bench(
         base=base,
         variants=variants(flags["methods"], flags["settings"]),
         hosts=hosts,
-        rates=[parse_rate(text.strip()) for text in flags["rates"].split(",") if text.strip()],
+        rates=_rates(flags["rates"]),
         name=flags["name"],
         keep=flags["keep"],
     )

@@ -44,12 +44,12 @@ class Bench:
 
     def check(self) -> None:
         """Raise what is wrong with it, before anything is made."""
+        check(self.hosts, self.name, max(1, self.base.workers // max(1, self.hosts)))
         if self.base.workers % self.hosts:
             raise ConfigError(
                 f"{self.base.workers} workers cannot be spread evenly over {self.hosts} hosts; "
                 f"use a multiple of {self.hosts}"
             )
-        check(self.hosts, self.name, self.base.workers // self.hosts)
         seats = (Seat(),) * self.hosts
         for _, job in self.jobs("check", seats):
             job.check()

@@ -15,7 +15,9 @@ from thinwire.report.records import read_records, read_run
 Foresight = Callable[[Layer, float], int | None]
 """The rank of a layer at a progress from 0 to 1; None where it stays full."""
 
-_CURVE = ((0.0, 1.0), (1.0, 1.0))
+# Progress, and the share of a layer's ranks that is left at a cutoff of 0.15: the median of AB's runs on digits,
+# shakespeare and VGG16 with CIFAR-10. They lay between 0.16 and 0.95 after a fifth, 0.04 and 0.33 at the end.
+_CURVE = ((0.0, 1.0), (0.2, 0.37), (0.3, 0.33), (0.5, 0.31), (1.0, 0.30))
 
 
 def lowest(layer: Layer, progress: float) -> int | None:

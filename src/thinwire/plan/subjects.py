@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from thinwire.errors import ConfigError, unknown
 from thinwire.plan.rehearse import Subject
-from thinwire.recipes import Recipe, load_function
+from thinwire.recipes import Recipe, call_function
 from thinwire.train.data import share
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
@@ -35,7 +35,7 @@ def of_recipe(recipe: Recipe, workers: int, data: Path | None = None) -> Subject
         optimizer=recipe.optimizer,
         steps=recipe.steps,
         inputs=(x,),
-        loss=lambda outputs: recipe.task.loss(outputs, y),
+        loss=lambda outputs: recipe.task.loss(outputs, y.to(outputs.device)),
         clip=recipe.clip,
         eval_every=recipe.eval_every,
     )
@@ -47,7 +47,7 @@ def of_function(text: str, steps: int | None, optimizer: str = "adamw") -> Subje
         raise ConfigError(f"a plan for the model of {text} needs the steps of a run; give --steps")
     if optimizer not in OPTIMIZERS:
         raise unknown("optimizer", optimizer, OPTIMIZERS)
-    built = load_function(text, "model")()
+    built = call_function(text, "model")
     model, inputs = built if isinstance(built, tuple) else (built, ())
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{text} returns {type(model).__name__}; it must return an nn.Module, or one and its inputs")

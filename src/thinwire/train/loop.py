@@ -64,11 +64,13 @@ def fit(
     data: Path | None = None,
     resume: bool = False,
     save_every: int | None = None,
+    model: bool = True,
 ) -> dict[str, Any]:
     """Train `recipe` with the method of `config` and write records, summary and model to `out`; collective.
 
     Joins the job it is started in (torchrun, srun) or trains alone. Returns the summary. With `resume` it
-    goes on from `out/checkpoint` if there is one, which `save_every` writes every so many steps.
+    goes on from `out/checkpoint` if there is one, which `save_every` writes every so many steps. Without `model` the
+    finished model is not written.
     """
     join()
     run = _prepare(recipe, config, Path(out), seed, data, resume)
@@ -82,7 +84,7 @@ def fit(
             figures = _evaluate(run)
         if save_every and done % save_every == 0 and done < recipe.steps:
             _save(run, config)
-    return _conclude(run, figures or _evaluate(run))
+    return _conclude(run, figures or _evaluate(run), write=model)
 
 
 def _prepare(recipe: Recipe, config: Any, out: Path, seed: int, data: Path | None, resume: bool) -> _Run:
@@ -172,7 +174,7 @@ def _totals(run: _Run) -> Tensor:
     return totals
 
 
-def _conclude(run: _Run, before: dict[str, float]) -> dict[str, Any]:
+def _conclude(run: _Run, before: dict[str, float], *, write: bool) -> dict[str, Any]:
     """Finish the model, judge it again and write what the run came to."""
     small = run.replica.finish()
     run.note_ranks()
@@ -182,8 +184,9 @@ def _conclude(run: _Run, before: dict[str, float]) -> dict[str, Any]:
     summary = summarise(run.recipe, run.replica, seed=run.seed, figures=figures, wall_s=run.wall_s)
     run.recorder.close()
     if run.replica.topology.rank == 0:
-        example, _ = run.source.heldout(np.arange(2))
-        write_model(small, run.out / "model", example.to(run.device))
+        if write:
+            example, _ = run.source.heldout(np.arange(2))
+            write_model(small, run.out / "model", example.to(run.device))
         write_summary(run.out / "summary.json", summary)
     return summary
 
