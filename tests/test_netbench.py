@@ -71,6 +71,10 @@ def test_the_ledger_counts_what_leaves_each_host(tmp_path: Path) -> None:
     assert exact
     for row in exact:
         assert row["planned"]["traffic"]["slow_bytes"] == row["whole"]["ledger_bytes"]
+    # Where bytes do depend on data, they are exact with the ranks that the run itself found.
+    for row in rows:
+        if row not in exact:
+            assert row["planned_with_ranks"]["traffic"]["slow_bytes"] == row["whole"]["ledger_bytes"]
     # gloo's flat ring over 2 × 2 puts 1.5 of the gradients on every host's link.
     plain = json.loads((Path(rows[0]["out"]) / "summary.json").read_text())
     assert plain["nodes"] == [[0, 1], [2, 3]]

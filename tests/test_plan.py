@@ -8,22 +8,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
 
 import gang
 import thinwire
+from thinwire.cli import main
 from thinwire.comm.ledger import mean_over_nodes
 from thinwire.comm.sent import Sent
 from thinwire.comm.topology import Topology, arrange
 from thinwire.errors import ConfigError
+from thinwire.methods.registry import METHODS
 from thinwire.plan import foresight
 from thinwire.plan.compute import Compute, given, measure
 from thinwire.plan.forecast import Forecast, Layout
 from thinwire.plan.links import Links
 from thinwire.plan.planner import Stopwatch, make_plan, over_nodes, pays_below
 from thinwire.plan.rehearse import Subject, rehearse
-from thinwire.recipes import named
+from thinwire.plan.subjects import of_recipe
+from thinwire.recipes import Recipe, named
 from thinwire.train import fit
+from thinwire.train.task import PREDICT
 from worlds import ab, adamw, batch, small_model, train_step
 
 STEPS = 24
@@ -37,23 +42,60 @@ def subject(**changes: Any) -> Subject:
 # Bytes.
 
 
-def really_sent(rank: int, config: Any, folder: str) -> dict[str, Any]:
-    """A whole run by `fit`, and its summary's traffic."""
-    return fit(named("digits", steps=STEPS), config, out=Path(folder) / "run", model=False)["traffic"]
+class Awkward(nn.Module):
+    """Tied weights, a frozen layer, and attention, which reads weights instead of calling its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 32)
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+        self.frozen = nn.Linear(32, 32)
+        self.wide = nn.Sequential(nn.Linear(32, 96), nn.ReLU(), nn.Linear(96, 32))
+        self.head = nn.Linear(32, 16, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embedding(x)
+        h = h + self.attention(h, h, h, need_weights=False)[0]
+        return self.head(h + self.wide(self.frozen(h)))
 
 
-def planned(config: Any, workers: int, ranks: Path | None) -> dict[str, Any]:
-    recipe = named("digits", steps=STEPS)
-    source = recipe.source(None)
-    x, _ = source.train(np.arange(4))
-    what = Subject(
-        name="digits",
-        model=recipe.model(source),
-        optimizer=recipe.optimizer,
+class Sequences:
+    """Numbers that follow one another."""
+
+    train_size, heldout_size = 64, 8
+
+    def train(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        x = (torch.as_tensor(indices)[:, None] + torch.arange(6)) % 16
+        return x, (x + 1) % 16
+
+    heldout = train
+
+
+def recipe_named(name: str) -> Recipe:
+    if name == "digits":
+        return named("digits", steps=STEPS)
+    return Recipe(
+        name="awkward",
+        summary="",
+        task=PREDICT,
+        source=lambda folder: Sequences(),
+        model=lambda source: Awkward(),
+        optimizer=lambda parameters: torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=1e-3),
         steps=STEPS,
-        inputs=(x,),
-        eval_every=recipe.eval_every,
+        batch=16,
+        eval_every=5,
     )
+
+
+def really_sent(rank: int, name: str, config: Any, folder: str) -> dict[str, Any]:
+    """A whole run by `fit`, and its summary's traffic."""
+    return fit(recipe_named(name), config, out=Path(folder) / "run", model=False)["traffic"]
+
+
+def planned(name: str, config: Any, workers: int, ranks: Path | None) -> dict[str, Any]:
+    what = of_recipe(recipe_named(name), workers)
     foresee = foresight.Recorded(ranks) if ranks else foresight.typical
     layout = Layout(workers=workers)
     return Forecast(what, config, layout, foresee, Stopwatch(what, given(0.1)), lambda r: 0.0).ledger.summary()
@@ -75,14 +117,19 @@ EXACT = {
     "ab, bf16, average": (2, ab(cutoff=0.3, wire="bf16", moments="average")),
     "ab, carry, trained": (2, ab(cutoff=0.3, moments="carry", merge="trained", warmup=0)),
     "ab, weighted": (2, ab(cutoff=0.3, merge="weighted", lr_rebound=0)),
+    "ab, no rebound": (4, ab(cutoff=0.3, rebound=0, group_size=2)),
+    "awkward": (2, thinwire.AllReduce()),
+    "awkward ab": (2, ab(cutoff=0.6, keep_first=False, keep_last=False)),
+    "awkward ab, pairs": (4, ab(cutoff=0.6, group_size=2, moments="average", rebound=0)),
 }
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_a_plan_says_what_the_ledger_then_counts(name: str, tmp_path: Path) -> None:
     workers, config = EXACT[name]
-    real = gang.run(really_sent, workers, config, str(tmp_path))[0]
-    plan = planned(config, workers, tmp_path / "run" if isinstance(config, thinwire.AB) else None)
+    recipe = name.split()[0] if name.startswith("awkward") else "digits"
+    real = gang.run(really_sent, workers, recipe, config, str(tmp_path))[0]
+    plan = planned(recipe, config, workers, tmp_path / "run" if isinstance(config, thinwire.AB) else None)
     assert without_seconds(plan) == without_seconds(real)
 
 
@@ -215,13 +262,13 @@ def test_plans_reach_a_thousand_nodes() -> None:
 def test_compute_is_measured_in_the_shape_of_each_phase() -> None:
     what = subject()
     found = rehearse(what, ab(cutoff=0.5), arrange(0, [0, 0], None), foresight.lowest)
-    full, factored = (measure(what, found.shapes[phase][0]) for phase in ("warmup", "groups"))
+    full, factored = (measure(what, found.shapes[phase]) for phase in ("warmup", "groups"))
     for step in (full, factored):
         assert step.forward > 0 and step.backward > 0 and step.update > 0
         assert step.activations is not None and step.activations > 0
         shares = [share for share, _ in step.ready]
         assert shares == sorted(shares) and shares[-1] == pytest.approx(1.0)
-    assert type(found.shapes["groups"][0][7]) is not nn.Linear
+    assert type(found.shapes["groups"][7]) is not nn.Linear
 
 
 def test_memory_counts_parameters_gradients_buckets_and_state() -> None:
@@ -232,6 +279,23 @@ def test_memory_counts_parameters_gradients_buckets_and_state() -> None:
     tensors = len(list(what.model.parameters()))
     # parameters, gradients, buckets, two moments, and a step a parameter
     assert found.state_bytes == 5 * 4 * numbers + buffers + 4 * tensors
+
+
+def test_tied_weights_stay_tied() -> None:
+    what = Subject(name="awkward", model=Awkward(), optimizer=torch.optim.AdamW, steps=1)
+    blank = what.without_values
+    assert blank.head.weight is blank.embedding.weight and blank.head.weight.is_meta
+    assert sum(p.numel() for p in blank.parameters()) == sum(p.numel() for p in what.model.parameters())
+
+
+def test_shares_that_cross_from_different_nodes_do_not_queue_behind_one_another() -> None:
+    """Groups of four nodes: each node carries one share, so four shares cross as fast as one."""
+    topology = arrange(0, list(range(8)), 4)
+    parts = [(topology.crossing(j), 1000) for j in range(4)]
+    one, all_of_them = topology.all_reduce(*parts[0]), topology.at_once(parts)
+    assert all_of_them.slow == all_of_them.slow_queue == one.slow == 1000
+    tree = Topology(0, topology.nodes, topology.groups, "tree")
+    assert tree.at_once(parts).slow == 1000
 
 
 # Bad input.
@@ -257,7 +321,7 @@ def test_bad_input_is_a_sentence() -> None:
 
 
 def test_ranks_of_a_run_that_factored_nothing_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text(json.dumps({"steps": 3, "method": "allreduce"}))
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": 3, "method": "allreduce", "recipe": "digits"}))
     with pytest.raises(ConfigError, match="holds no ranks"):
         foresight.Recorded(tmp_path)
     with pytest.raises(ConfigError, match="there is no finished run"):
@@ -327,3 +391,117 @@ def test_means_over_nodes_of_ledgers_are_means() -> None:
     two = rehearse(subject(), ab(), arrange(1, [0, 0], None), foresight.typical).ledger
     both = mean_over_nodes([one.state(), two.state()])
     assert both.slow_bytes == pytest.approx((one.slow_bytes + two.slow_bytes) / 2, abs=10)
+
+
+# The command.
+
+TINY = """
+import torch
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+
+def with_inputs():
+    return build(), torch.randn(8, 16)
+
+def by_name():
+    return build(), {"input": torch.randn(8, 16)}
+
+def wrong():
+    return build(), torch.randn(8, 3)
+
+def three():
+    return build(), 1, 2
+
+def words():
+    return "words"
+
+def broken():
+    raise RuntimeError("no")
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    (tmp_path / "tiny.py").write_text(TINY)
+    return str(tmp_path / "tiny.py")
+
+
+def plan_command(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(main, ["plan", *words])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_the_command_draws_and_tells(tiny: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ("--model", f"{tiny}:build", "--steps", "50", "--compute", "5ms", "--workers", "4", "--nodes", "2")
+    said = plan_command(
+        *words, "--methods", "allreduce,allreduce:wire=bf16,ab", "--bandwidth", "10Mbit", "--out", str(out)
+    )
+    assert "allreduce:wire=bf16" in said and "typical run" in said and "Compute as given" in said
+    told = json.loads((out / "plan.json").read_text())
+    assert (out / "plan.png").stat().st_size > 10_000
+    assert told["curves"]["nodes"] == [2**i for i in range(1, 11)]
+    assert told["curves"]["bandwidth_bits"][0] == 1e8 and told["curves"]["bandwidth_bits"][-1] == pytest.approx(4e11)
+    plain, rounded, low_rank = told["methods"]
+    assert rounded["slow_bytes"] < 0.55 * plain["slow_bytes"]
+    low, high = low_rank["slow_bytes_range"]
+    assert low <= low_rank["slow_bytes"] <= high
+    assert plain["seconds_per_step"] > rounded["seconds_per_step"] > 0.005
+
+
+def test_compute_is_timed_where_inputs_are_known(tiny: str) -> None:
+    told = json.loads(plan_command("--model", f"{tiny}:with_inputs", "--steps", "50", "--json"))
+    assert told["compute_measured"] and [row["method"] for row in told["methods"]] == list(METHODS)
+    assert all(row["split"]["compute"] > 0 for row in told["methods"])
+
+
+def test_inputs_may_have_names(tiny: str) -> None:
+    told = json.loads(plan_command("--model", f"{tiny}:by_name", "--steps", "50", "--methods", "allreduce", "--json"))
+    assert told["compute_measured"]
+
+
+def test_a_recipe_and_the_ranks_of_its_run(tmp_path: Path) -> None:
+    words = ["digits", "--steps", "30"]
+    run = ["run", *words, "--method", "ab", "--workers", "1", "--no-model", "--quiet", "--out", str(tmp_path / "run")]
+    assert CliRunner().invoke(main, run).exit_code == 0
+    told = json.loads(plan_command(*words, "--ranks", str(tmp_path / "run"), "--compute", "5ms", "--json"))
+    assert told["ranks"] and all(row["slow_bytes_range"] is None for row in told["methods"])
+    said = plan_command("shakespeare", "--ranks", str(tmp_path / "run"), "--compute", "5ms", code=2)
+    assert "is a run of another model" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("nosuch",), "unknown recipe 'nosuch'"),
+        (("digits", "--bandwidth", "fast"), "'fast' is no rate"),
+        (("digits", "--latency", "-1us"), "is no time"),
+        (("digits", "--workers", "3", "--nodes", "2"), "cannot be spread evenly"),
+        (("digits", "--workers", "100"), "cannot be shared by 100 workers"),
+        (("digits", "--group-size", "9", "--compute", "1ms"), "`group_size`=9 exceeds"),
+        (("digits", "--methods", "sgd", "--compute", "1ms"), "unknown method 'sgd'"),
+        (("digits", "--compute", "soon"), "'soon' is no time"),
+        (("digits", "--compute", "0s"), "above 0"),
+        (("--model", "x.py:f", "--data", "."), "--data is for recipes"),
+        ((), "give either RECIPE or --model"),
+    ],
+)
+def test_what_the_command_refuses(words: tuple[str, ...], sentence: str) -> None:
+    assert sentence in plan_command(*words, code=2)
+
+
+def test_models_that_cannot_be_planned_for(tiny: str) -> None:
+    for words, sentence in (
+        (("--model", f"{tiny}:build"), "needs the steps of a run"),
+        (("--model", f"{tiny}:build", "--steps", "50"), "cannot be timed without a batch"),
+        (("--model", f"{tiny}:words", "--steps", "50"), "must return an nn.Module"),
+        (("--model", f"{tiny}:broken", "--steps", "50"), "failed: RuntimeError: no"),
+        (("--model", f"{tiny}:nosuch", "--steps", "50"), "nosuch"),
+        (("--model", f"{tiny}:three", "--steps", "50"), "must return an nn.Module"),
+        (("--model", f"{tiny}:wrong", "--steps", "50"), "cannot be called without values"),
+        (("--model", "nowhere.py:f", "--steps", "50"), "there is no file"),
+    ):
+        assert sentence in plan_command(*words, code=2)

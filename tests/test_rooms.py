@@ -12,7 +12,20 @@ from thinwire.methods.registry import METHODS
 PACKAGE = Path(__file__).parent.parent / "src" / "thinwire"
 ORDER = [
     *("errors", "units", "config", "factor", "comm", "store", "methods", "compiling", "admission", "snapshot"),
-    *("replica", "train", "recipes", "report", "plan", "tune", "launch", "jobs", "netbench", "commands", "cli"),
+    *(
+        "stepping",
+        "replica",
+        "train",
+        "recipes",
+        "report",
+        "plan",
+        "tune",
+        "launch",
+        "jobs",
+        "netbench",
+        "commands",
+        "cli",
+    ),
 ]
 DOORS = ("__init__", "__main__")  # the package's own front doors see every room
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -147,7 +147,7 @@ def export(run_dir: Path, out: Path) -> None:
     """Write the finished model of RUN_DIR: plain low-rank layers that need no Thinwire."""
     read_run(run_dir)
     if not (run_dir / "model").is_dir():
-        raise ConfigError(f"`{run_dir}` has a summary but no model; run it again without `--resume`")
+        raise ConfigError(f"`{run_dir}` has a summary but no model; run it again without `--no-model`")
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"`{out}` is not empty; give a new folder")
     shutil.copytree(run_dir / "model", out, dirs_exist_ok=True)
@@ -181,7 +181,7 @@ def _tell(summary: dict[str, Any], folder: Path) -> None:
         f"{metric} {figure(metric, summary[metric])} ({before} before truncation)",
         f"slow link {size(sent)} without evaluation, {share} of all-reduce fp32",
         f"model {summary['parameters_final']:,} of {summary['parameters_full']:,} parameters",
-        f"records.jsonl, summary.json and model/ are in {folder}",
+        f"records.jsonl, summary.json{' and model/' if (folder / 'model').is_dir() else ''} are in {folder}",
     ]
     click.echo("\n".join(lines))
 

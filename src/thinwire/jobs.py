@@ -175,13 +175,15 @@ def variants(methods: str | None, settings: tuple[str, ...]) -> list[Variant]:
     labels = [label.strip() for label in methods.split(",") if label.strip()] if methods else list(METHODS)
     if not labels:
         raise ConfigError(f"`--methods`={methods!r} names no method, choose from: {', '.join(METHODS)}")
-    chosen = [Variant(label, *_parts(label)) for label in dict.fromkeys(labels)]
+    chosen = {label: Variant(label, *_parts(label)) for label in labels}
+    dealt: dict[str, tuple[str, ...]] = dict.fromkeys(chosen, ())
     for text in settings:
         field = text.partition("=")[0]
-        takers = [v.label for v in chosen if "." in field or v.method not in METHODS or field in _fields(v.method)]
+        takers = [v for v in chosen.values() if "." in field or v.method not in METHODS or field in _fields(v.method)]
         # With no taker it goes to all, so that the check says which fields there are.
-        chosen = [v._replace(settings=(text, *v.settings)) if v.label in takers or not takers else v for v in chosen]
-    return chosen
+        for v in takers or chosen.values():
+            dealt[v.label] += (text,)
+    return [v._replace(settings=(*dealt[v.label], *v.settings)) for v in chosen.values()]
 
 
 def _parts(label: str) -> tuple[str, tuple[str, ...]]:

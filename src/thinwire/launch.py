@@ -134,7 +134,7 @@ def _start(command: list[str], seat: Seat, box: str) -> subprocess.Popen[str]:
 def _ended(running: list[subprocess.Popen[str]]) -> Iterator[None]:
     """Whatever happens inside, the workers are gone afterwards."""
     try:
-        with _terminable():
+        with terminable():
             yield
     finally:
         for process in running:
@@ -151,7 +151,7 @@ def _ended(running: list[subprocess.Popen[str]]) -> Iterator[None]:
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
+def terminable() -> Iterator[None]:
     """Let SIGTERM unwind the stack as Ctrl-C does."""
     if threading.current_thread() is not threading.main_thread():
         yield

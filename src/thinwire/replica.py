@@ -26,6 +26,7 @@ from thinwire.factor.export import to_plain
 from thinwire.factor.layers import mark_as_read, weight_was_read
 from thinwire.methods.base import Ground, Method
 from thinwire.methods.registry import make, name_of
+from thinwire.stepping import hook_into_optimizer, hook_into_scaler
 
 log = logging.getLogger("thinwire")
 
@@ -209,6 +210,11 @@ class Replica(nn.Module):
         """How often layers were decomposed since attach."""
         return self._method.decompositions
 
+    @property
+    def found_ranks(self) -> dict[str, int]:
+        """The ranks that the last decomposition found, of the layers that it made smaller."""
+        return self._method.found_ranks
+
     def ranks(self) -> dict[str, int]:
         """The rank of each layer that is factored now, by its label."""
         return {layer.label: layer.rank for layer in self._method.layers if layer.is_factored and layer.rank}
@@ -238,54 +244,11 @@ class Replica(nn.Module):
     # Steps.
 
     def _hook_into_steps(self) -> None:
-        optimizer, kept = self._method.optimizer, list[Any]()
-
-        def put_back() -> None:
-            for group, lr in zip(optimizer.param_groups, kept, strict=False):
-                group["lr"] = lr
-            kept.clear()
-
-        def before(*_: Any) -> None:
-            put_back()  # a closure that raised ended the last step before its time
-            factor = self._method.lr_factor
-            if factor != 1.0:
-                kept[:] = [group["lr"] for group in optimizer.param_groups]
-                for group in optimizer.param_groups:
-                    group["lr"] = group["lr"] * factor
-
-        def after(*_: Any) -> None:
-            # Before a phase may change, so that schedulers never see the scaled rate.
-            put_back()
-            if self._scaler is None:
-                self._end_step()
-
-        self._release += [
-            optimizer.register_step_pre_hook(before).remove,
-            optimizer.register_step_post_hook(after).remove,
-        ]
-        if self._scaler is not None:
-            self._hook_into_scaler(self._scaler)
-
-    def _hook_into_scaler(self, scaler: Any) -> None:
-        """A step is a call of `scaler.step`, skipped or not; after a merge all scales must agree."""
-        step, update = scaler.step, scaler.update
-
-        def counted_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            result = step(optimizer, *args, **kwargs)
-            if optimizer is self._method.optimizer:
-                self._end_step()
-            return result
-
-        def agreeing_update(*args: Any, **kwargs: Any) -> None:
-            update(*args, **kwargs)
-            self._agree_on_scale()
-
-        scaler.step, scaler.update = counted_step, agreeing_update
-
-        def release() -> None:
-            del scaler.step, scaler.update
-
-        self._release.append(release)
+        optimizer, scaler = self._method.optimizer, self._scaler
+        ends = self._end_step if scaler is None else lambda: None
+        self._release += hook_into_optimizer(optimizer, lambda: self._method.lr_factor, ends)
+        if scaler is not None:
+            self._release += hook_into_scaler(scaler, optimizer, self._end_step, self._agree_on_scale)
 
     def _end_step(self) -> None:
         if self.topology.world_size > 1 and not self._was_called:

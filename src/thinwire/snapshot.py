@@ -74,7 +74,9 @@ def _common(method: Method, scaler: Any, traffic: dict[str, Any]) -> dict[str, A
 def _check(method: Method, state: Mapping[str, Any]) -> None:
     name = name_of(method.config)
     if state["format"] != FORMAT:
-        raise ConfigError(f"the save has format {state['format']}, this version reads {FORMAT}")
+        raise ConfigError(
+            f"the save has format {state['format']}, this version reads {FORMAT}; use the version that wrote it"
+        )
     if state["method_name"] != name:
         raise ConfigError(f"the save is of method {state['method_name']!r}, attached is {name!r}; attach the same one")
     size, now = state["world_size"], method.topology.world_size

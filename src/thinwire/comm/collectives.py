@@ -189,9 +189,7 @@ class Wire:
 
     def _reduce_shares(self, flat: Tensor, purpose: str) -> None:
         shares = list(flat.tensor_split(self.topology.shares))
-        sent = Sent()
-        for j, share in enumerate(shares):
-            sent = sent.beside(self.topology.all_reduce(self.topology.crossing(j), size_of(share)))
+        sent = self.topology.at_once([(self.topology.crossing(j), size_of(share)) for j, share in enumerate(shares)])
         member = self.topology.member
 
         def cross() -> None:

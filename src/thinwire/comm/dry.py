@@ -24,6 +24,8 @@ class Call(NamedTuple):
     phase: str
     purpose: str
     sent: Sent
+    calls: int
+    """Calls that it is made of."""
 
 
 class Exchange(NamedTuple):
@@ -52,7 +54,7 @@ class DryWire(Wire):
     def count(self, purpose: str, sent: Sent, calls: int = 1) -> None:
         """Book it, and keep its shape: how long it takes depends on links that are chosen later."""
         self.ledger.record(purpose, sent, calls, self.repeat)
-        self.calls[Call(self.ledger.phase, self.ledger.booked_as(purpose), sent)] += self.repeat
+        self.calls[Call(self.ledger.phase, self.ledger.booked_as(purpose), sent, calls)] += self.repeat
 
     def count_overlapped(self, purpose: str, parts: Sequence[Sent]) -> None:
         """Book the parts of an exchange."""

@@ -133,7 +133,9 @@ class Ledger:
         for phase, purpose, link, sent, calls, seconds in state["rows"]:
             self._entries[phase, purpose, link] = Entry(sent, calls, seconds)
         self.times.load_state(state["times"])
-        self._kernel = {phase: Counted(*counted) for phase, counted in state["kernel"].items()}
+        if self._interface is not None:
+            self._kernel = {phase: Counted(*counted) for phase, counted in state["kernel"].items()}
+            self._kernel_before = self._interface.read()
 
     def summary(self) -> dict[str, Any]:
         """The totals that a run's summary shows."""
@@ -197,7 +199,9 @@ def mean_over_nodes(states: list[dict[str, Any]]) -> Ledger:
         {
             "rows": [[*key, round(sent), round(calls), seconds] for *key, sent, calls, seconds in means],
             "times": mean_times([state["times"] for state in states]),
-            "kernel": mean_counted([state["kernel"] for state in states]),
+            "kernel": {},
         }
     )
+    kernel = mean_counted([state["kernel"] for state in states])
+    total._kernel = {phase: Counted(*counted) for phase, counted in kernel.items()}
     return total

@@ -1,6 +1,6 @@
 """What a collective sends over which link: the pieces of `topology.py`'s arithmetic."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -48,6 +48,8 @@ class Edges(NamedTuple):
     slow: int
     fast: int
     busiest: int
+    leaving: Mapping[int, int]
+    """Messages that leave each node."""
 
 
 def ring_pairs(members: Ranks) -> Iterable[tuple[int, int]]:

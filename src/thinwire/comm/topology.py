@@ -11,8 +11,8 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
 from typing import NamedTuple
 
 import torch
@@ -74,6 +74,17 @@ class Topology:
         """An all-reduce of `size` bytes by the algorithm in use."""
         return self.ring(members, size) if self.algorithm == "ring" else self.double_tree(members, size)
 
+    def at_once(self, parts: Sequence[tuple[Ranks, int]]) -> Sent:
+        """Several all-reduces side by side: they share the links of nodes that they leave, not the waiting."""
+        sents = [self.all_reduce(members, size) for members, size in parts]
+        if self.algorithm != "ring" or not sents:
+            return reduce(Sent.beside, sents, Sent())
+        leaving: Counter[int] = Counter()
+        for members, size in parts:
+            for node, edges in self._edges("ring", members).leaving.items():
+                leaving[node] += edges * round(2 * (len(members) - 1) * size / len(members))
+        return replace(reduce(Sent.beside, sents), slow_queue=max(leaving.values(), default=0))
+
     def ring(self, members: Ranks, size: int) -> Sent:
         """An all-reduce by a ring: every member sends 2(W−1)/W of it to the next, in as many rounds."""
         count = len(members)
@@ -87,7 +98,8 @@ class Topology:
         """Everyone tells the first member, who answers each, as in gloo's monitored barrier."""
         edges = self._edges("star", members)
         queue = edges.busiest * size
-        return Sent(edges.slow * size, edges.fast * size, queue, size if edges.fast else 0, 2 * (queue > 0), 2)
+        inner = size if edges.fast else 0
+        return Sent(edges.slow * size, edges.fast * size, queue, inner, 2 * bool(queue), 2 * bool(inner))
 
     def double_tree(self, members: Ranks, size: int) -> Sent:
         """An all-reduce by two trees that carry half of it each, where every inner node of one is a leaf of the other.
@@ -96,9 +108,10 @@ class Topology:
         """
         nodes = len({self._node_of[rank] for rank in members})
         here = sum(self._node_of[rank] == self._node_of[self.rank] for rank in members)
-        slow = round(2 * (nodes - 1) / nodes * size)
+        each = round(2 * (nodes - 1) / nodes * size)
         chain = 2 * size if here > 1 else 0
-        return Sent(slow, chain * (here - 1), slow, chain, 2 * (nodes - 1).bit_length(), 2 * (here - 1))
+        inner = max(0, here - 1)
+        return Sent(each if here else 0, chain * inner, each, chain, 2 * (nodes - 1).bit_length(), 2 * inner)
 
     def tree(self, members: Ranks, size: int, root: int) -> Sent:
         """A broadcast of `size` bytes from rank `root` along gloo's binomial tree."""
@@ -128,7 +141,8 @@ class Topology:
                     leaving[node] += 1
                 elif node == own:
                     staying += 1
-            self._counted[pattern, members] = Edges(leaving[own], staying, max(leaving.values(), default=0))
+            busiest = max(leaving.values(), default=0)
+            self._counted[pattern, members] = Edges(leaving[own], staying, busiest, leaving)
         return self._counted[pattern, members]
 
     @cached_property

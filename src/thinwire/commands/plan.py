@@ -63,15 +63,22 @@ def plan(recipe: str | None, model: str | None, as_json: bool, out: Path | None,
     Console(width=None if wide.is_terminal else 120).print(table(told))
     folder = out or Path("runs") / f"plan-{made.subject.name}"
     folder.mkdir(parents=True, exist_ok=True)
+    _write(folder, told)
     told["curves"] = draw(made, folder / "plan.png")
-    (folder / "plan.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    _write(folder, told)
     click.echo(f"picture and figures: {folder / 'plan.png'}, {folder / 'plan.json'}")
+
+
+def _write(folder: Path, told: dict[str, Any]) -> None:
+    (folder / "plan.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
 
 def _subject(recipe: str | None, model: str | None, flags: dict[str, Any]) -> Subject:
     if recipe is not None:
         return of_recipe(named(recipe, steps=flags["steps"]), flags["workers"], flags["data"])
     assert model is not None
+    if flags["data"] is not None:
+        raise click.UsageError("--data is for recipes; the function of --model loads its own")
     return of_function(model, flags["steps"], flags["optimizer"])
 
 

@@ -25,6 +25,7 @@ from thinwire.errors import ConfigError, DivergedError
 from thinwire.factor import moments
 from thinwire.factor.convert import Layer, find_layers, to_factors, to_full, warn_of_idle_patterns
 from thinwire.factor.usage import OrderOfUse
+from thinwire.methods.ab_timetable import timetable
 from thinwire.methods.base import Ground, Method, optimizer_parameters
 from thinwire.methods.merging import average_buffers, average_moments, average_parameters
 
@@ -35,23 +36,6 @@ class Weights(NamedTuple):
     a: float
     b: float
     rest: float
-
-
-class Segment(NamedTuple):
-    """A phase and the step at which it ends."""
-
-    phase: str
-    end: int
-
-
-def timetable(config: AB) -> list[Segment]:
-    """The phases of a run. The last one is full-rank and has no end of its own."""
-    segments, step = [Segment("warmup", config.warmup_length)], config.warmup_length
-    while step + config.group_length <= config.total_steps:
-        segments.append(Segment("groups", step + config.group_length))
-        step = min(step + config.group_length + config.rebound_length, config.total_steps)
-        segments.append(Segment("rebound", step))
-    return [*segments, Segment("final", config.total_steps)]
 
 
 class ABMethod(Method):

@@ -63,6 +63,7 @@ class Method(ABC):
         self.step = 0
         self.forwards = 0
         self.decompositions = 0
+        self.found_ranks: dict[str, int] = {}
         # Counters must not be traced: every step would look like another program to torch.compile.
         self.forward = torch.compiler.disable(self.forward, recursive=False)  # type: ignore[method-assign]
         self.observed = torch.zeros(2, dtype=torch.float64)  # sum of losses, how many
@@ -178,8 +179,10 @@ class Method(ABC):
 
     def agreed_factors(self, cutoff: float) -> list[tuple[Layer, tuple[Tensor, Tensor]]]:
         """Factors of every layer that they make smaller, the same on all workers; collective."""
+        found = agreed_factors(self.layers, self.wire, cutoff, self.ground.find_factors)
         self.decompositions += 1
-        return agreed_factors(self.layers, self.wire, cutoff, self.ground.find_factors)
+        self.found_ranks = {layer.label: a.shape[1] for layer, (a, _) in found}
+        return found
 
     def _set_phase(self, phase: str) -> None:
         self.phase = phase

@@ -22,7 +22,7 @@ from thinwire.netbench.hosts import Hosts, check
 from thinwire.netbench.links import Counters
 from thinwire.plan.forecast import Layout
 from thinwire.plan.planner import make_plan
-from thinwire.report.records import read_records
+from thinwire.report.records import BASELINE, read_records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class Bench:
         found: dict[str, Any] = {"recipe": self.base.trained.name, "workers": self.base.workers, "hosts": self.hosts}
         found |= {"steps": self.base.trained.steps, "cores": os.cpu_count(), "rates": []}
         with Hosts(count=self.hosts, name=self.name, keep=self.keep) as lab:
-            calibration = calibrate(self.base, lab, say)
+            calibration = calibrate(self.base, lab, _own_lines(say))
             found["calibration"] = calibration.as_dict()
             for rate in self.rates:
                 lab.shape(rate)
@@ -80,13 +80,19 @@ class Bench:
         links = known.links(rate, probe)
         jobs = list(self.jobs(label, seats(lab)))
         layout = Layout(workers=self.base.workers, nodes=self.hosts)
-        configs = {v.label: job.config for v, job in jobs}
-        plan = make_plan(known.stopwatch.subject, configs, layout, links, stopwatch=known.stopwatch).as_dict()
+
+        def planned(configs: dict[str, Any], ranks: Path | None = None) -> list[dict[str, Any]]:
+            plan = make_plan(known.stopwatch.subject, configs, layout, links, stopwatch=known.stopwatch, ranks=ranks)
+            return plan.as_dict()["methods"]
+
         rows = []
-        for (v, job), planned in zip(jobs, plan["methods"], strict=True):
-            say(f"{label}, {v.label}: planned {units.time(planned['seconds_per_step'])} a step")
-            rows.append({"method": v.label, **_measured(job, lab, say), "planned": planned})
-        baseline = next((row["step_s"] for row in rows if row["method"] == "allreduce"), None)
+        for (v, job), row in zip(jobs, planned({v.label: job.config for v, job in jobs}), strict=True):
+            say(f"{label}, {v.label}: planned {units.time(row['seconds_per_step'])} a step")
+            rows.append({"method": v.label, **_measured(job, lab, _own_lines(say)), "planned": row})
+            if row["slow_bytes_range"]:
+                (rows[-1]["planned_with_ranks"],) = planned({v.label: job.config}, job.out)
+        usual = (row["step_s"] for (v, job), row in zip(jobs, rows, strict=True) if _is_baseline(job))
+        baseline = next(usual, None)
         for row in rows:
             row["speedup"] = baseline / row["step_s"] if baseline else None
         return {
@@ -96,6 +102,16 @@ class Bench:
             "probe_latency_s": probe.latency_s,
             "methods": rows,
         }
+
+
+def _is_baseline(job: Job) -> bool:
+    """Whether it is what planned speed-ups are over."""
+    return job.method == BASELINE and job.config.wire == "fp32"
+
+
+def _own_lines(say: Callable[[str], None]) -> Callable[[str], None]:
+    """What workers of ours say; why a job failed is told by its error, and torchrun's farewells by nobody."""
+    return lambda line: say(line) if line.startswith("thinwire:") else None
 
 
 def _measured(job: Job, lab: Hosts, say: Callable[[str], None]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from thinwire import units
 from thinwire.errors import ConfigError, ThinwireError
-from thinwire.launch import _terminable
+from thinwire.launch import terminable
 from thinwire.netbench import links
 from thinwire.netbench.links import CommandError, Counters, Host, Probe, parse_rate
 
@@ -51,9 +51,9 @@ class Hosts:
 
     def __enter__(self) -> Hosts:
         check(len(self.hosts), self._name)
-        record = _Record.mine(self._name, [self._switch, *(host.namespace for host in self.hosts)], self._keep)
+        record = _Record.mine(self._name, [self._switch, *(host.namespace for host in self.hosts)], keep=False)
         with ExitStack() as stack:
-            stack.enter_context(_terminable())
+            stack.enter_context(terminable())
             with _locked():
                 _sweep(_records())
                 _make_room(record)
@@ -89,7 +89,7 @@ class Hosts:
         with _locked():
             if self._keep and self._built:
                 _end_processes(record.namespaces)
-                replace(record, start=None).write()
+                replace(record, start=None, keep=True).write()
             else:
                 _remove(record)
 

@@ -15,6 +15,8 @@ _CAPTION = (
     "Bytes a host, mean over hosts. Ledger is what Thinwire counted, kernel what the interface sent; left is the "
     "kernel's count without 66 bytes of headers a packet and the ledger's. Wire is the share of time waited for it."
 )
+# Below this the left-over is told in bytes: of next to nothing, a percentage says nothing.
+_LITTLE = 100_000
 _HEADINGS = ("a step", "planned", "speed-\nup", "planned", "wire", "ledger", "kernel", "headers", "left")
 
 
@@ -30,6 +32,18 @@ def tables(found: dict[str, Any]) -> Iterator[Table]:
             out.add_column(heading, justify="right", no_wrap=True)
         for row in at["methods"]:
             out.add_row(*_cells(row))
+            if row.get("planned_with_ranks"):
+                again = row["planned_with_ranks"]
+                cells = [
+                    "  with its own ranks",
+                    "",
+                    units.time(again["seconds_per_step"]),
+                    "",
+                    f"{again['speedup']:.2f}",
+                ]
+                out.add_row(*cells, style="dim")
+            for phase, part in row["phases"].items():
+                out.add_row(f"  {phase}", *[""] * 5, *_bytes(part), style="dim")
         yield out
 
 
@@ -44,8 +58,11 @@ def _cells(row: dict[str, Any]) -> list[str]:
         "–" if row["speedup"] is None else f"{row['speedup']:.2f}",
         f"{planned['speedup']:.2f}",
         f"{100 * waited / spent:.0f} %",
-        size(whole["ledger_bytes"]),
-        size(whole["kernel_bytes"]),
-        size(whole["headers_bytes"]),
-        "–" if whole["left_share"] is None else f"{100 * whole['left_share']:.2f} %",
+        *_bytes(whole),
     ]
+
+
+def _bytes(part: dict[str, Any]) -> list[str]:
+    ledger, left = part["ledger_bytes"], part["left_bytes"]
+    share = f"{100 * left / ledger:.2f} %" if ledger > _LITTLE else size(left)
+    return [size(ledger), size(part["kernel_bytes"]), size(part["headers_bytes"]), share]

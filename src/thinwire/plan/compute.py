@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.errors import ThinwireError
+from thinwire.errors import ConfigError, ThinwireError
 from thinwire.factor.decompose import decompose_if_smaller
-from thinwire.plan.rehearse import Subject
+from thinwire.plan.rehearse import Subject, copy_with
 
 _LEAST_S, _LEAST_STEPS, _MOST_STEPS = 1.0, 3, 50
 # A worker that waits for the wire finds its caches cold: a small model's step takes a third longer after a pause.
@@ -57,6 +57,8 @@ class Compute:
 
 def given(seconds: float) -> Compute:
     """A step of so many seconds; the backward pass takes twice the forward pass, gradients come evenly."""
+    if not seconds > 0:
+        raise ConfigError(f"`compute`={seconds!r} must be a time above 0, as 120ms: a full-rank step without the wire")
     return Compute(forward=seconds / 3, backward=seconds * 2 / 3, update=0.0)
 
 
@@ -65,7 +67,13 @@ def measure(subject: Subject, shape: nn.Module | None = None) -> Compute:
     model = _filled(shape, subject.model) if shape is not None else copy.deepcopy(subject.model)
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     with _threads():
-        return _Bench(subject, model.to(device).train(), device).run()
+        try:
+            return _Bench(subject, model.to(device).train(), device).run()
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"a step of {subject.name} cannot be timed here ({type(error).__name__}: {error}); "
+                "mend its inputs, or give its seconds by --compute"
+            ) from error
 
 
 def decomposition_seconds(tall: tuple[int, int], cutoff: float = 0.15) -> float:
@@ -89,7 +97,6 @@ class _Bench:
         self.device = device
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = subject.optimizer(self.trained)
-        self.inputs = [v.to(device) if isinstance(v, Tensor) else v for v in subject.inputs]
 
     def run(self) -> Compute:
         """Enough steps for a median; the first one warms up and shows when gradients come."""
@@ -118,7 +125,7 @@ class _Bench:
         return marks[1] - marks[0], marks[2] - marks[1], self.now() - resumed
 
     def loss(self) -> Tensor:
-        outputs = self.model(*self.inputs)
+        outputs = self.subject.call(self.model, self.device)
         return self.subject.loss(outputs) if self.subject.loss else _first_tensor(outputs).float().mean()
 
     def now(self) -> float:
@@ -163,17 +170,17 @@ class _Bench:
 
 def _filled(shape: nn.Module, source: nn.Module) -> nn.Module:
     """A model of that shape with the source's values where they fit, and small ones elsewhere."""
-    model = copy.deepcopy(shape)
-    model.__dict__.pop("forward", None)  # a rehearsal's
-    model.to_empty(device="cpu")
     values = {**dict(source.named_parameters()), **dict(source.named_buffers())}
-    with torch.no_grad():
-        for name, t in itertools.chain(model.named_parameters(), model.named_buffers()):
-            known = values.get(name)
-            if known is not None and known.shape == t.shape:
-                t.copy_(known)
-            elif t.is_floating_point():
-                t.normal_(std=0.02)
+
+    def fill(name: str, t: Tensor) -> Tensor:
+        known = values.get(name)
+        if known is not None and known.shape == t.shape and not known.is_meta:
+            return known.detach().clone()
+        empty = torch.zeros(t.shape, dtype=t.dtype)
+        return empty.normal_(std=0.02) if t.is_floating_point() else empty
+
+    model = copy_with(shape, fill)
+    model.__dict__.pop("forward", None)  # a rehearsal's
     return model
 
 

@@ -41,6 +41,7 @@ class Recorded:
 
     def __init__(self, folder: Path) -> None:
         summary = read_run(folder).summary
+        self.recipe: str = summary["recipe"]
         self.steps = int(summary["steps"])
         found = [r for r in read_records(folder / "records.jsonl") if r["kind"] == "ranks"]
         if not found:
@@ -50,6 +51,7 @@ class Recorded:
             )
         self.found: list[dict[str, int]] = [r["ranks"] for r in found]
         self.progress = [r["step"] / self.steps for r in found]
+        self.labels = {label for ranks in self.found for label in ranks}
 
     def __call__(self, layer: Layer, progress: float) -> int | None:
         """The rank at the decomposition nearest in progress."""

@@ -11,9 +11,10 @@ from torch import nn
 
 from thinwire.config import AllReduce, describe
 from thinwire.errors import ConfigError
+from thinwire.factor.convert import find_layers
 from thinwire.plan import compute, foresight
 from thinwire.plan.compute import Compute
-from thinwire.plan.forecast import Forecast, Layout
+from thinwire.plan.forecast import ALL_NODES, SOME_NODES, Forecast, Layout
 from thinwire.plan.links import Links
 from thinwire.plan.rehearse import Rehearsal, Subject
 
@@ -32,18 +33,17 @@ class Stopwatch:
         self.slowdown = slowdown
         self._known: dict[Signature, Compute] = {}
         self._decompositions: dict[tuple[int, int], float] = {}
-        if given is None and not subject.inputs:
+        if given is None and not subject.has_inputs:
             raise ConfigError(
                 f"a step of {subject.name} cannot be timed without a batch; give its seconds as `compute`, "
                 "or a function that returns the model and its inputs"
             )
 
     def __call__(self, rehearsal: Rehearsal, phase: str) -> Compute:
-        """A step of this phase; of the many times it comes, the middle one stands for all."""
+        """A step in the shape of this phase."""
         if self.given is not None:
             return self.given
-        shapes = rehearsal.shapes[phase]
-        shape = shapes[len(shapes) // 2]
+        shape = rehearsal.shapes[phase]
         signature = _signature(shape)
         if signature not in self._known:
             self._known[signature] = compute.measure(self.subject, shape).slower(self.slowdown)
@@ -113,7 +113,7 @@ class Plan:
             "slow_bytes_range": sorted(bounds) if bounds else None,
             "slow_bytes_per_step": forecast.slow_bytes / steps,
             "traffic_vs_allreduce_fp32": _ratio(forecast.slow_bytes, self.baseline.slow_bytes),
-            "traffic": forecast.ledger.summary(),
+            "traffic": _without_seconds(forecast.ledger.summary()),
             "seconds": seconds,
             "seconds_per_step": seconds / steps,
             "split": split,
@@ -135,7 +135,7 @@ def make_plan(
     ranks: Path | None = None,
 ) -> Plan:
     """Rehearse every method; `configs` are by the names to show them under."""
-    recorded = foresight.Recorded(ranks) if ranks else None
+    recorded = _recorded(subject, ranks) if ranks else None
     forecast = _forecaster(subject, layout, stopwatch)
     group_size = layout_group_size(configs.values())
     plan = Plan(subject, layout, links, stopwatch, forecast(AllReduce(group_size=group_size), foresight.typical))
@@ -156,7 +156,9 @@ def over_nodes(plan: Plan, counts: Iterable[int]) -> dict[int, dict[str, float]]
     table: dict[int, dict[str, float]] = {}
     for count in counts:
         layout = plan.layout.over(count, group_size)
-        forecast = _forecaster(plan.subject, layout, plan.stopwatch)
+        if group_size is not None and group_size > layout.workers:
+            continue  # groups as large as that are not there yet
+        forecast = _forecaster(plan.subject, layout, plan.stopwatch, SOME_NODES)
         base = total(forecast(AllReduce(), foresight.typical), plan.links)
         table[count] = {r.method: base / total(forecast(r.forecast.config, recorded), plan.links) for r in plan.rows}
     return table
@@ -194,13 +196,35 @@ def layout_group_size(configs: Iterable[Any]) -> int | None:
 
 
 def _forecaster(
-    subject: Subject, layout: Layout, stopwatch: Stopwatch
+    subject: Subject, layout: Layout, watch: Stopwatch, nodes: int = ALL_NODES
 ) -> Callable[[Any, foresight.Foresight], Forecast]:
-    return lambda config, foresee: Forecast(subject, config, layout, foresee, stopwatch, stopwatch.decomposing)
+    return lambda config, foresee: Forecast(subject, config, layout, foresee, watch, watch.decomposing, nodes)
+
+
+def _recorded(subject: Subject, folder: Path) -> foresight.Recorded:
+    """A run's ranks, which must be of this model's layers."""
+    recorded = foresight.Recorded(folder)
+    layers, _ = find_layers(subject.without_values, trained=list(subject.without_values.parameters()))
+    strange = sorted(recorded.labels - {layer.label for layer in layers})
+    if strange or subject.recipe not in (None, recorded.recipe):
+        lacks = f", with layers such as {strange[0]!r}" if strange else ""
+        raise ConfigError(
+            f"`{folder}` is a run of another model ({recorded.recipe}{lacks}) than {subject.name}; "
+            "give a run of the same one"
+        )
+    return recorded
 
 
 def _signature(shape: nn.Module) -> Signature:
     return tuple((name, tuple(p.shape), p.requires_grad) for name, p in shape.named_parameters())
+
+
+def _without_seconds(traffic: dict[str, Any]) -> dict[str, Any]:
+    """A rehearsal's own seconds mean nothing."""
+    for table in (traffic["by_phase"], traffic["by_purpose"]):
+        for row in table.values():
+            del row["seconds"]
+    return traffic
 
 
 def _ratio(part: float, whole: float) -> float | None:

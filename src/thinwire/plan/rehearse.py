@@ -8,24 +8,29 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from thinwire.admission import check_optimizer, check_same_architecture, spread_first_values
 from thinwire.comm.codec import size_of
 from thinwire.comm.dry import Call, DryWire, Exchange
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.topology import Topology
+from thinwire.errors import ConfigError
 from thinwire.factor.convert import Layer
 from thinwire.methods.agree import decomposers
-from thinwire.methods.base import Ground, Method
+from thinwire.methods.base import Ground, Method, optimizer_parameters
 from thinwire.methods.registry import make
 from thinwire.plan.foresight import Foresight, factors
 from thinwire.replica import Replica
 
+# A shape that no optimizer's state has for another reason.
+_PROBE = torch.Size((2, 3))
 # DDP sends the order of its buckets with the second backward pass after it was wrapped.
 _RESTLESS = 2
 
@@ -43,12 +48,40 @@ class Subject:
     """Optimizer steps of the run."""
     inputs: tuple[Any, ...] = ()
     """A worker's batch, as the model is called; nothing where it is not known."""
+    keywords: dict[str, Any] = field(default_factory=dict)
+    """The same by name."""
     loss: Callable[[Any], Tensor] | None = None
     """What is trained on, from the model's outputs."""
     clip: float | None = None
     """Largest gradient norm."""
+    recipe: str | None = None
+    """The recipe it comes from."""
     eval_every: int | None = None
     """Steps between evaluations; None for a run without them."""
+
+    @cached_property
+    def without_values(self) -> nn.Module:
+        """The model on the meta device; what was tied stays tied, which `model.to("meta")` would not see to."""
+        return copy_with(self.model, lambda name, t: t.to("meta"))
+
+    @cached_property
+    def state(self) -> dict[str, Tensor | Any]:
+        """What the optimizer keeps for a parameter, seen on a small one."""
+        probe = nn.Parameter(torch.zeros(_PROBE))
+        optimizer = self.optimizer([probe])
+        probe.grad = torch.ones_like(probe)
+        optimizer.step()
+        return dict(optimizer.state[probe])
+
+    def call(self, model: nn.Module, device: torch.device) -> Any:
+        """A forward pass of one worker's batch."""
+        args, kwargs = tree_map_only(Tensor, lambda t: t.to(device), (self.inputs, self.keywords))
+        return model(*args, **kwargs)
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether it can be called."""
+        return bool(self.inputs or self.keywords)
 
 
 @dataclass
@@ -60,8 +93,10 @@ class Rehearsal:
     exchanges: Counter[Exchange]
     steps: Counter[str] = field(default_factory=Counter)
     """Steps of each phase."""
-    shapes: dict[str, list[nn.Module]] = field(default_factory=dict)
-    """The model on the meta device as each phase began, once for each time it did."""
+    shapes: dict[str, nn.Module] = field(default_factory=dict)
+    """The model on the meta device as it was in each phase; of the many times it comes, one from the middle."""
+    times: Counter[str] = field(default_factory=Counter)
+    """How often each phase began."""
     decomposed: Counter[tuple[int, int]] = field(default_factory=Counter)
     """Shapes of the weights this worker decomposed; where there are any, what is sent depends on ranks."""
     sharers: int = 1
@@ -69,10 +104,16 @@ class Rehearsal:
     state_bytes: int = 0
     """The most that parameters, gradients, their buckets, buffers and optimizer state took between steps."""
 
+    def note_shape(self, phase: str, model: nn.Module) -> None:
+        """Keep the model's shape the 1st, 2nd, 4th, 8th … time: the last of these is near the middle."""
+        self.times[phase] += 1
+        if self.times[phase].bit_count() == 1:
+            self.shapes[phase] = copy.deepcopy(model)
+
 
 def rehearse(subject: Subject, config: Any, topology: Topology, foresee: Foresight) -> Rehearsal:
     """Go through a whole run as one worker of `topology`."""
-    model = copy.deepcopy(subject.model).to("meta")
+    model = copy.deepcopy(subject.without_values)
     optimizer = subject.optimizer(model.parameters())
     check_optimizer(model, optimizer)
     wire = DryWire(topology, Ledger())
@@ -101,12 +142,12 @@ class _Stage:
 
     def play(self) -> None:
         """Every step, every evaluation, the end."""
-        self._show_model()
-        restless, phase = 0, None
+        restless, place = 0, None
         while self.replica.step < self.subject.steps:
-            if self.replica.phase != phase:
-                restless, phase = 0, self.replica.phase
-                self.found.shapes.setdefault(phase, []).append(copy.deepcopy(self.replica.module))
+            if place != (self.replica.phase, self.replica.decompositions):
+                restless, place = 0, (self.replica.phase, self.replica.decompositions)
+                self._show_model()
+                self.found.note_shape(self.replica.phase, self.replica.module)
             # The step before a change is taken alone: the change happens at its end.
             quiet = self._quiet_steps() - 1 if restless >= _RESTLESS else 1
             self._step(max(1, quiet))
@@ -122,12 +163,18 @@ class _Stage:
         return min(self.method.quiet_until, next_evaluation, self.subject.steps) - step
 
     def _show_model(self) -> None:
-        """One real forward pass, for the order of layers; later ones only count."""
+        """One real forward pass in each shape, for the order of layers and the weights they read; others only count."""
         model = self.replica.module
-        if self.subject.inputs:
-            model.train()
-            with torch.no_grad():
-                model(*_on_meta(self.subject.inputs))
+        model.__dict__.pop("forward", None)
+        if self.subject.has_inputs:
+            try:
+                with torch.no_grad():
+                    self.subject.call(model.train(), torch.device("meta"))
+            except Exception as error:
+                raise ConfigError(
+                    f"{self.subject.name} cannot be called without values ({type(error).__name__}: {error}); "
+                    "plan it without inputs, and give its seconds by --compute"
+                ) from error
         model.forward = lambda *args, **kwargs: None
 
     def _step(self, times: int) -> None:
@@ -137,16 +184,20 @@ class _Stage:
         self.replica.train()
         self.replica()
         self.replica.observe(1.0)
-        for p in self.replica.module.parameters():
-            # An update is slow on the meta device, and shows nothing but the state it makes at first.
-            new = p.requires_grad and p not in self.method.optimizer.state
-            p.grad = torch.empty_like(p) if new else None
+        self._make_state()
         self.method.skip(times - 1)
-        self.method.optimizer.step()
+        self.method.optimizer.step()  # no gradients: only its hooks run
         self.wire.repeat = 1
         self.found.steps[phase] += times
         if self.replica.phase == phase:
             self.found.state_bytes = max(self.found.state_bytes, self._state_bytes())
+
+    def _make_state(self) -> None:
+        """The state that an update would make; updating itself is slow without values, and shows nothing more."""
+        optimizer = self.method.optimizer
+        for p in optimizer_parameters(optimizer):
+            if p.requires_grad and not optimizer.state.get(p):
+                optimizer.state[p] = {name: _state_like(value, p) for name, value in self.subject.state.items()}
 
     def _evaluate_if_due(self) -> None:
         step, every = self.replica.step, self.subject.eval_every
@@ -173,5 +224,18 @@ def _statistics(model: nn.Module) -> set[int]:
     return {id(b) for norm in norms for b in norm.buffers() if b.is_floating_point()}
 
 
-def _on_meta(values: tuple[Any, ...]) -> list[Any]:
-    return [v.to("meta") if isinstance(v, Tensor) else v for v in values]
+def _state_like(value: Any, parameter: nn.Parameter) -> Any:
+    """State of this kind for another parameter: one value an element, or as it is."""
+    if isinstance(value, Tensor):
+        return torch.empty_like(parameter) if value.shape == _PROBE else value.clone()
+    return value
+
+
+def copy_with(model: nn.Module, change: Callable[[str, Tensor], Tensor]) -> nn.Module:
+    """A copy whose parameters and buffers are changed ones; those with several names stay one."""
+    changed: dict[int, Any] = {}
+    for name, p in model.named_parameters():
+        changed[id(p)] = nn.Parameter(change(name, p.detach()), requires_grad=p.requires_grad)
+    for name, b in model.named_buffers():
+        changed[id(b)] = change(name, b)
+    return copy.deepcopy(model, changed)

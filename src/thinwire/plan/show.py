@@ -50,6 +50,8 @@ def _caption(plan: dict[str, Any]) -> str:
         told.append(f"Ranks of {plan['ranks']}.")
     elif any(row["slow_bytes_range"] for row in plan["methods"]):
         told.append("Ranks of a typical run; below, rank 1 to full rank. A run's own: --ranks DIR.")
+    if plan["allreduce"] == "tree":
+        told.append("All-reduce by a tree over nodes; the ledger counts gloo's ring.")
     if plan["compute_measured"]:
         told.append("Compute measured here, activations counted.")
     else:
@@ -77,10 +79,13 @@ def draw(plan: Plan, path: Path) -> dict[str, Any]:
     figure, (over_bandwidth, over_count) = two_panels()
     by_rate = {row.method: _over_bandwidth(plan, row) for row in plan.rows}
     by_count = over_nodes(plan, NODES)
+    counts = list(by_count)
     for colour, row in zip(colours(len(plan.rows)), plan.rows, strict=False):
         name = row.method
         over_bandwidth.plot(BANDWIDTHS / 1e9, by_rate[name], color=colour, linewidth=2, label=name)
-        over_count.plot(NODES, [by_count[n][name] for n in NODES], color=colour, linewidth=2, marker="o", markersize=3)
+        over_count.plot(
+            counts, [by_count[n][name] for n in counts], color=colour, linewidth=2, marker="o", markersize=3
+        )
     dress(over_bandwidth, "bandwidth between nodes (Gbit/s)", "speed-up over fp32 all-reduce")
     dress(over_count, f"nodes, at {units.rate(plan.links.bandwidth)}", "")
     over_count.set_xscale("log", base=2)
@@ -91,8 +96,8 @@ def draw(plan: Plan, path: Path) -> dict[str, Any]:
     return {
         "bandwidth_bits": BANDWIDTHS.tolist(),
         "speedup_over_bandwidth": by_rate,
-        "nodes": list(NODES),
-        "speedup_over_nodes": {row.method: [by_count[n][row.method] for n in NODES] for row in plan.rows},
+        "nodes": counts,
+        "speedup_over_nodes": {row.method: [by_count[n][row.method] for n in counts] for row in plan.rows},
     }
 
 

@@ -1,6 +1,6 @@
 """What a plan is for: a recipe, or a model that a user's function builds."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ def of_recipe(recipe: Recipe, workers: int, data: Path | None = None) -> Subject
         inputs=(x,),
         loss=lambda outputs: recipe.task.loss(outputs, y.to(outputs.device)),
         clip=recipe.clip,
+        recipe=recipe.name,
         eval_every=recipe.eval_every,
     )
 
@@ -48,14 +49,27 @@ def of_function(text: str, steps: int | None, optimizer: str = "adamw") -> Subje
     if optimizer not in OPTIMIZERS:
         raise unknown("optimizer", optimizer, OPTIMIZERS)
     built = call_function(text, "model")
-    model, inputs = built if isinstance(built, tuple) else (built, ())
+    model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, ())
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"{text} returns {type(model).__name__}; it must return an nn.Module, or one and its inputs")
-    return Subject(name=_name(text), model=model, optimizer=OPTIMIZERS[optimizer], steps=steps, inputs=_tuple(inputs))
+        raise ConfigError(
+            f"{text} returns {type(model).__name__}; it must return an nn.Module, or one and its inputs: "
+            "a tensor, a tuple of arguments, or a dict of them by name"
+        )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError(f"the model of {text} has no parameters to train")
+    by_name = isinstance(inputs, Mapping)
+    return Subject(
+        name=_name(text),
+        model=model,
+        optimizer=OPTIMIZERS[optimizer],
+        steps=steps,
+        inputs=() if by_name else _tuple(inputs),
+        keywords=dict(inputs) if by_name else {},
+    )
 
 
 def _tuple(inputs: Any) -> tuple[Any, ...]:
-    return inputs if isinstance(inputs, tuple) else (inputs,)
+    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
 
 
 def _name(text: str) -> str:

@@ -61,6 +61,8 @@ class Progress:
 
     def update(self, record: dict[str, Any]) -> None:
         """Take note of a record; an evaluation's loss is held-out and does not replace the training loss."""
+        if record["kind"] not in ("step", "evaluation"):
+            return
         if record["kind"] == "evaluation":
             record = {k: v for k, v in record.items() if k != "loss"}
         self._seen |= record

@@ -48,7 +48,7 @@ class _Run:
         """One line whenever layers were decomposed: a plan can go by it."""
         if self.decompositions != self.replica.decompositions:
             self.decompositions = self.replica.decompositions
-            self.recorder.write("ranks", step=self.replica.step, ranks=self.replica.ranks())
+            self.recorder.write("ranks", step=self.replica.step, ranks=self.replica.found_ranks)
 
     @property
     def wall_s(self) -> float:
@@ -109,6 +109,7 @@ def _prepare(recipe: Recipe, config: Any, out: Path, seed: int, data: Path | Non
         checkpoint.load(folder, replica, scheduler)
     elif rank == 0:
         _clear(out)
+    noted = replica.decompositions if folder else 0  # a load takes attach's own back
     return _Run(
         recipe=recipe,
         seed=seed,
@@ -120,6 +121,7 @@ def _prepare(recipe: Recipe, config: Any, out: Path, seed: int, data: Path | Non
         out=out,
         recorder=Recorder(out / "records.jsonl", active=rank == 0, keep_until=saved.get("step", 0)),
         earlier_s=saved.get("wall_s", 0.0),
+        decompositions=noted,
     )
 
 
