@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from thinwire.comm.collectives import leave
 from thinwire.comm.topology import arrange
 from thinwire.config import describe, from_strings
 from thinwire.errors import ConfigError, unknown
@@ -86,7 +87,7 @@ class Job:
             launch(self.arguments(), self.workers, say, self.seats)
             return json.loads((self.out / "summary.json").read_text(encoding="utf-8"))
         with as_worker():
-            return fit(
+            summary = fit(
                 self.trained,
                 self.config,
                 out=self.out,
@@ -96,6 +97,9 @@ class Job:
                 save_every=self.save_every,
                 model=self.model,
             )
+            if inside_job():
+                leave()
+            return summary
 
     def _finished(self) -> dict[str, Any] | None:
         path = self.out / "summary.json"

@@ -5,6 +5,7 @@ every call is the identity and nothing is counted.
 """
 
 import functools
+import gc
 import itertools
 import operator
 import pickle
@@ -212,6 +213,18 @@ class Wire:
         call()
         self.count(purpose, sent)
         self.ledger.waited(purpose, sent, start, self.ledger.clock.mark())
+
+
+def leave() -> None:
+    """End `torch.distributed` in order.
+
+    A process group's threads live as long as somebody holds it. Those that the interpreter's own end finds running
+    abort the process now and then ("terminate called without an active exception"), when all work is done.
+    """
+    _process_groups.clear()
+    gc.collect()  # replicas that are gone but for cycles
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 # Only rank 0 hears from a barrier who is missing, and nobody if it is rank 0. So each rank leaves a note first.
