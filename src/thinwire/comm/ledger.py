@@ -61,8 +61,7 @@ class Ledger:
     def waited(self, purpose: str, sent: Sent, start: Mark, end: Mark) -> None:
         """How long a worker waited for it. The seconds go to the slower link it used."""
         if sent.slow_queue or sent.fast_queue:
-            self.clock.charge(self._entry(purpose, "slow" if sent.slow_queue else "fast"), start, end)
-            self.times.waited(start, end)
+            self.times.waited(start, end, self._entry(purpose, "slow" if sent.slow_queue else "fast"))
 
     @contextmanager
     def everything_is(self, purpose: str) -> Iterator[None]:

@@ -2,11 +2,11 @@
 
 A step's own time is from its first forward pass to the optimizer's update; what is left of it without the
 waiting is computing. On a GPU the marks are events on its stream, because the host runs ahead of it. They are
-read when somebody asks, so that taking the time never waits for the device.
+read when they have passed, so that taking the time never waits for the device.
 """
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 Mark = float | torch.cuda.Event
-_PENDING = 4096
+_PENDING = 16
 
 
 class Account(Protocol):
@@ -29,31 +29,39 @@ class Clock:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._on_gpu = device is not None and device.type == "cuda"
-        self._pending: list[tuple[Account, torch.cuda.Event, torch.cuda.Event]] = []
+        self._pending: deque[tuple[tuple[Account, ...], torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._spare: list[torch.cuda.Event] = []  # making one costs more than recording it
 
     def mark(self) -> Mark:
         """Now, or on a GPU when it will have come here."""
         if not self._on_gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def charge(self, account: Account, start: Mark, end: Mark) -> None:
-        """Add the time between two marks."""
-        if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-            self._pending.append((account, start, end))
-            if len(self._pending) > _PENDING:
-                self.settle()
+    def charge(self, start: Mark, end: Mark, *accounts: Account) -> None:
+        """Add the time between two marks, which nobody else uses, to each account."""
+        if isinstance(start, float) and isinstance(end, float):
+            for account in accounts:
+                account.seconds += end - start
         else:
-            account.seconds += end - start  # type: ignore[operator]
+            self._pending.append((accounts, start, end))  # type: ignore[arg-type]
+            while len(self._pending) > _PENDING and self._pending[0][2].query():
+                self._settle_first()
 
     def settle(self) -> None:
         """Charge what a GPU has been asked for; waits for it."""
-        for account, start, end in self._pending:
-            end.synchronize()
-            account.seconds += start.elapsed_time(end) / 1000
-        self._pending.clear()
+        while self._pending:
+            self._pending[0][2].synchronize()
+            self._settle_first()
+
+    def _settle_first(self) -> None:
+        accounts, start, end = self._pending.popleft()
+        seconds = start.elapsed_time(end) / 1000
+        for account in accounts:
+            account.seconds += seconds
+        self._spare += [start, end]
 
 
 @dataclass
@@ -100,20 +108,20 @@ class Times:
         mine = self._phases[self._phase]
         mine.steps += 1
         if self._began is not None:
-            self.clock.charge(mine.in_steps, self._began, self.clock.mark())
+            self.clock.charge(self._began, self.clock.mark(), mine.in_steps)
             self._began = None
 
-    def waited(self, start: Mark, end: Mark) -> None:
-        """Waiting for the wire; what falls into a step is not computing."""
-        if self._began is not None:
-            self.clock.charge(self._phases[self._phase].waiting_in_steps, start, end)
+    def waited(self, start: Mark, end: Mark, account: Account) -> None:
+        """Waiting for the wire, on this account; what falls into a step is not computing."""
+        inside = (self._phases[self._phase].waiting_in_steps,) if self._began is not None else ()
+        self.clock.charge(start, end, account, *inside)
 
     @contextmanager
     def decomposing(self) -> Iterator[None]:
         """Charge what is inside to decomposition."""
         start, mine = self.clock.mark(), self._phases[self._phase].decomposing
         yield
-        self.clock.charge(mine, start, self.clock.mark())
+        self.clock.charge(start, self.clock.mark(), mine)
 
     def split(self, waiting: dict[str, float]) -> dict[str, dict[str, float]]:
         """Seconds of each phase by kind; `waiting` is what collectives of each phase took."""
