@@ -10,8 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-_context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["thinwire", "torch.distributed", "torch._dynamo"])
+context = mp.get_context("forkserver")
+context.set_forkserver_preload(["thinwire", "torch.distributed", "torch._dynamo"])
 
 
 class WorkerFailed(AssertionError):
@@ -26,9 +26,9 @@ def run(
     `patience` is the process group's timeout: how long a collective waits for a missing rank.
     """
     with tempfile.TemporaryDirectory() as folder:
-        results = _context.Queue()
+        results = context.Queue()
         gang = [
-            _context.Process(
+            context.Process(
                 target=_worker, args=(function, rank, workers, folder, patience, args, results), daemon=True
             )
             for rank in range(workers)

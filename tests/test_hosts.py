@@ -9,11 +9,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import gang
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.netbench import hosts as netbench
 from thinwire.netbench import links
@@ -72,32 +74,29 @@ def send(source: Host, target: Host, size: int) -> float:
         return time.perf_counter() - begin
 
 
-@contextmanager
-def owner(name: str = NAME) -> Iterator[tuple[int, int]]:
-    """Another process that makes hosts and holds them; gives its id and where the id of a process inside is to be read.
+def _own(name: str, pipe: Any) -> None:
+    with Hosts(name=name) as hosts:
+        pipe.send(sleeper(hosts.hosts[1]).pid)
+        time.sleep(100)
 
-    Forked, since a fresh one would spend seconds on importing torch before it comes to the hosts.
+
+@contextmanager
+def owner(name: str = NAME) -> Iterator[tuple[Any, Any]]:
+    """Another process that makes hosts and holds them, and the pipe that tells the id of a process inside.
+
+    From a server that has torch loaded: a fresh one would spend seconds on that, and one forked from here, where
+    other tests have left threads, may never come to anything.
     """
-    read, write = os.pipe()
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            with Hosts(name=name) as hosts:
-                os.write(write, b"%d\n" % sleeper(hosts.hosts[1]).pid)
-                time.sleep(100)
-        except SystemExit as end:
-            code = int(end.code or 0)
-        finally:
-            os._exit(code)
-    os.close(write)
+    read, write = gang.context.Pipe(duplex=False)
+    process = gang.context.Process(target=_own, args=(name, write), daemon=True)
+    process.start()
+    write.close()
     try:
-        yield pid, read
+        yield process, read
     finally:
-        os.close(read)
-        with suppress(ProcessLookupError, ChildProcessError):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        process.kill()
+        process.join()
+        read.close()
 
 
 # What hosts are.
@@ -202,10 +201,11 @@ def test_a_failing_command_is_passed_on_and_leaves_nothing(monkeypatch, broken):
 
 @real
 def test_sigterm_leaves_nothing():
-    with owner() as (pid, pipe):
-        inside = int(os.read(pipe, 20))
-        os.kill(pid, signal.SIGTERM)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGTERM
+    with owner() as (process, pipe):
+        inside = pipe.recv()
+        os.kill(process.pid, signal.SIGTERM)
+        process.join()
+        assert process.exitcode == 128 + signal.SIGTERM
         assert left() == []
         assert not runs(inside)
 
@@ -213,12 +213,12 @@ def test_sigterm_leaves_nothing():
 @real
 def test_a_second_interrupt_leaves_nothing_for_good():
     for pause in (0, 0.001, 0.003, 0.006):
-        with owner() as (pid, pipe):
-            inside = int(os.read(pipe, 20))
-            os.kill(pid, signal.SIGINT)
+        with owner() as (process, pipe):
+            inside = pipe.recv()
+            os.kill(process.pid, signal.SIGINT)
             time.sleep(pause)
-            os.kill(pid, signal.SIGINT)
-            os.waitpid(pid, 0)
+            os.kill(process.pid, signal.SIGINT)
+            process.join()
             clean()
             assert left() == []
             assert not runs(inside)
@@ -228,24 +228,24 @@ def test_a_second_interrupt_leaves_nothing_for_good():
 def test_killed_owners_are_swept():
     moments = [random.Random(0).uniform(0, 0.08) for _ in range(25)]
     for moment in [*moments, 0.1, 0.2, 0.4]:
-        with owner() as (pid, pipe):
+        with owner() as (process, pipe):
             time.sleep(moment)
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            inside = os.read(pipe, 20) if moment > 0.3 else b""
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+            inside = pipe.recv() if moment > 0.3 and pipe.poll() else None
             clean()
             assert left() == [], f"killed after {moment} s"
-            assert not inside or not runs(int(inside))
+            assert not inside or not runs(inside)
 
 
 @real
 def test_clean_spares_the_living():
-    with owner() as (pid, pipe):
-        inside = int(os.read(pipe, 20))
+    with owner() as (process, pipe):
+        inside = pipe.recv()
         assert not set(NAMES) & set(clean(NAME, include_kept=True))
         assert runs(inside)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
         assert clean(f"{NAME}x") == []
         clean(NAME)
         assert left() == []
@@ -254,11 +254,11 @@ def test_clean_spares_the_living():
 
 @real
 def test_the_next_start_sweeps_whatever_its_name():
-    with owner() as (pid, pipe):
-        os.read(pipe, 20)
-        os.kill(pid, signal.SIGKILL)  # not waited for: one that is dead and unburied owns nothing
+    with owner() as (process, pipe):
+        pipe.recv()
+        os.kill(process.pid, signal.SIGKILL)  # not waited for: one that is dead and unburied owns nothing
         deadline = time.monotonic() + 5
-        while runs(pid) and time.monotonic() < deadline:
+        while runs(process.pid) and time.monotonic() < deadline:
             time.sleep(0.01)
         with Hosts(name=f"{NAME}x"):
             assert left() == []
