@@ -14,7 +14,7 @@ from typing import Any
 HERE = Path(__file__).parent
 METHODS = "allreduce,allreduce:wire=bf16,ab"
 RATES = "100Mbit,1Gbit,unshaped"
-LAYOUTS = ((2, 2), (4, 4), (2, 4))  # hosts, workers
+LAYOUTS = ((2, 2), (2, 4), (4, 4))  # hosts, workers
 SHOWN = ("link", "method", "a step", "planned", "off", "speed-up", "planned", "wire")
 HEADINGS = (*SHOWN, "ledger", "kernel", "headers", "left", "stolen")
 # A cycle of AB fits into VGG16's few steps only by whole numbers; the share of its phases is the guideline's.
@@ -33,8 +33,8 @@ def main() -> None:
     parser.add_argument("--rates", default=RATES)
     parser.add_argument("--tables", action="store_true", help="run nothing")
     options = parser.parse_args()
-    for name in options.recipes.split(","):
-        for hosts, workers in LAYOUTS:
+    for hosts, workers in LAYOUTS:
+        for name in options.recipes.split(","):
             folder = options.out / f"{name}-{hosts}x{workers // hosts}"
             if not options.tables:
                 run(name, hosts, workers, options.rates, folder)
