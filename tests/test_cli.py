@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,10 @@ import torch
 from click.testing import CliRunner
 from safetensors import safe_open
 
+from patience import LIMIT_S, until
 from thinwire.cli import main
 
 STEPS, SAVE_EVERY = 60, 8
-LIMIT_S = 120
 COMPARED = ["--steps", "40", "--set", "group_steps=10"]  # a field that one of the two methods has
 SUMMARY_FIELDS = """
     recipe method config seed world_size groups steps accuracy accuracy_before_truncation loss wall_s traffic
@@ -79,14 +78,6 @@ def _rank(pid: int) -> int | None:
     return int(found[1]) if found else None
 
 
-def _until(condition, what: str):
-    deadline = time.monotonic() + LIMIT_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited {LIMIT_S} s for {what}"
-        time.sleep(0.05)
-    return value
-
-
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("unbroken") / "run"
@@ -127,9 +118,9 @@ def test_evaluation_says_which_model_and_stays_out_of_the_ratio(unbroken):
 def test_killed_and_resumed_is_as_never_stopped(unbroken, tmp_path):
     out = tmp_path / "run"
     with _start(*_ab(out, "--quiet")) as process:
-        _until(lambda: (out / "checkpoint").is_dir() and _records_seen(out) > 2 * SAVE_EVERY + 2, "two saves")
+        until(lambda: (out / "checkpoint").is_dir() and _records_seen(out) > 2 * SAVE_EVERY + 2, "two saves")
         process.kill()  # SIGKILL: nothing of it can run any more, its workers must notice
-    _until(lambda: not _processes(str(out)), "the workers to leave with their launcher")
+    until(lambda: not _processes(str(out)), "the workers to leave with their launcher")
     assert not (out / "summary.json").exists()
     _, err = _thinwire("export", out, "--out", tmp_path / "model", expect=2)
     assert "no finished run" in err
@@ -156,7 +147,7 @@ def _bytes(traffic: dict) -> dict:
 def test_a_killed_worker_ends_the_run_and_other_settings_are_not_resumed(tmp_path):
     out = tmp_path / "run"
     with _start(*_ab(out)) as process:
-        _until(lambda: (out / "checkpoint").is_dir(), "a save")
+        until(lambda: (out / "checkpoint").is_dir(), "a save")
         workers = {rank: pid for pid in _processes(str(out)) if (rank := _rank(pid)) is not None}
         os.kill(workers[1], signal.SIGKILL)
         _, err = process.communicate(timeout=LIMIT_S)
@@ -180,7 +171,7 @@ def test_what_only_workers_can_see_is_said_once(tmp_path):
 def test_ctrl_c_leaves_nothing_behind(tmp_path):
     out = tmp_path / "run"
     with _start("run", "digits", "--method", "allreduce", "--workers", 2, "--steps", 5000, "--out", out) as process:
-        _until(lambda: _records_seen(out) > 0, "the first step")
+        until(lambda: _records_seen(out) > 0, "the first step")
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode != 0 and "Traceback" not in err

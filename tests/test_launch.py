@@ -6,20 +6,17 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 import thinwire
+from patience import LIMIT_S, until
 from thinwire.cli import main
 from thinwire.errors import ConfigError
 from thinwire.jobs import Job
 from thinwire.launch import Seat, WorkerError, _Heard, _reason, launch
-
-LIMIT_S = 120
-
 
 # Without hosts.
 
@@ -139,14 +136,6 @@ def _workers(mark: str) -> dict[int, int]:
     return found
 
 
-def _until(condition, what: str):
-    deadline = time.monotonic() + LIMIT_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited {LIMIT_S} s for {what}"
-        time.sleep(0.05)
-    return value
-
-
 def _started(out: Path, seats: tuple[Seat, ...]) -> subprocess.Popen:
     """A launcher of a long run, past its first step."""
     code = "import sys; from pathlib import Path; import test_launch as t; from thinwire.launch import Seat\n"
@@ -155,7 +144,7 @@ def _started(out: Path, seats: tuple[Seat, ...]) -> subprocess.Popen:
     command = [sys.executable, "-c", code, str(out)]
     process = subprocess.Popen(command, env=os.environ | paths, stderr=subprocess.PIPE, text=True)
     records = out / "records.jsonl"
-    _until(lambda: process.poll() is not None or (records.exists() and records.stat().st_size), "the first step")
+    until(lambda: process.poll() is not None or (records.exists() and records.stat().st_size), "the first step")
     assert process.poll() is None, process.communicate()[1]
     return process
 
@@ -183,7 +172,7 @@ def test_no_process_outlives_its_launcher(number, seats, tmp_path):
     assert process.returncode != 0
     if number != signal.SIGKILL:
         assert not _workers(str(tmp_path))
-    _until(lambda: not _workers(str(tmp_path)), "the workers to leave with their launcher")
+    until(lambda: not _workers(str(tmp_path)), "the workers to leave with their launcher")
 
 
 def test_a_host_that_fails_to_start_ends_those_that_wait_for_it(seats, tmp_path):
