@@ -1,6 +1,6 @@
 """Thinwire trains a PyTorch model over a thin wire."""
 
-from thinwire.config import AB, AllReduce
+from thinwire.config import AB, AllReduce, DiLoCo, LocalSGD, OneBit, PowerSGD, TopK
 from thinwire.errors import ConfigError, DisagreementError, DivergedError, ThinwireError
 from thinwire.replica import Replica, attach
 
@@ -10,9 +10,14 @@ __all__ = [
     "AB",
     "AllReduce",
     "ConfigError",
+    "DiLoCo",
     "DisagreementError",
     "DivergedError",
+    "LocalSGD",
+    "OneBit",
+    "PowerSGD",
     "Replica",
     "ThinwireError",
+    "TopK",
     "attach",
 ]

@@ -19,14 +19,15 @@ GroupSize = int | Literal["world"] | None
 class AllReduce:
     """Data-parallel training by PyTorch's own DistributedDataParallel, with its bytes counted."""
 
-    wire: Literal["fp32", "bf16"] = "fp32"
-    """What gradients are rounded to while they travel."""
+    wire: Literal["fp32", "bf16", "int8"] = "fp32"
+    """What gradients are rounded to while they travel; "int8" with a scale a block and error feedback."""
 
     group_size: GroupSize = None
-    """Workers to a node, where one machine stands for several; changes what is counted, not what is computed."""
+    """Workers to a node, where one machine stands for several. In fp32 and bf16 it changes what is counted, not what is
+    computed; int8 is for the link between groups, inside them gradients are averaged as they are."""
 
     def __post_init__(self) -> None:
-        _check_choice(self, "wire", ("fp32", "bf16"))
+        _check_choice(self, "wire", ("fp32", "bf16", "int8"))
         _check_group_size(self.group_size)
 
 
@@ -88,9 +89,8 @@ class AB:
         _check_choice(self, "wire", ("fp32", "bf16"))
         _check_group_size(self.group_size)
         check_cutoff(self.cutoff)
-        for name in ("keep_first", "keep_last"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"`{name}`={getattr(self, name)!r} must be True or False")
+        _check_bool(self, "keep_first")
+        _check_bool(self, "keep_last")
         object.__setattr__(self, "keep", _patterns(self.keep))
         self._check_one_cycle_fits()
 
@@ -134,6 +134,207 @@ class AB:
                     else "shorten the group phase, as group_steps=1"
                 )
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGD:
+    """Gradients between groups as low-rank products, with error feedback (arXiv 1905.13727)."""
+
+    rank: int = 4
+    """Rank of what is sent of each weight."""
+
+    start_step: float = 0
+    """Steps of plain all-reduce before: a whole number, or a fraction of `total_steps` below 1."""
+
+    min_compression: float = 2.0
+    """Weights that would not become smaller by at least this factor travel as they are."""
+
+    total_steps: int | None = None
+    """Optimizer steps of the whole run, where `start_step` is a fraction of it."""
+
+    group_size: GroupSize = None
+    """Workers to a group, inside which gradients are averaged as they are: None is one node a group."""
+
+    def __post_init__(self) -> None:
+        _check_whole(self, "rank", 1)
+        _check_length(self, "start_step")
+        if not (_is_number(self.min_compression) and self.min_compression >= 1):
+            raise ConfigError(
+                f"`min_compression`={self.min_compression!r} must be a number from 1 on: how many times smaller a weight "
+                "must become to be compressed"
+            )
+        _check_group_size(self.group_size)
+
+    @property
+    def start_length(self) -> int:
+        """Plain steps before the first compressed one."""
+        return _length(self.start_step, self.total_steps or 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGD:
+    """Groups train alone and average their parameters now and then (arXiv 1805.09767, 1808.07217)."""
+
+    every: int = 24
+    """Steps between two averages."""
+
+    warmup: float = 0
+    """Steps of plain all-reduce before: a whole number, or a fraction of `total_steps` below 1."""
+
+    moments: Literal["keep", "average", "reset"] = "keep"
+    """What becomes of the optimizer's state at an average: each group keeps its own, all take the mean, or it starts
+    again."""
+
+    wire: Literal["fp32", "bf16"] = "fp32"
+    """What parameters are rounded to while they travel; bf16 carries the difference to the last average."""
+
+    total_steps: int | None = None
+    """Optimizer steps of the whole run, where `warmup` is a fraction of it."""
+
+    group_size: GroupSize = None
+    """Workers to a group, which averages its gradients at every step: None is one node a group."""
+
+    def __post_init__(self) -> None:
+        _check_whole(self, "every", 1)
+        _check_length(self, "warmup")
+        _check_choice(self, "moments", ("keep", "average", "reset"))
+        _check_choice(self, "wire", ("fp32", "bf16"))
+        _check_group_size(self.group_size)
+
+    @property
+    def warmup_length(self) -> int:
+        """Warm-up in steps."""
+        return _length(self.warmup, self.total_steps or 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo:
+    """Groups train alone; the mean of how far they came is a gradient for an outer Nesterov step (arXiv 2311.08105).
+
+    `fragments` above 1 is the streaming variant (arXiv 2501.18512): a part of the model at a time, sent while training
+    goes on and merged `delay` steps later.
+    """
+
+    every: int = 48
+    """Steps between two outer steps of the same part of the model."""
+
+    outer_lr: float = 0.7
+    """Learning rate of the outer step."""
+
+    outer_momentum: float = 0.9
+    """Nesterov momentum of the outer step."""
+
+    wire: Literal["fp32", "bf16", "int8"] = "fp32"
+    """What differences are rounded to while they travel; "int8" with a scale a block and error feedback."""
+
+    fragments: int = 1
+    """Parts of the model that are sent at different times."""
+
+    delay: int = 0
+    """Steps that training goes on while a part is under way."""
+
+    mix: float = 0.5
+    """Share of a group's own values when a part comes back that was sent `delay` steps before; 0 takes the outer ones."""
+
+    warmup: float = 0
+    """Steps of plain all-reduce before: a whole number, or a fraction of `total_steps` below 1."""
+
+    total_steps: int | None = None
+    """Optimizer steps of the whole run, where `warmup` is a fraction of it."""
+
+    group_size: GroupSize = None
+    """Workers to a group, which averages its gradients at every step: None is one node a group."""
+
+    def __post_init__(self) -> None:
+        _check_whole(self, "every", 1)
+        _check_whole(self, "fragments", 1)
+        _check_whole(self, "delay", 0)
+        _check_length(self, "warmup")
+        _check_choice(self, "wire", ("fp32", "bf16", "int8"))
+        _check_group_size(self.group_size)
+        if not (_is_number(self.outer_lr) and self.outer_lr > 0):
+            raise ConfigError(f"`outer_lr`={self.outer_lr!r} must be a number above 0; the paper has 0.7")
+        _check_share(self, "outer_momentum", "the paper has 0.9")
+        _check_share(self, "mix", "0 takes the outer values as they are")
+        if self.fragments > self.every:
+            raise ConfigError(
+                f"`fragments`={self.fragments} do not fit into `every`={self.every} steps: at most one is sent a step; "
+                f"use at most {self.every}"
+            )
+        if self.delay >= self.every:
+            raise ConfigError(
+                f"`delay`={self.delay} must be below `every`={self.every}: a part must be back before it is sent again"
+            )
+
+    @property
+    def warmup_length(self) -> int:
+        """Warm-up in steps."""
+        return _length(self.warmup, self.total_steps or 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK:
+    """Only the largest accumulated gradients travel: Deep Gradient Compression (arXiv 1712.01887)."""
+
+    density: float = 0.001
+    """Share of each weight's elements that is sent a step."""
+
+    warmup: float = 0
+    """Steps over which the density falls from a quarter: a whole number, or a fraction of `total_steps` below 1."""
+
+    momentum: float | None = None
+    """Momentum that is applied before sending; None takes it over from `torch.optim.SGD`, which then has none."""
+
+    masking: bool = True
+    """Whether what was sent starts again without momentum."""
+
+    clip: float | None = None
+    """Largest norm of a gradient; each of N groups clips at `clip`/√N, before anything is accumulated."""
+
+    total_steps: int | None = None
+    """Optimizer steps of the whole run, where `warmup` is a fraction of it."""
+
+    group_size: GroupSize = None
+    """Workers to a group, inside which gradients are averaged as they are: None is one node a group."""
+
+    def __post_init__(self) -> None:
+        if not (_is_number(self.density) and 0 < self.density <= 1):
+            raise ConfigError(f"`density`={self.density!r} must be above 0 and at most 1: a share, such as 0.001")
+        _check_length(self, "warmup")
+        if self.momentum is not None:
+            _check_share(self, "momentum", "None takes it over from the optimizer")
+        _check_bool(self, "masking")
+        if self.clip is not None and not (_is_number(self.clip) and self.clip > 0):
+            raise ConfigError(f"`clip`={self.clip!r} must be a norm above 0, or None for no clipping")
+        _check_group_size(self.group_size)
+
+    @property
+    def warmup_length(self) -> int:
+        """Warm-up in steps."""
+        return _length(self.warmup, self.total_steps or 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneBit:
+    """A bit an element and two scales a column, with error feedback: 1-bit SGD (Seide et al., Interspeech 2014)."""
+
+    warmup: float = 0
+    """Steps of plain all-reduce before: a whole number, or a fraction of `total_steps` below 1."""
+
+    total_steps: int | None = None
+    """Optimizer steps of the whole run, where `warmup` is a fraction of it."""
+
+    group_size: GroupSize = None
+    """Workers to a group, inside which gradients are averaged as they are: None is one node a group."""
+
+    def __post_init__(self) -> None:
+        _check_length(self, "warmup")
+        _check_group_size(self.group_size)
+
+    @property
+    def warmup_length(self) -> int:
+        """Warm-up in steps."""
+        return _length(self.warmup, self.total_steps or 1)
 
 
 def check_cutoff(cutoff: float, *, zero_allowed: bool = False) -> None:
@@ -236,13 +437,49 @@ def _check_group_size(group_size: Any) -> None:
         )
 
 
-def _check_steps(config: AB) -> None:
-    total = config.total_steps
+def _check_bool(config: Any, name: str) -> None:
+    if not isinstance(getattr(config, name), bool):
+        raise ConfigError(f"`{name}`={getattr(config, name)!r} must be True or False")
+
+
+def _check_whole(config: Any, name: str, least: int) -> None:
+    value = getattr(config, name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"`{name}`={value!r} must be a whole number from {least} on")
+
+
+def _check_share(config: Any, name: str, hint: str) -> None:
+    value = getattr(config, name)
+    if not (_is_number(value) and 0 <= value < 1):
+        raise ConfigError(f"`{name}`={value!r} must be from 0 to below 1; {hint}")
+
+
+def _check_length(config: Any, name: str) -> None:
+    """Steps, or a fraction of `total_steps`, which then must be there."""
+    _check_fraction(config, name)
+    if config.total_steps is not None:
+        _check_total(config.total_steps)
+    elif 0 < getattr(config, name) < 1:
+        raise ConfigError(
+            f"`{name}`={getattr(config, name)!r} is a fraction of `total_steps`, which is not given; "
+            "give it, or a whole number of steps"
+        )
+
+
+def _check_fraction(config: Any, name: str, *, zero_allowed: bool = True) -> None:
+    value = getattr(config, name)
+    least = 0 if zero_allowed else math.ulp(0.0)
+    if not (_is_number(value) and value >= least and (value < 1 or value == int(value))):
+        lowest = "from 0" if zero_allowed else "above 0"
+        raise ConfigError(f"`{name}`={value!r} must be a fraction {lowest} to below 1, or a whole number of steps")
+
+
+def _check_total(total: Any) -> None:
     if not isinstance(total, int) or isinstance(total, bool) or total < 1:
         raise ConfigError(f"`total_steps`={total!r} must be a whole number from 1 on: the optimizer steps of the run")
+
+
+def _check_steps(config: AB) -> None:
+    _check_total(config.total_steps)
     for name in ("warmup", "group_steps", "rebound", "lr_rebound"):
-        value = getattr(config, name)
-        least = 0 if name != "group_steps" else math.ulp(0.0)
-        if not (_is_number(value) and value >= least and (value < 1 or value == int(value))):
-            lowest = "above 0" if name == "group_steps" else "from 0"
-            raise ConfigError(f"`{name}`={value!r} must be a fraction {lowest} to below 1, or a whole number of steps")
+        _check_fraction(config, name, zero_allowed=name != "group_steps")

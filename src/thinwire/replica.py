@@ -77,6 +77,8 @@ class Replica(nn.Module):
         self.forward = torch.compiler.disable(self.forward, recursive=False)  # type: ignore[method-assign]
         self._begin_step = torch.compiler.disable(self.traffic.times.begin_step)
         method.ground.after_merge = self._expect_scale
+        if scaler is not None:
+            method.ground.scale = scaler.get_scale
         method.attach()
         if compile is not None:
             compile_in_place(self.module, compile)
@@ -199,6 +201,11 @@ class Replica(nn.Module):
     def spans_world(self) -> bool:
         """Whether all workers hold the same model now."""
         return self._finished or self._method.spans_world
+
+    @property
+    def clips(self) -> bool:
+        """Whether the method clips gradients itself; leave `clip_grad_norm_` out of the loop then."""
+        return self._method.clips
 
     @property
     def recompilations(self) -> int:

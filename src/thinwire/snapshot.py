@@ -4,6 +4,7 @@ state.json                       what is the same on all workers
 model.safetensors                the model; model-rankR where groups hold different ones, R a group's first rank
 optimizer.safetensors / .json    the optimizer's state, likewise
 worker-rankR.json                a worker's own counters and ledger
+worker-rankR.safetensors         a worker's own tensors, such as gradients it has not sent yet
 """
 
 from collections.abc import Mapping
@@ -37,6 +38,8 @@ def save(method: Method, scaler: Any, folder: Path | str) -> None:
             _write_optimizer(aside, suffix, method.optimizer)
         own = {"method": method.own_state(), "ledger": method.wire.ledger.state(), "scaler": _scale(scaler)}
         write_json(aside / f"worker-rank{topology.rank}.json", own)
+        if kept := method.own_tensors():
+            write_tensors(aside / f"worker-rank{topology.rank}.safetensors", kept)
     # Both a run that goes on and one that resumes continue with a fresh wrapper, so both sum in the same order.
     method.rewrap()
 
@@ -50,9 +53,7 @@ def load(method: Method, scaler: Any, folder: Path | str) -> None:
     suffix = _suffix(method)
     method.model.load_state_dict(_all_keys(method.model, read_tensors(folder / f"model{suffix}.safetensors")))
     _read_optimizer(folder, suffix, method.optimizer)
-    device = next(method.model.parameters()).device
-    tensors = read_tensors(folder / f"method{suffix}.safetensors")
-    method.load_tensors({name: t.to(device) for name, t in tensors.items()})
+    method.load_tensors(_on_device(method, folder / f"method{suffix}.safetensors"))
     _load_own(method, scaler, state, folder)
     method.rewrap()
 
@@ -105,12 +106,21 @@ def _load_own(method: Method, scaler: Any, state: Mapping[str, Any], folder: Pat
         own = read_json(folder / f"worker-rank{topology.rank}.json")
         method.load_own_state(own["method"])
         method.wire.ledger.load_state(own["ledger"])
+        method.load_own_tensors(_on_device(method, folder / f"worker-rank{topology.rank}.safetensors"))
         scale = own["scaler"]
     else:
+        files = [folder / f"worker-rank{rank}.safetensors" for rank in range(state["world_size"])]
+        method.load_others_tensors([_on_device(method, file) for file in files])
         method.load_own_state(read_json(folder / "worker-rank0.json")["method"])
         method.wire.ledger.load_state(state["traffic"])
     if scaler is not None and scale:
         scaler.load_state_dict(scale)
+
+
+def _on_device(method: Method, file: Path) -> dict[str, Tensor]:
+    """A file's tensors where the model is; none if there is no such file."""
+    device = next(method.model.parameters()).device
+    return {name: t.to(device) for name, t in read_tensors(file).items()} if file.is_file() else {}
 
 
 def _suffix(method: Method) -> str:

@@ -82,6 +82,11 @@ class ABMethod(Method):
             self._warned = True
 
     @property
+    def gradient_wire(self) -> str:
+        """Gradients are rounded as merges are."""
+        return self.config.wire
+
+    @property
     def spans_world(self) -> bool:
         """False while groups train apart."""
         return self.phase != "groups" or len(self.topology.groups) == 1

@@ -10,6 +10,11 @@ class AllReduceMethod(Method):
 
     phases = ("train",)
 
+    @property
+    def gradient_wire(self) -> str:
+        """As the config says."""
+        return self.config.wire
+
     def attach(self) -> None:
         """Wrap the model over the world."""
         self.replicated.wrap(self.topology.world)

@@ -44,6 +44,8 @@ class Ground:
     """Called when workers that trained apart are one again."""
     find_factors: Callable[[Layer, float], tuple[Tensor, Tensor] | None] = find_factors
     """A layer's factors at a cutoff, or None where they would not be smaller; a rehearsal foresees them instead."""
+    scale: Callable[[], float] = lambda: 1.0
+    """What the GradScaler multiplies losses by now."""
 
 
 class Method(ABC):
@@ -59,7 +61,7 @@ class Method(ABC):
         self.optimizer = ground.optimizer
         self.wire = ground.wire
         self.topology = ground.wire.topology
-        self.replicated = Replicated(ground.model, ground.wire, config.wire, ground.ddp)
+        self.replicated = Replicated(ground.model, ground.wire, self.gradient_wire, ground.ddp)
         self.step = 0
         self.forwards = 0
         self.decompositions = 0
@@ -78,6 +80,16 @@ class Method(ABC):
     @abstractmethod
     def after_step(self) -> None:
         """A step is over."""
+
+    @property
+    def gradient_wire(self) -> str:
+        """What DistributedDataParallel rounds gradients to while they travel."""
+        return "fp32"
+
+    @property
+    def clips(self) -> bool:
+        """Whether it clips gradients itself, before they are averaged; a loop then must not."""
+        return False
 
     @property
     def spans_world(self) -> bool:
@@ -135,6 +147,10 @@ class Method(ABC):
         """What a checkpoint keeps, as tensors beside the model's."""
         return {}
 
+    def own_tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps of this worker alone, as tensors."""
+        return {}
+
     def load_state(self, state: dict[str, Any]) -> None:
         """Bring counters, phase and the model's shape to those of `state`; values follow."""
         self.step = state["step"]
@@ -148,6 +164,13 @@ class Method(ABC):
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Take back what `tensors` gave."""
         assert not tensors, "a method that saves tensors must load them"
+
+    def load_own_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Take back what `own_tensors` gave."""
+        assert not tensors, "a method that saves tensors must load them"
+
+    def load_others_tensors(self, everyone: list[dict[str, Tensor]]) -> None:
+        """Go on, in a world of another size, from what each worker of the old one gave as `own_tensors`."""
 
     def release(self) -> None:
         """Let go of the model, in whatever shape it is."""

@@ -131,7 +131,7 @@ def _train_step(run: _Run, indices: np.ndarray) -> None:
     loss = run.recipe.task.loss(run.replica(x.to(run.device)), y.to(run.device))
     run.optimizer.zero_grad()
     loss.backward()
-    if run.recipe.clip is not None:
+    if run.recipe.clip is not None and not run.replica.clips:
         nn.utils.clip_grad_norm_(run.replica.parameters(), run.recipe.clip)
     phase, rate = run.replica.phase, run.scheduler.get_last_lr()[0]
     run.replica.observe(loss)
