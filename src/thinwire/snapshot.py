@@ -26,6 +26,7 @@ FORMAT = 2
 
 def save(method: Method, scaler: Any, folder: Path | str) -> None:
     """Write everything; collective."""
+    method.settle()
     topology = method.topology
     traffic = method.wire.node_mean().state()
     with atomic_folder(folder, method.wire) as aside:

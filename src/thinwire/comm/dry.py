@@ -26,6 +26,8 @@ class Call(NamedTuple):
     sent: Sent
     calls: int
     """Calls that it is made of."""
+    overlap: int = 0
+    """Steps that go on before anybody waits for it."""
 
 
 class Exchange(NamedTuple):
@@ -48,13 +50,15 @@ class DryWire(Wire):
         """Identities of tensors that training makes different on different workers."""
         self.repeat = 1
         """How often what is counted now would happen."""
+        self.overlap = 0
+        """Steps that go on before anybody waits for what is counted now."""
         self.calls: Counter[Call] = Counter()
         self.exchanges: Counter[Exchange] = Counter()
 
     def count(self, purpose: str, sent: Sent, calls: int = 1) -> None:
         """Book it, and keep its shape: how long it takes depends on links that are chosen later."""
         self.ledger.record(purpose, sent, calls, self.repeat)
-        self.calls[Call(self.ledger.phase, self.ledger.booked_as(purpose), sent, calls)] += self.repeat
+        self.calls[Call(self.ledger.phase, self.ledger.booked_as(purpose), sent, calls, self.overlap)] += self.repeat
 
     def count_overlapped(self, purpose: str, parts: Sequence[Sent]) -> None:
         """Book the parts of an exchange."""

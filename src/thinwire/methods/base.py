@@ -8,6 +8,7 @@ The replica calls, in this order:
     after_step()               when a step is over; the only place where phase or shape may change
     lend_merged()              around an evaluation while workers hold different models
     finish(cutoff)             once, at the end: one model on all workers, as small as the method makes it
+    settle()                   before a checkpoint: what is under way must have arrived
     state() / load_state(…)    what a checkpoint needs beyond model and optimizer
 
 A method changes the model and its optimizer in place, and talks to other workers only through its wire.
@@ -134,6 +135,9 @@ class Method(ABC):
             self.layers, self.kept = find_layers(self.model, trained=optimizer_parameters(self.optimizer))
             self._cut(cutoff)
         self.replicated.unwrap()
+
+    def settle(self) -> None:
+        """Wait for what is under way, before a checkpoint; collective."""
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, as plain values, the same on all workers."""

@@ -116,7 +116,9 @@ class Forecast:
             total[phase] += steps * self._computing(rehearsal, phase).seconds
         for call, times in rehearsal.calls.items():
             if call.purpose != EVALUATION:
-                total[call.phase] += times * (links.seconds(call.sent) + (call.calls - 1) * links.overhead)
+                seconds = links.seconds(call.sent) + (call.calls - 1) * links.overhead
+                hidden = call.overlap * self._computing(rehearsal, call.phase).seconds if call.overlap else 0.0
+                total[call.phase] += times * max(0.0, seconds - hidden)
         for exchange, times in rehearsal.exchanges.items():
             step = self._computing(rehearsal, exchange.phase)
             ready = step.ready_at([_size(part) for part in exchange.parts])
