@@ -147,7 +147,7 @@ class PowerSGD:
     """Steps of plain all-reduce before: a whole number, or a fraction of `total_steps` below 1."""
 
     min_compression: float = 2.0
-    """Weights that would not become smaller by at least this factor travel as they are."""
+    """Weights that would not become smaller by at least this factor travel as they are; 0 compresses all."""
 
     total_steps: int | None = None
     """Optimizer steps of the whole run, where `start_step` is a fraction of it."""
@@ -158,10 +158,10 @@ class PowerSGD:
     def __post_init__(self) -> None:
         _check_whole(self, "rank", 1)
         _check_length(self, "start_step")
-        if not (_is_number(self.min_compression) and self.min_compression >= 1):
+        if not (_is_number(self.min_compression) and self.min_compression >= 0):
             raise ConfigError(
-                f"`min_compression`={self.min_compression!r} must be a number from 1 on: how many times smaller a weight "
-                "must become to be compressed"
+                f"`min_compression`={self.min_compression!r} must be a number from 0 on: how many times smaller a "
+                "weight must become to be compressed"
             )
         _check_group_size(self.group_size)
 
@@ -234,7 +234,7 @@ class DiLoCo:
     """Steps that training goes on while a part is under way."""
 
     mix: float = 0.5
-    """Share of a group's own values when a part comes back that was sent `delay` steps before; 0 takes the outer ones."""
+    """Share of a group's own values when a part comes back that was sent `delay` steps before; 0 takes none of them."""
 
     warmup: float = 0
     """Steps of plain all-reduce before: a whole number, or a fraction of `total_steps` below 1."""

@@ -28,6 +28,25 @@ _process_groups: dict[Ranks, Any] = {}
 _CONTROL: Ranks = ()
 
 
+class Pending:
+    """A collective under way; only the waiting for it takes time from training."""
+
+    def __init__(self, result: Tensor, work: Any, ledger: Ledger, purpose: str, sent: Sent) -> None:
+        self.result = result
+        self._work = work
+        self._booking = ledger, purpose, sent
+
+    def wait(self) -> Tensor:
+        """What it brings, when it is there."""
+        if self._work is not None:
+            ledger, purpose, sent = self._booking
+            start = ledger.clock.mark()
+            self._work.wait()
+            ledger.waited(purpose, sent, start, ledger.clock.mark())
+            self._work = None
+        return self.result
+
+
 class Wire:
     """What a method may do with the other workers."""
 
@@ -71,6 +90,29 @@ class Wire:
             travelling = flat.to(WIRES[wire]) if wire != "fp32" else flat
             self._reduce_shares(travelling, purpose)
             unpack_into(travelling, bucket)
+
+    def deal(self, parts: Tensor, purpose: str) -> Pending:
+        """Row g of `parts` to group g, from each member that carries a share to the one there that carries the same."""
+        topology, received = self.topology, torch.empty_like(parts)
+        each = [topology.mesh(topology.crossing(j), size_of(parts[0])) for j in range(topology.shares)]
+        return self._begin(
+            lambda: dist.all_to_all_single(received, parts, group=self._cross, async_op=True),
+            received,
+            functools.reduce(Sent.beside, each),
+            purpose,
+        )
+
+    def collect(self, payload: Tensor, purpose: str) -> Pending:
+        """The payloads of all groups as rows, from each member that carries a share to those that carry the same."""
+        topology = self.topology
+        received = payload.new_empty(len(topology.groups), *payload.shape)
+        each = [topology.gather_ring(topology.crossing(j), size_of(payload)) for j in range(topology.shares)]
+        return self._begin(
+            lambda: dist.all_gather(list(received), payload, group=self._cross, async_op=True),
+            received,
+            functools.reduce(Sent.beside, each),
+            purpose,
+        )
 
     def broadcast(self, tensors: Sequence[Tensor], purpose: str, members: Ranks | None = None) -> None:
         """Overwrite tensors with those of the first member."""
@@ -207,6 +249,10 @@ class Wire:
 
     def _gather_objects(self, told: list[Any], what: Any) -> None:
         dist.all_gather_object(told, what, group=self._control)
+
+    def _begin(self, call: Callable[[], Any], result: Tensor, sent: Sent, purpose: str) -> Pending:
+        self.count(purpose, sent)
+        return Pending(result, call(), self.ledger, purpose, sent)
 
     def _timed(self, call: Callable[[], Any], sent: Sent, purpose: str) -> None:
         start = self.ledger.clock.mark()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.codec import size_of
-from thinwire.comm.collectives import Wire
+from thinwire.comm.collectives import Pending, Wire
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.sent import Sent
 from thinwire.comm.topology import Topology
@@ -86,6 +86,10 @@ class DryWire(Wire):
 
     def _gather_objects(self, told: list[Any], what: Any) -> None:
         told[:] = [what] * len(told)
+
+    def _begin(self, call: Any, result: Tensor, sent: Sent, purpose: str) -> Pending:
+        self.count(purpose, sent)
+        return Pending(result, None, self.ledger, purpose, sent)
 
     def _timed(self, call: Any, sent: Sent, purpose: str) -> None:
         self.count(purpose, sent)

@@ -8,7 +8,7 @@ agree on them between steps. And nothing is broadcast at wrapping: workers hold 
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -43,7 +43,12 @@ class Replicated:
         self.options = dict(options or {})
         self.members: Ranks = ()
         self._ddp: DistributedDataParallel | None = None
-        self._watch: RemovableHandle | None = None
+        self._watches: list[RemovableHandle] = []
+        self.after_backward: Callable[[], None] | None = None
+        """Called at the end of each backward pass that averages, when the group's gradients are there; set before
+        `wrap`. In a group of one, too."""
+        self._is_due = False
+        self._averages = True
         self._buckets: list[Sent] = []
         self._backwards = 0
         self._awaits_backward = False
@@ -59,6 +64,9 @@ class Replicated:
         group = self.wire.process_group(members)
         for module in self._synced_norms():
             module.process_group = group  # theirs is the world, even while groups train apart
+        if self.after_backward is not None:
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            self._watches += [p.register_post_accumulate_grad_hook(self._see_gradient) for p in trained]
         if len(members) == 1:
             return
         self._ddp = DistributedDataParallel(
@@ -68,7 +76,7 @@ class Replicated:
             self._ddp.register_comm_hook(group, self._average)
         else:
             watched = next(p for p in self.model.parameters() if p.requires_grad)
-            self._watch = watched.register_post_accumulate_grad_hook(self._see_backward)
+            self._watches.append(watched.register_post_accumulate_grad_hook(self._see_backward))
 
     def unwrap(self) -> None:
         """Let go of the model: no hook of the old wrapper may fire under the next one."""
@@ -76,16 +84,16 @@ class Replicated:
             # Reducer and logger share ownership of the autograd hooks; both must go.
             self._ddp.__dict__.update(reducer=None, logger=None)
             self._ddp = None
-        if self._watch is not None:
-            self._watch.remove()
-            self._watch = None
+        for watch in self._watches:
+            watch.remove()
+        self._watches = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass, prepared for a backward pass that averages gradients."""
+        self._averages, self._is_due = self.syncs, False
         if self._ddp is None:
-            if self.wire.is_dry and self.syncs and len(self.members) > 1:
-                self._count_norms()
-                self._count_backward()  # there will be no backward pass
+            if self.wire.is_dry and self.syncs:
+                self._rehearse_backward()
             return self.model(*args, **kwargs)
         self._awaits_backward = self._awaits_backward or self.syncs
         self._count_norms()
@@ -109,6 +117,26 @@ class Replicated:
     def hand_on_buffers(self) -> None:
         """Overwrite buffers by the first member's, as DDP does before a forward pass."""
         self.wire.broadcast(list(self.model.buffers()), "buffers", self.members)
+
+    def _rehearse_backward(self) -> None:
+        """There will be no backward pass."""
+        if len(self.members) > 1:
+            self._count_norms()
+            self._count_backward()
+        if self.after_backward is not None:
+            self.after_backward()
+
+    def _see_gradient(self, parameter: torch.Tensor) -> None:
+        """The first gradient of a backward pass asks for a call at its end; DDP does so later, so ask twice."""
+        if self._averages and not self._is_due:
+            self._is_due = True
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._end_backward))
+
+    def _end_backward(self) -> None:
+        self._is_due = False
+        assert self.after_backward is not None
+        self.after_backward()
 
     def _see_backward(self, parameter: torch.Tensor) -> None:
         """One backward pass that averages: DDP decides by the forward pass before it."""

@@ -1,5 +1,6 @@
 """What a collective sends over which link: the pieces of `topology.py`'s arithmetic."""
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -70,9 +71,15 @@ def star_pairs(members: Ranks) -> Iterable[tuple[int, int]]:
         yield members[0], member
 
 
+def mesh_pairs(members: Ranks) -> Iterable[tuple[int, int]]:
+    """Everyone sends to everyone else."""
+    return itertools.permutations(members, 2)
+
+
 PATTERNS: dict[str, Callable[[Ranks], Iterable[tuple[int, int]]]] = {
     "ring": ring_pairs,
     "tree": tree_pairs,
     "star": star_pairs,
+    "mesh": mesh_pairs,
 }
 """Who sends to whom."""

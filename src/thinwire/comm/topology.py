@@ -101,6 +101,13 @@ class Topology:
         inner = size if edges.fast else 0
         return Sent(edges.slow * size, edges.fast * size, queue, inner, 2 * bool(queue), 2 * bool(inner))
 
+    def mesh(self, members: Ranks, size: int) -> Sent:
+        """Everyone sends every other member a part of `size` bytes."""
+        edges, rounds = self._edges("mesh", members), len(members) - 1
+        inner = size * rounds if edges.fast else 0
+        queue = edges.busiest * size
+        return Sent(edges.slow * size, edges.fast * size, queue, inner, rounds * bool(queue), rounds * bool(inner))
+
     def double_tree(self, members: Ranks, size: int) -> Sent:
         """An all-reduce by two trees that carry half of it each, where every inner node of one is a leaf of the other.
 

@@ -1,30 +1,42 @@
-"""AllReduce: data-parallel training as PyTorch does it, the measure of everything else."""
+"""AllReduce: data-parallel training as PyTorch does it, the measure of everything else; and its int8 wire."""
 
-import sys
+from torch import nn
 
-from thinwire.methods.base import Method
+from thinwire.comm.coders import Coder, Int8, Rows
+from thinwire.config import AllReduce
+from thinwire.methods.compressing import Coded
+
+_BLOCK = 256
 
 
-class AllReduceMethod(Method):
-    """Gradients averaged over the world at every step by DistributedDataParallel."""
+class AllReduceMethod(Coded):
+    """Gradients averaged over the world at every step, by DistributedDataParallel unless they travel as int8."""
 
     phases = ("train",)
+    config: AllReduce
 
     @property
     def gradient_wire(self) -> str:
-        """As the config says."""
-        return self.config.wire
-
-    def attach(self) -> None:
-        """Wrap the model over the world."""
-        self.replicated.wrap(self.topology.world)
+        """As the config says; int8 is not for the fast link."""
+        return "fp32" if self.config.wire == "int8" else self.config.wire
 
     @property
-    def quiet_until(self) -> int:
-        """Every step is like every other."""
-        return sys.maxsize
+    def plain_steps(self) -> int:
+        """None."""
+        return 0
 
-    def after_step(self) -> None:
-        """Count it, and agree on the buffers."""
-        self.step += 1
-        self.replicated.hand_on_buffers()
+    @property
+    def _compresses(self) -> bool:
+        return self.config.wire == "int8" and super()._compresses
+
+    def is_coded(self, p: nn.Parameter) -> bool:
+        """All of them."""
+        return self.config.wire == "int8"
+
+    def rows(self, coded: list[nn.Parameter]) -> list[Rows]:
+        """Blocks, without regard to where a parameter ends."""
+        return [Rows(-(-sum(p.numel() for p in coded) // _BLOCK), _BLOCK)]
+
+    def coder(self) -> Coder:
+        """A byte an element."""
+        return Int8()

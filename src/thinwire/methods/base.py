@@ -175,6 +175,7 @@ class Method(ABC):
 
     def load_others_tensors(self, everyone: list[dict[str, Tensor]]) -> None:
         """Go on, in a world of another size, from what each worker of the old one gave as `own_tensors`."""
+        assert not any(everyone), "a method that saves tensors must load them"
 
     def release(self) -> None:
         """Let go of the model, in whatever shape it is."""
@@ -202,6 +203,14 @@ class Method(ABC):
             )
             raise DisagreementError(
                 f"workers disagree at step {self.step}: {told}, the others {int(common[1])} in {int(common[0])}{remedy}"
+            )
+
+    def check_agreement(self) -> None:
+        """All workers must hold the same parameters, bit for bit."""
+        if not self.wire.agree(self.parameters(), "checksums"):
+            raise DisagreementError(
+                f"workers hold different parameters after step {self.step}: they must run the same versions on the "
+                "same kind of hardware; go back to a checkpoint"
             )
 
     def agreed_factors(self, cutoff: float) -> list[tuple[Layer, tuple[Tensor, Tensor]]]:

@@ -1,0 +1,141 @@
+"""A sum over groups that travels in a few bits both ways, with error feedback on both.
+
+1. Every group cuts its values into as many parts as there are groups, and sends each part's code to its owner.
+2. An owner adds up what it received and sends the sum's code to everyone.
+
+What either code does not say is kept, and said the next time: in `residual` by each group, in `owned` by each owner.
+The bytes do not grow with the number of groups. Members of a group carry a share of the values each.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.coders import Coder, Rows, cut, elements
+from thinwire.comm.collectives import Pending, Wire
+
+_FLAG = 4
+
+
+class CompressedSum:
+    """One flat vector a worker, summed over groups again and again by the groups' weights."""
+
+    def __init__(self, wire: Wire, rows: Sequence[Rows], coder: Coder, device: torch.device, purpose: str) -> None:
+        topology = wire.topology
+        self.wire = wire
+        self.coder = coder
+        self.purpose = purpose
+        self.groups = len(topology.groups)
+        parts = cut(rows, topology.shares * self.groups)
+        self.parts = [parts[j * self.groups : (j + 1) * self.groups] for j in range(topology.shares)]
+        # Room for the longest part, and for whether the sender is well.
+        longest = max(coder.size(part) for part in parts)
+        self.length = -(-longest // 4) * 4 + _FLAG
+        starts = [0]
+        for share in self.parts:
+            starts.append(starts[-1] + sum(elements(part) for part in share))
+        self.carries = topology.member < topology.shares
+        place = topology.member if self.carries else topology.shares
+        ends = (*starts, starts[-1])
+        self.span = ends[place], ends[place + 1]
+        """Where this worker's share of the values begins and ends."""
+        self.mine = self.parts[topology.member] if self.carries else []
+        self.residual = torch.zeros(self.span[1] - self.span[0], device=device)
+        own = elements(self.mine[topology.group_index]) if self.carries else 0
+        self.owned = torch.zeros(own, device=device)
+        self.result = torch.empty(starts[-1], device=device)
+        self._pending: Pending | None = None
+        self._sent = self._before = self.residual[:0]
+
+    def begin(self, healthy: bool = True) -> None:
+        """Send this worker's share of `residual`, to which the caller has added; an unhealthy one says only that."""
+        if not self.carries:
+            return
+        self._sent = torch.zeros(self.groups, self.length, dtype=torch.uint8, device=self.residual.device)
+        if healthy:
+            for payload, part, values in zip(self._sent, self.mine, self._split(self.residual), strict=True):
+                self.coder.encode(values, part, payload)
+        else:
+            self._sent[:, -_FLAG:] = 1
+        self._pending = self.wire.deal(self._sent, self.purpose)
+
+    def middle(self) -> None:
+        """Add up the part this worker owns, and send it on."""
+        if self._pending is None:
+            return
+        received, topology = self._pending.wait(), self.wire.topology
+        part = self.mine[topology.group_index]
+        self._before = self.owned.clone()
+        for payload, group in zip(received, topology.groups, strict=True):
+            self.coder.decode(payload, part, self.owned, len(group) / topology.world_size)
+        out = torch.zeros(self.length, dtype=torch.uint8, device=self.owned.device)
+        self.coder.encode(self.owned, part, out)
+        out[-_FLAG:] = received[:, -_FLAG:].amax(0)
+        self._pending = self.wire.collect(out, self.purpose)
+
+    def end(self) -> Tensor | None:
+        """The sum, the same bits on all workers; None if anyone was unhealthy, and then nothing has changed."""
+        shape, device = (self.groups, self.length), self.result.device
+        blocks = [torch.empty(shape, dtype=torch.uint8, device=device) for _ in self.parts]
+        if self._pending is not None:
+            blocks[self.wire.topology.member] = self._pending.wait()
+            self._pending = None
+        for j, block in enumerate(blocks):
+            self.wire.share_out([block], j, self.purpose)
+        if device.type != "meta" and bool(blocks[0][0, -1]):
+            self._take_back()
+            return None
+        place = 0
+        for block, share in zip(blocks, self.parts, strict=True):
+            for payload, part in zip(block, share, strict=True):
+                size = elements(part)
+                self.coder.decode(payload, part, self.result[place : place + size])
+                place += size
+        return self.result
+
+    def run(self, healthy: bool = True) -> Tensor | None:
+        """All three at once."""
+        self.begin(healthy)
+        self.middle()
+        return self.end()
+
+    def state(self) -> dict[str, Tensor]:
+        """Both errors, where they belong, and the weight of this worker's group."""
+        topology = self.wire.topology
+        weight = len(topology.group) / topology.world_size
+        before = sum(elements(part) for part in self.mine[: topology.group_index])
+        place = torch.tensor([*self.span, self.span[0] + before, weight], dtype=torch.float64)
+        return {"residual": self.residual, "owned": self.owned, "place": place}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Go on from what `state` gave."""
+        self.residual.copy_(state["residual"])
+        self.owned.copy_(state["owned"])
+
+    def adopt(self, everyone: Sequence[dict[str, Tensor]]) -> None:
+        """Go on from the states of all workers of another world: each group starts from their mean."""
+        whole = unsent(everyone, len(self.result))
+        self.residual.copy_(whole[self.span[0] : self.span[1]])
+        self.owned.zero_()
+
+    def _split(self, share: Tensor) -> list[Tensor]:
+        return list(share.split([elements(part) for part in self.mine]))
+
+    def _take_back(self) -> None:
+        if not self.carries:
+            return
+        self.owned = self._before
+        if not bool(self._sent[0, -1]):
+            for payload, part, values in zip(self._sent, self.mine, self._split(self.residual), strict=True):
+                self.coder.decode(payload, part, values, 1.0)
+
+
+def unsent(everyone: Sequence[dict[str, Tensor]], size: int) -> Tensor:
+    """What the next sums will bring beyond what is added to them, from the states of all workers."""
+    whole = everyone[0]["residual"].new_zeros(size)
+    for state in everyone:
+        start, end, own, weight = state["place"].tolist()
+        whole[int(start) : int(end)].add_(state["residual"], alpha=weight)
+        whole[int(own) : int(own) + len(state["owned"])].add_(state["owned"])
+    return whole

@@ -1,0 +1,78 @@
+"""Momentum and weight decay taken over from `torch.optim.SGD` by a method that applies momentum before it sends."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from thinwire.errors import ConfigError
+
+
+@dataclass
+class Taken:
+    """What was taken from one parameter group."""
+
+    momentum: float = 0.0
+    nesterov: bool = False
+    decay: float = 0.0
+
+
+class Takeover:
+    """An optimizer's own settings, kept here while it has none; other optimizers than SGD keep theirs."""
+
+    def __init__(self, optimizer: Optimizer, given: float | None) -> None:
+        self.optimizer = optimizer
+        self.given = given
+        self.taken = [Taken() for _ in optimizer.param_groups]
+        self.group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+    def begin(self) -> None:
+        """Refuse what would be applied twice or is not known, then take."""
+        kind = type(self.optimizer).__name__
+        is_sgd = isinstance(self.optimizer, SGD)
+        for group in self.optimizer.param_groups:
+            if is_sgd and (group["dampening"] or group["maximize"]):
+                raise ConfigError(
+                    "SGD with dampening or maximize cannot be taken over: set dampening=0 and maximize=False"
+                )
+            if self.given and (not is_sgd or group["momentum"]):
+                raise ConfigError(
+                    f"`momentum`={self.given} would be applied twice: {kind} has its own; leave the field out, then it "
+                    "is taken over from torch.optim.SGD, and other optimizers keep theirs"
+                )
+        self.look()
+
+    def look(self) -> None:
+        """Take what is there; at every step, because a scheduler may have set momentum anew."""
+        if not isinstance(self.optimizer, SGD):
+            return
+        for group, taken in zip(self.optimizer.param_groups, self.taken, strict=True):
+            if self.given is not None:
+                taken.momentum = self.given
+            elif group["momentum"]:
+                taken.momentum, taken.nesterov = group["momentum"], group["nesterov"]
+                group["momentum"], group["nesterov"] = 0.0, False
+            if group["weight_decay"] and taken.momentum:
+                taken.decay, group["weight_decay"] = group["weight_decay"], 0.0
+
+    def of(self, parameter: nn.Parameter) -> Taken:
+        """What holds for a parameter; one that the optimizer does not hold has no momentum."""
+        place = self.group_of.get(id(parameter))
+        return self.taken[place] if place is not None else Taken()
+
+    def give_back(self) -> None:
+        """Leave the optimizer as it was."""
+        for group, taken in zip(self.optimizer.param_groups, self.taken, strict=True):
+            if self.given is None and taken.momentum:
+                group["momentum"], group["nesterov"] = taken.momentum, taken.nesterov
+            if taken.decay:
+                group["weight_decay"] = taken.decay
+        self.taken = [Taken() for _ in self.taken]
+
+
+def with_momentum(g: Tensor, u: Tensor, taken: Taken, again: bool) -> Tensor:
+    """What SGD would make of a gradient; `again` is one more of the same step. Changes the momentum `u`."""
+    u.mul_(1.0 if again else taken.momentum).add_(g)
+    if taken.nesterov:
+        return g + taken.momentum * (g if again else u)
+    return g if again else u

@@ -1,0 +1,311 @@
+"""Deep Gradient Compression (Lin, Han, Mao, Wang, Dally, ICLR 2018; arXiv 1712.01887).
+
+    g = gradient, clipped by each group alone
+    u = μ u + g              momentum before accumulation, so that what comes late comes as if it had come in time
+    v = v + u
+    send the largest of v; where something was sent, v = 0 and (masking) u = 0
+
+Every group hears what all have sent, as index and value. Biases and norms travel as they are. Momentum and weight decay
+are taken over from `torch.optim.SGD`, whose own are zero from then on: applied after the exchange, momentum would push
+once more what has its momentum already. Weight decay needs no sending: its momentum is the same on all workers.
+"""
+
+import itertools
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.codec import unpack_into
+from thinwire.comm.coders import Rows, cut, elements
+from thinwire.config import TopK
+from thinwire.methods.base import Ground
+from thinwire.methods.compressing import Compressing, Piece, pieces, sum_plain
+from thinwire.methods.takeover import Taken, Takeover, with_momentum
+
+_STAGES, _FIRST_DENSITY = 4, 0.25
+# Below this a plain top-k is fast enough.
+_SMALL = 1 << 15
+
+
+class TopKMethod(Compressing):
+    """The largest accumulated gradients of each weight, by index and value."""
+
+    config: TopK
+
+    def __init__(self, config: TopK, ground: Ground) -> None:
+        super().__init__(config, ground)
+        self.taken = Takeover(self.optimizer, config.momentum)
+        self._exchanged = False
+
+    @property
+    def plain_steps(self) -> int:
+        """None: the warm-up sends more, not all."""
+        return 0
+
+    @property
+    def clips(self) -> bool:
+        """If it was told to."""
+        return self.config.clip is not None and len(self.topology.groups) > 1
+
+    @property
+    def density(self) -> float:
+        """The share that is sent now: in the warm-up it falls from a quarter in four stages."""
+        length, last = self.config.warmup_length, self.config.density
+        if self.step >= length or last >= _FIRST_DENSITY:
+            return last
+        return _FIRST_DENSITY * (last / _FIRST_DENSITY) ** (self.step * _STAGES // length / _STAGES)
+
+    @property
+    def quiet_until(self) -> int:
+        """The next stage of the warm-up."""
+        length = self.config.warmup_length
+        if self.step >= length:
+            return sys.maxsize
+        return -(-(self.step * _STAGES // length + 1) * length // _STAGES)
+
+    def after_step(self) -> None:
+        """The next exchange begins a new step."""
+        super().after_step()
+        self._exchanged = False
+        self._name_phase()
+
+    def prepare(self) -> None:
+        """Momentum and velocity of this worker's share of the weights."""
+        topology = self.topology
+        self.sparse = [i for i, p in enumerate(self.trained) if p.dim() > 1]
+        self.dense = [i for i, p in enumerate(self.trained) if p.dim() <= 1]
+        if len(topology.groups) == 1:
+            return
+        self.taken.begin()
+        sizes = [self.trained[i].numel() for i in self.sparse]
+        self.spans = _spans(sizes, topology.shares)
+        self.pieces = [pieces(sizes, span) for span in self.spans]
+        own = topology.member if topology.member < topology.shares else None
+        self.own_pieces = self.pieces[own] if own is not None else []
+        size = self.spans[own][1] - self.spans[own][0] if own is not None else 0
+        device = self.trained[0].device
+        self.u, self.v = torch.zeros(size, device=device), torch.zeros(size, device=device)
+        self.applied = torch.zeros(sum(sizes), device=device)
+        self.steady = {i: torch.zeros_like(self.trained[i], dtype=torch.float32) for i in self.dense}
+        self.written: dict[int, Tensor] = {}
+        self.decays = {i: torch.zeros_like(p) for i, p in enumerate(self.trained) if self._of(i).decay}
+
+    def carried(self) -> list[Tensor]:
+        """Momentum and velocity, and the momentum of biases and norms."""
+        return [self.u, self.v, *self.steady.values()]
+
+    def release(self) -> None:
+        """Give momentum and weight decay back."""
+        super().release()
+        self.taken.give_back()
+
+    # An exchange.
+
+    def exchange(self, healthy: bool) -> bool:
+        """Accumulate, send the largest, apply what everyone sent."""
+        self.taken.look()
+        again, self._exchanged = self._exchanged, True
+        gradients = self.gradients
+        if again:
+            self._take_away(gradients)
+        if healthy:
+            self._clip(gradients)
+            self._accumulate([gradients[i] for i in self.sparse], again)
+        blocks, sent = self._gather(healthy)
+        if not blocks[0].is_meta and bool(blocks[0][:, -1].any()):
+            self._put_back(sent)
+            return False
+        if not sum_plain(self.wire, [gradients[i] for i in self.dense], None if self.sparse else healthy):
+            return False
+        self._apply(blocks, again)
+        unpack_into(self.applied, [gradients[i] for i in self.sparse])
+        self._add_momentum(gradients, again)
+        self._add_decay(gradients, again)
+        return True
+
+    def _of(self, i: int) -> Taken:
+        return self.taken.of(self.trained[i])
+
+    def _clip(self, gradients: Sequence[Tensor]) -> None:
+        """As if the groups' gradients were independent: their mean then has at most the norm that was asked for."""
+        if self.config.clip is None:
+            return
+        limit = self.config.clip * self._scale / math.sqrt(len(self.topology.groups))
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))))
+        torch._foreach_mul_(list(gradients), (limit / (norm + 1e-6)).clamp(max=1.0))
+
+    def _accumulate(self, gradients: Sequence[Tensor], again: bool) -> None:
+        for piece in self.own_pieces:
+            g = gradients[piece.tensor].reshape(-1)[piece.start : piece.end]
+            u, v = (t[piece.place : piece.place + len(g)] for t in (self.u, self.v))
+            v.add_(with_momentum(g, u, self._of(self.sparse[piece.tensor]), again))
+
+    def _gather(self, healthy: bool) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        """What every group sent, one block a share, rows of values, places and a flag; and this worker's own part."""
+        topology, density = self.topology, self.density
+        counts = [sum(_count(piece, density) for piece in each) for each in self.pieces]
+        groups, device = len(topology.groups), self.applied.device
+        blocks = [torch.empty(groups, 2 * n + 1, dtype=torch.int32, device=device) for n in counts]
+        sent: tuple[Tensor, ...] = ()
+        if topology.member < topology.shares:
+            places = self._largest(density) if healthy else self.v.new_zeros(counts[topology.member], dtype=torch.int64)
+            sent = places, self.v[places], self.u[places]
+            if healthy:
+                self.v[places] = 0.0
+                if self.config.masking:
+                    self.u[places] = 0.0
+            values = sent[1] if healthy else torch.zeros_like(sent[1])
+            flag = places.new_full((1,), not healthy, dtype=torch.int32)
+            payload = torch.cat([values.view(torch.int32), places.to(torch.int32), flag])
+            blocks[topology.member] = self.wire.collect(payload, "gradients").wait()
+            sent = sent if healthy else ()
+        for j, block in enumerate(blocks):
+            self.wire.share_out([block], j, "gradients")
+        return blocks, sent
+
+    def _largest(self, density: float) -> Tensor:
+        """Places of the largest values of each weight in this worker's share."""
+        found = [
+            largest(self.v[piece.place : piece.place + piece.end - piece.start], _count(piece, density)) + piece.place
+            for piece in self.own_pieces
+        ]
+        return torch.cat([self.v.new_zeros(0, dtype=torch.int64), *found])
+
+    def _put_back(self, sent: tuple[Tensor, ...]) -> None:
+        if sent:
+            places, v, u = sent
+            self.v[places], self.u[places] = v, u
+
+    def _apply(self, blocks: Sequence[Tensor], again: bool) -> None:
+        """The weighted sum of what groups sent; one group after the other, so that all workers round alike."""
+        if not again:
+            self.applied.zero_()
+        topology = self.topology
+        for (start, end), block in zip(self.spans, blocks, strict=True):
+            count = block.shape[1] // 2
+            for row, group in zip(block, topology.groups, strict=True):
+                values = row[:count].view(torch.float32) * (len(group) / topology.world_size)
+                self.applied[start:end].index_add_(0, row[count : 2 * count], values)
+
+    def _add_momentum(self, gradients: Sequence[Tensor], again: bool) -> None:
+        """To what travels as it is."""
+        for i, u in self.steady.items():
+            pushed = with_momentum(gradients[i], u, self._of(i), again)
+            self.written[i] = pushed + self.written[i] if again else pushed.clone()
+            gradients[i].copy_(self.written[i])
+
+    def _add_decay(self, gradients: Sequence[Tensor], again: bool) -> None:
+        for i, decay in self.decays.items():
+            if not again:
+                taken = self._of(i)
+                decay.mul_(taken.momentum).add_(self.trained[i], alpha=taken.decay)
+            gradients[i].add_(self._decay_now(i))
+
+    def _decay_now(self, i: int) -> Tensor:
+        taken, decay = self._of(i), self.decays[i]
+        if taken.nesterov:
+            decay = self.trained[i].detach() * taken.decay + taken.momentum * decay
+        return decay * self._scale
+
+    def _take_away(self, gradients: Sequence[Tensor]) -> None:
+        """From a gradient that was accumulated over several exchanges, what the last one put there."""
+        before = {**self.written, **dict(zip(self.sparse, _like(self.applied, gradients, self.sparse), strict=True))}
+        for i, put in before.items():
+            gradients[i].sub_(put)
+        for i in self.decays:
+            gradients[i].sub_(self._decay_now(i))
+
+    # Checkpoints.
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Also the phase's name, which follows the density."""
+        super().load_state(state)
+        self._name_phase()
+
+    def _name_phase(self) -> None:
+        name = "warmup" if self.step < self.config.warmup_length else "train"
+        if name != self.phase:
+            self._set_phase(name)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Momentum that is the same on all workers."""
+        if len(self.topology.groups) == 1:
+            return {}
+        steady = {f"steady.{i}": t for i, t in self.steady.items()}
+        return {**steady, **{f"decay.{i}": t for i, t in self.decays.items()}}
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Take it back."""
+        for name, kept in self.tensors().items():
+            kept.copy_(tensors[name])
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """Momentum and velocity, where they belong, and the weight of this worker's group."""
+        topology = self.topology
+        if len(topology.groups) == 1 or topology.member >= topology.shares:
+            return {}
+        span, weight = self.spans[topology.member], len(topology.group) / topology.world_size
+        return {"u": self.u, "v": self.v, "place": torch.tensor([*span, weight], dtype=torch.float64)}
+
+    def load_own_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Take both back."""
+        if tensors:
+            self.u.copy_(tensors["u"])
+            self.v.copy_(tensors["v"])
+
+    def load_others_tensors(self, everyone: list[dict[str, Tensor]]) -> None:
+        """Every group starts from the mean of the old ones."""
+        topology = self.topology
+        if len(topology.groups) == 1 or topology.member >= topology.shares:
+            return
+        start, end = self.spans[topology.member]
+        for name, kept in (("u", self.u), ("v", self.v)):
+            whole = torch.zeros_like(self.applied)
+            for tensors in everyone:
+                if tensors:
+                    first, last, weight = tensors["place"].tolist()
+                    whole[int(first) : int(last)].add_(tensors[name], alpha=weight)
+            kept.copy_(whole[start:end])
+
+
+def _count(piece: Piece, density: float) -> int:
+    size = piece.end - piece.start
+    return min(size, max(1, math.ceil(density * size)))
+
+
+def _spans(sizes: Sequence[int], shares: int) -> list[tuple[int, int]]:
+    """Where each share of the weights begins and ends."""
+    ends = [0]
+    for part in cut([Rows(size, 1) for size in sizes], shares):
+        ends.append(ends[-1] + elements(part))
+    return list(itertools.pairwise(ends))
+
+
+def _like(flat: Tensor, tensors: Sequence[Tensor], which: Sequence[int]) -> list[Tensor]:
+    found = [torch.empty_like(tensors[i]) for i in which]
+    unpack_into(flat, found)
+    return found
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """Places of the `count` values with the largest size.
+
+    On a CPU a top-k over millions costs more than a step may take. A sample gives a threshold that a few more than
+    `count` values pass; the largest of these are the largest of all.
+    """
+    if count == len(values):
+        return torch.arange(count, device=values.device)
+    sizes = values.abs()
+    if values.device.type != "cpu" or len(values) < _SMALL:
+        return sizes.topk(count, sorted=False).indices
+    stride = max(1, min(len(values) // 8192, count // 8))
+    sample = sizes[::stride]
+    wanted = min(len(sample), math.ceil(1.25 * count / stride) + 8)
+    passing = torch.nonzero(sizes >= sample.topk(wanted, sorted=True).values[-1]).flatten()
+    if len(passing) < count:
+        return sizes.topk(count, sorted=False).indices
+    return passing[sizes[passing].topk(count, sorted=False).indices]
