@@ -136,7 +136,7 @@ class Method(ABC):
             self._cut(cutoff)
         self.replicated.unwrap()
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027 - most have nothing under way
         """Wait for what is under way, before a checkpoint; collective."""
 
     def state(self) -> dict[str, Any]:
