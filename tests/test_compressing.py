@@ -1,6 +1,8 @@
-"""Compressed gradients: the laws of error feedback, agreement with PyTorch's own hook, and what they say of bad gradients."""
+"""Compressed gradients: laws of error feedback, agreement with PyTorch's own hook, and bad gradients."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gang
 import thinwire
-from small import mlp, net
 from small import batch as images
+from small import mlp, net
+from thinwire.comm.codec import checksum
 from thinwire.comm.coders import Bits, Int8, Rows, cut, elements, pack_signs, unpack_signs
 from thinwire.comm.compressed import unsent
 from thinwire.methods.topk import largest
-from worlds import small_model, train_step, values
+from worlds import batch, optimizer_values, small_model, train_step, values
 
 ALL = [
     thinwire.AllReduce(wire="int8"),
@@ -147,10 +150,9 @@ def conservation(rank: int, group_size: int) -> list[tuple[str, list[Any]]]:
     """For each step: this group's gradient, what all applied, and what is kept before and after."""
     found = []
     for name, config in zip(NAMES, ALL, strict=True):
-        config = type(config)(**{**vars(config), "group_size": group_size})
         model = net()
         optimizer = sgd(model)
-        replica = thinwire.attach(model, optimizer, config)
+        replica = thinwire.attach(model, optimizer, replace(config, group_size=group_size))
         method = replica._method
         own: list[list[Tensor]] = []
         honest = method.exchange
@@ -162,7 +164,7 @@ def conservation(rank: int, group_size: int) -> list[tuple[str, list[Any]]]:
             optimizer.zero_grad()
             before = {k: t.clone() for k, t in method.own_tensors().items()}
             if name == "topk":  # whole numbers add up without rounding
-                x, y = images(rank, step)
+                x, _ = images(rank, step)
                 loss = sum((p * torch.randint(-8, 9, p.shape).float()).sum() for p in model.parameters())
                 (replica(x).sum() * 0 + loss).backward()
             else:
@@ -217,7 +219,7 @@ def test_error_feedback_conserves_what_was_to_be_sent(workers: int, group_size: 
 
 
 def beside_pytorch(rank: int, workers: int) -> tuple[float, int]:
-    """PyTorch's hook in one bucket and ours, from the same Q: the largest relative gap of a parameter, and how many compressed."""
+    """PyTorch's hook in one bucket and ours, from the same Q: the largest gap of a parameter, and how many compressed."""
     start, steps = 2, 8
     ours, other = mlp(), mlp()
     optimizers = sgd(ours, momentum=0.9), sgd(other, momentum=0.9)
@@ -250,3 +252,360 @@ def test_powersgd_agrees_with_pytorchs_hook(workers: int) -> None:
     for gap, compressed in gang.run(beside_pytorch, workers, workers):
         assert compressed == 4
         assert gap < 2e-5
+
+
+# Every worker agrees, stops and resumes.
+
+
+def journey(rank: int, group_size: int, folder: str) -> dict[str, tuple[list[Any], Any, Any]]:
+    """Six steps of each method, saved after the third; what each step left, and how a resumed run ends."""
+    found = {}
+    for name, config in _configs(group_size).items():
+        trace = []
+        replica, optimizer = _attached(config)
+        for step in range(6):
+            train_step(replica, optimizer, step, rank)
+            trace.append((values(replica), optimizer_values(optimizer)))
+            if step == 2:
+                replica.save(Path(folder) / name)
+        again, its_optimizer = _attached(config, seed=5)
+        again.load(Path(folder) / name)
+        for step in range(3, 6):
+            train_step(again, its_optimizer, step, rank)
+        resumed = values(again), optimizer_values(its_optimizer)
+        replica.finish()
+        found[name] = trace, resumed, replica.phase
+    return found
+
+
+def _configs(group_size: int) -> dict[str, Any]:
+    changed = {name: replace(config, group_size=group_size) for name, config in zip(NAMES, ALL, strict=True)}
+    later = {
+        "powersgd later": replace(changed["powersgd"], start_step=0.34, total_steps=6),
+        "topk warm": replace(changed["topk"], warmup=4, clip=0.5),
+        "onebit later": replace(changed["onebit"], warmup=2),
+    }
+    return {**changed, **later}
+
+
+def _attached(config: Any, seed: int = 0) -> tuple[Any, Any]:
+    model = small_model(seed)
+    optimizer = sgd(model, momentum=0.9, weight_decay=0.01)
+    # Many buckets inside a group: whatever is exchanged between groups must not depend on them.
+    return thinwire.attach(model, optimizer, config, ddp={"bucket_cap_mb": 0.001}), optimizer
+
+
+@pytest.mark.parametrize(("workers", "group_size"), [(2, 1), (3, 2), (4, 2)])
+def test_workers_agree_and_resume_bit_for_bit(tmp_path: Path, workers: int, group_size: int) -> None:
+    results = gang.run(journey, workers, group_size, str(tmp_path))
+    for name, (trace, resumed, phase) in results[0].items():
+        assert all(result[name][0] == trace for result in results), name
+        assert all(result[name][1] == resumed for result in results)
+        assert resumed == trace[-1], name
+        assert phase == "finished"
+    assert len({results[0][name][0][-1] for name in NAMES}) == len(NAMES)
+
+
+def leave_and_enter(rank: int, folder: str, group_size: int, enters: bool) -> list[Any]:
+    """What all workers together still have to send, for each method: written by one world, read by another."""
+    found = []
+    for name in NAMES:
+        replica, optimizer = _attached(replace(dict(zip(NAMES, ALL, strict=True))[name], group_size=group_size))
+        if enters:
+            replica.load(Path(folder) / name)
+        else:
+            for step in range(3):
+                train_step(replica, optimizer, step, rank)
+            replica.save(Path(folder) / name)
+        sizes = [p.numel() for p in replica.parameters()]
+        found.append(({k: t.clone() for k, t in replica._method.own_tensors().items()}, sizes))
+        if enters:
+            train_step(replica, optimizer, 3, rank)
+            assert replica.step == 4
+    return found
+
+
+def test_another_world_goes_on_from_what_was_not_sent(tmp_path: Path) -> None:
+    before = gang.run(leave_and_enter, 4, str(tmp_path), 2, False)
+    after = gang.run(leave_and_enter, 3, str(tmp_path), 1, True)
+    for place, name in enumerate(NAMES):
+        sizes = before[0][place][1]
+        which = list(range(len(sizes))) if name == "int8" else [0, 4, 8, 10]
+        if name == "powersgd":
+            which = [int(k.split(".")[1]) for k in before[0][place][0]]
+        old, new = (_kept(name, [rank[place][0] for rank in world], which, sizes) for world in (before, after))
+        assert float(old.abs().max()) > 0
+        torch.testing.assert_close(new, old)
+
+
+def alone(rank: int) -> bool:
+    return all(
+        values(train(config)) == values(train(None))
+        for config in (*ALL, thinwire.TopK(clip=1.0), thinwire.OneBit(warmup=2))
+    )
+
+
+def train(config: Any) -> nn.Module:
+    model = small_model()
+    optimizer = sgd(model, momentum=0.9, weight_decay=0.01)
+    replica = thinwire.attach(model, optimizer, config) if config else model
+    for step in range(4):
+        train_step(replica, optimizer, step, 0)
+    return model
+
+
+def test_with_one_group_nothing_is_compressed() -> None:
+    assert alone(0)
+    assert all(gang.run(one_group, 2))
+
+
+def one_group(rank: int) -> bool:
+    found = []
+    for config in (thinwire.AllReduce(), *ALL):
+        model = small_model()
+        optimizer = sgd(model, momentum=0.9)
+        replica = thinwire.attach(model, optimizer, replace(config, group_size="world"))
+        for step in range(4):
+            train_step(replica, optimizer, step, rank)
+        found.append(values(replica))
+    return len(set(found)) == 1
+
+
+# Gradients that are not finite.
+
+
+def poisoned(rank: int) -> list[tuple[str, bool]]:
+    told = []
+    for config in ALL:
+        model = small_model()
+        optimizer = sgd(model)
+        replica = thinwire.attach(model, optimizer, config)
+        train_step(replica, optimizer, 0, rank)
+        before = checksum(list(model.parameters()))
+        if rank == 1:
+            model[7].weight.register_hook(lambda g: g * float("nan"))
+        with pytest.raises(thinwire.DivergedError) as error:
+            train_step(replica, optimizer, 1, rank)
+        told.append((str(error.value), before == checksum(list(model.parameters()))))
+        replica.detach()
+    return told
+
+
+def test_a_gradient_that_is_not_finite_is_reported_by_worker_and_layer() -> None:
+    for told in gang.run(poisoned, 2):
+        for message, unchanged in told:
+            assert "rank 1 has one in '7.weight'" in message and "step 2" in message
+            assert "rank 0" not in message and unchanged
+
+
+def scaled(rank: int) -> list[Any]:
+    """Half-precision training with a scaler; one worker overflows in the third step."""
+    found = []
+    for config in ALL:
+        model = small_model()
+        optimizer = sgd(model, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        replica = thinwire.attach(model, optimizer, config, scaler=scaler)
+        trace = []
+        for step in range(6):
+            x, y = batch(step, rank)
+            loss = F.cross_entropy(replica(x), y)
+            if step == 2 and rank == 1:
+                loss = loss * float("inf")
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            trace.append((checksum(list(model.parameters())), scaler.get_scale()))
+        kept = max(float(t.abs().max()) for t in replica._method.carried())
+        found.append((trace, kept / scaler.get_scale()))
+    return found
+
+
+def test_with_a_scaler_all_workers_skip_a_step_that_overflowed() -> None:
+    first, second = gang.run(scaled, 2)
+    for (mine, kept), (theirs_too, _) in zip(first, second, strict=True):
+        assert mine == theirs_too
+        assert mine[2][0] == mine[1][0] and mine[3][0] != mine[2][0]
+        assert [scale for _, scale in mine] == [1024, 2048, 1024, 1024, 2048, 2048]
+        assert 0 < kept < 10  # in units of the gradient, whatever the scale has become
+
+
+# Bytes.
+
+
+def sent_in_a_step(rank: int) -> dict[str, Any]:
+    found = {}
+    for name, config in zip(NAMES, ALL, strict=True):
+        model = mlp()
+        optimizer = sgd(model)
+        replica = thinwire.attach(model, optimizer, config)
+        backward(replica, rank, 0)
+        optimizer.step()
+        found[name] = replica.traffic.by_purpose["gradients"]["slow_bytes"]
+    return found
+
+
+def test_every_byte_of_a_step_is_counted() -> None:
+    """Two workers: what is dealt out and collected is half of the payload each, an all-reduce sends all of it."""
+    weights, biases = [(32, 64), (32, 32), (32, 32), (10, 32)], 32 * 3 + 10
+    total = sum(n * m for n, m in weights)
+    (found, _) = gang.run(sent_in_a_step, 2)
+    blocks = -(-(total + biases) // 256)
+    longest = -(-blocks // 2) * 260 + 4
+    assert found["int8"] == 2 * longest
+    assert found["powersgd"] == 4 * (sum(2 * (n + m) for n, m in weights) + biases + 1)
+    chosen = sum(math.ceil(0.05 * n * m) for n, m in weights)
+    assert found["topk"] == 4 * (2 * chosen + 1) + 4 * biases
+    assert 2 * (total // 16) < found["onebit"] - 4 * biases < 2 * (total // 16 + 106 * 8 + 100)
+
+
+# Top-k.
+
+
+def test_density_falls_in_four_stages() -> None:
+    model = mlp()
+    method: Any = thinwire.attach(model, sgd(model), thinwire.TopK(density=0.001, warmup=8))._method
+    seen, until = [], []
+    for step in range(10):
+        method.step = step
+        seen.append(round(method.density, 5))
+        until.append(method.quiet_until)
+    assert seen == [0.25, 0.25, 0.06287, 0.06287, 0.01581, 0.01581, 0.00398, 0.00398, 0.001, 0.001]
+    assert until[:8] == [2, 2, 4, 4, 6, 6, 8, 8] and until[8] > 10**9
+
+
+def top_k_and_its_optimizer(rank: int) -> list[Any]:
+    told: list[Any] = []
+    for config, optimizer in (
+        (thinwire.TopK(momentum=0.9), lambda m: sgd(m, momentum=0.9)),
+        (thinwire.TopK(momentum=0.9), lambda m: torch.optim.AdamW(m.parameters())),
+        (thinwire.TopK(), lambda m: sgd(m, momentum=0.9, dampening=0.1)),
+    ):
+        model = mlp()
+        with pytest.raises(thinwire.ConfigError) as error:
+            thinwire.attach(model, optimizer(model), config)
+        told.append(str(error.value))
+    model = mlp()
+    optimizer = sgd(model, momentum=0.8, weight_decay=0.1, nesterov=True)
+    replica = thinwire.attach(model, optimizer, thinwire.TopK())
+    group = optimizer.param_groups[0]
+    inside = group["momentum"], group["weight_decay"], group["nesterov"]
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)  # sets momentum at every step
+    seen = []
+    for step in range(3):
+        backward(replica, rank, step)
+        seen.append((group["momentum"], replica._method.taken.taken[0].momentum))
+        optimizer.step()
+        scheduler.step()
+    replica.detach()
+    return [told, inside, seen, (group["momentum"], group["weight_decay"])]
+
+
+def test_top_k_takes_momentum_over_and_never_applies_it_twice() -> None:
+    for told, inside, seen, after in gang.run(top_k_and_its_optimizer, 2):
+        assert all("twice" in message for message in told[:2]) and "dampening" in told[2]
+        assert inside == (0.0, 0.0, False)
+        assert all(momentum == 0.0 and taken > 0.5 for momentum, taken in seen)
+        assert seen[0][1] != seen[1][1]
+        assert after[0] > 0.5 and after[1] == 0.1
+
+
+def clipped(rank: int) -> tuple[float, bool]:
+    model = mlp()
+    optimizer = sgd(model)
+    replica = thinwire.attach(model, optimizer, thinwire.TopK(density=0.5, clip=0.01))
+    backward(replica, rank, 0)
+    method: Any = replica._method
+    own = method.v.clone()
+    whole = torch.cat([own, method.applied])
+    return float(whole.norm()), replica.clips
+
+
+def test_top_k_clips_before_it_accumulates() -> None:
+    for norm, clips in gang.run(clipped, 2):
+        assert 0 < norm <= 0.01 and clips
+
+
+class Branches(nn.Module):
+    """Uses one of its branches at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 10), nn.Linear(64, 10)
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return (self.first, self.second)[which](x.flatten(1))
+
+
+def unused(rank: int) -> list[int]:
+    found = []
+    for config in ALL:
+        torch.manual_seed(0)
+        model = Branches()
+        optimizer = sgd(model)
+        replica = thinwire.attach(model, optimizer, config)
+        for step in range(4):
+            x, y = images(rank, step)
+            optimizer.zero_grad()
+            F.cross_entropy(replica(x, (step + rank) % 2 if step < 3 else 0), y).backward()
+            optimizer.step()
+        found.append(values(replica))
+    return found
+
+
+def test_a_parameter_that_a_worker_did_not_use_counts_as_zero_there() -> None:
+    first, second = gang.run(unused, 2)
+    assert first == second
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: thinwire.AllReduce(wire="fp8"), "fp32, bf16, int8"),
+        (lambda: thinwire.PowerSGD(rank=0), "`rank`=0 must be a whole number from 1 on"),
+        (lambda: thinwire.PowerSGD(rank=2.5), "`rank`=2.5"),
+        (lambda: thinwire.PowerSGD(start_step=-1), "`start_step`=-1"),
+        (lambda: thinwire.PowerSGD(start_step=0.1), "`start_step`=0.1 is a fraction of `total_steps`"),
+        (lambda: thinwire.PowerSGD(min_compression=-1), "`min_compression`=-1"),
+        (lambda: thinwire.PowerSGD(total_steps=0), "`total_steps`=0"),
+        (lambda: thinwire.PowerSGD(group_size=0), "`group_size`=0"),
+        (lambda: thinwire.TopK(density=0), "`density`=0 must be above 0"),
+        (lambda: thinwire.TopK(density=1.5), "`density`=1.5"),
+        (lambda: thinwire.TopK(warmup=1.5), "`warmup`=1.5"),
+        (lambda: thinwire.TopK(warmup=0.5), "total_steps"),
+        (lambda: thinwire.TopK(momentum=1.0), "`momentum`=1.0 must be from 0 to below 1"),
+        (lambda: thinwire.TopK(masking="yes"), "`masking`='yes' must be True or False"),
+        (lambda: thinwire.TopK(clip=0), "`clip`=0 must be a norm above 0"),
+        (lambda: thinwire.TopK(total_steps=1.5), "`total_steps`=1.5"),
+        (lambda: thinwire.TopK(group_size="all"), "`group_size`='all'"),
+        (lambda: thinwire.OneBit(warmup=-0.1), "`warmup`=-0.1"),
+        (lambda: thinwire.OneBit(total_steps=-3), "`total_steps`=-3"),
+        (lambda: thinwire.OneBit(group_size=1.5), "`group_size`=1.5"),
+        (lambda: thinwire.LocalSGD(every=0), "`every`=0 must be a whole number from 1 on"),
+        (lambda: thinwire.LocalSGD(warmup=float("nan")), "`warmup`=nan"),
+        (lambda: thinwire.LocalSGD(moments="carry"), "`moments`='carry' is not known"),
+        (lambda: thinwire.LocalSGD(wire="int8"), "`wire`='int8' is not known"),
+        (lambda: thinwire.LocalSGD(total_steps="9"), "`total_steps`='9'"),
+        (lambda: thinwire.LocalSGD(group_size=-2), "`group_size`=-2"),
+        (lambda: thinwire.DiLoCo(every=1.0), "`every`=1.0"),
+        (lambda: thinwire.DiLoCo(outer_lr=0), "`outer_lr`=0 must be a number above 0"),
+        (lambda: thinwire.DiLoCo(outer_momentum=1), "`outer_momentum`=1 must be from 0 to below 1"),
+        (lambda: thinwire.DiLoCo(wire="int4"), "`wire`='int4'"),
+        (lambda: thinwire.DiLoCo(fragments=0), "`fragments`=0"),
+        (lambda: thinwire.DiLoCo(every=4, fragments=5), "use at most 4"),
+        (lambda: thinwire.DiLoCo(delay=-1), "`delay`=-1"),
+        (lambda: thinwire.DiLoCo(every=4, delay=4), "must be below `every`=4"),
+        (lambda: thinwire.DiLoCo(mix=1.0), "`mix`=1.0"),
+        (lambda: thinwire.DiLoCo(warmup=0.2), "total_steps"),
+        (lambda: thinwire.DiLoCo(total_steps=True), "`total_steps`=True"),
+        (lambda: thinwire.DiLoCo(group_size=0), "`group_size`=0"),
+    ],
+)
+def test_every_field_says_what_it_takes(make: Any, said: str) -> None:
+    with pytest.raises(thinwire.ConfigError) as error:
+        make()
+    assert said in str(error.value)
