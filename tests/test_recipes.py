@@ -1,15 +1,21 @@
+import json
 import random
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
+from thinwire import config
+from thinwire.cli import main
 from thinwire.errors import ConfigError
+from thinwire.jobs import Job
 from thinwire.recipes import RECIPES, named
 from thinwire.train.checkpoint import _random_state, _restore_random
 from thinwire.train.recorder import Recorder
 from thinwire.train.schedule import cosine
+from thinwire.train.task import describe_optimizer
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -56,6 +62,89 @@ def test_steps_must_be_positive():
     assert named("digits", steps=7).steps == 7
     with pytest.raises(ConfigError, match="`steps` must be at least 1, got 0"):
         named("digits", steps=0)
+
+
+# What suits single methods.
+
+TUNED = """
+from dataclasses import replace
+from functools import partial
+from torch.optim import SGD
+from thinwire.recipes import Suited, digits
+STEPPER = partial(SGD, lr={rate}, momentum=0.9)
+def tuned():
+    suited = {{"ab": Suited({{"cutoff": 0.3, "group_steps": 5, "nosuch": 1}}, optimizer=STEPPER, clip=0.5)}}
+    return replace(digits(), name="tuned", steps=20, suited=suited)
+def unknown():
+    return replace(digits(), suited={{"adam": Suited()}})
+"""
+
+
+@pytest.fixture
+def tuned(tmp_path):
+    (tmp_path / "mine.py").write_text(TUNED.format(rate=0.05))
+    return f"{tmp_path / 'mine.py'}:tuned"
+
+
+def _job(recipe, method, *settings, **more):
+    return Job(recipe=recipe, method=method, out=None, settings=settings, **more)
+
+
+def test_what_suits_a_method_holds_beneath_what_is_typed(tuned):
+    own = _job(tuned, "ab").config
+    assert (own.cutoff, own.group_steps, own.total_steps) == (0.3, 5, 20)
+    typed = _job(tuned, "ab", "ab.cutoff=0.2", steps=30, group_size="1").config
+    assert (typed.cutoff, typed.group_steps, typed.total_steps, typed.group_size) == (0.2, 5, 30, 1)
+    assert _job(tuned, "allreduce").config == config.AllReduce()
+    words = [tuned, "--methods", "ab,ab:group_steps=4", "--compute", "1ms", "--json"]
+    result = CliRunner().invoke(main, ["plan", *words])
+    rows = [row["config"] for row in json.loads(result.output)["methods"]]
+    assert [(row["cutoff"], row["group_steps"], row["total_steps"]) for row in rows] == [(0.3, 5, 20), (0.3, 4, 20)]
+
+
+def test_the_optimizer_and_the_clipping_that_suit_a_method_are_its_own(tuned):
+    plain = named(tuned)
+    own = plain.suited_to("ab")
+    assert (type(own.optimizer([torch.zeros(1)])), own.clip) == (torch.optim.SGD, 0.5)
+    assert own.usual_optimizer is plain.optimizer and own.suited_to("ab") == own
+    assert plain.suited_to("allreduce") == plain
+    assert _job(tuned, "ab").trained.clip == 0.5 and _job(tuned, "allreduce").trained.clip == 1.0
+    # A method with clipping of its own is given the recipe's.
+    assert config.from_strings(config.TopK, {}, **plain.defaults("topk")).clip == plain.clip == 1.0
+    assert config.from_strings(config.TopK, {"clip": "none"}, **plain.defaults("topk")).clip is None
+
+
+def test_a_run_tells_its_optimizer_and_is_not_resumed_with_another(tuned, tmp_path):
+    out = tmp_path / "run"
+    words = ["run", tuned, "--method", "ab", "--workers", "1", "--out", str(out), "--save-every", "8", "--no-model"]
+    result = CliRunner().invoke(main, [*words, "--json"])
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.stdout)
+    assert (summary["optimizer"], summary["lr"]) == ("SGD", 0.05)
+    assert (summary["usual_optimizer"], summary["usual_lr"]) == ("AdamW", 3e-3)
+    (tmp_path / "mine.py").write_text(TUNED.format(rate=0.25))
+    result = CliRunner().invoke(main, [*words, "--resume"])
+    assert result.exit_code == 2 and "it was saved with `optimizer.lr`=0.05, this run has 0.25" in result.output
+    for saved in out.glob("checkpoint*"):
+        saved.rename(tmp_path / saved.name)
+    result = CliRunner().invoke(main, [*words, "--resume"])
+    assert result.exit_code == 2 and "holds a finished run with `lr`=0.05, not 0.25" in result.output
+
+
+def test_a_method_that_nobody_knows_cannot_be_suited(tuned):
+    with pytest.raises(ConfigError, match="unknown method in `suited` of the recipe digits 'adam', choose from"):
+        named(tuned.replace(":tuned", ":unknown"))
+
+
+def test_optimizers_are_told_as_plain_values():
+    def make(parameters):
+        matrix, vector = parameters
+        groups = [{"params": [matrix], "weight_decay": 0.1}, {"params": [vector], "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=torch.tensor(0.5))
+
+    told = describe_optimizer(make)
+    assert told == json.loads(json.dumps(told))
+    assert (told["optimizer"], told["optimizer.lr"], told["optimizer.weight_decay"]) == ("AdamW", 0.5, [0.1, 0.0])
 
 
 def test_cosine_rises_and_falls():

@@ -79,7 +79,7 @@ def test_only_comm_calls_torch_distributed(path):
 
 @pytest.mark.parametrize(
     "path",
-    [p for p in SOURCES if _room(p) in ("train", "recipes", "launch", "jobs", "cli")],
+    [p for p in SOURCES if _room(p) in ("train", "launch", "jobs", "cli")],
     ids=lambda p: str(p.relative_to(PACKAGE)),
 )
 def test_training_and_command_line_name_no_method(path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from thinwire.launch import Seat, as_worker, inside_job, launch, share
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, named
 from thinwire.train import checkpoint, fit
+from thinwire.train.task import describe_optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +56,17 @@ class Job:
 
     @cached_property
     def trained(self) -> Recipe:
-        """The recipe over this job's steps."""
-        return named(self.recipe, steps=self.steps, eval_every=self.eval_every)
+        """The recipe over this job's steps, with the optimizer that suits the method."""
+        return named(self.recipe, steps=self.steps, eval_every=self.eval_every).suited_to(self.method)
 
     @cached_property
     def config(self) -> Any:
         """The method's config."""
-        return method_config(self.method, self.settings, self.trained.steps, self.group_size)
+        return method_config(self.method, self.settings, self.trained.defaults(self.method), self.group_size)
+
+    def of(self, variant: Variant, **fields: Any) -> Job:
+        """The same job by a method as it is to be run."""
+        return dataclasses.replace(self, method=variant.method, settings=variant.settings, **fields)
 
     def check(self) -> None:
         """Raise what is wrong with it, as far as one process can know."""
@@ -106,17 +111,20 @@ class Job:
         if not path.is_file():
             return None
         summary = json.loads(path.read_text(encoding="utf-8"))
+        optimizer = describe_optimizer(self.trained.optimizer)
         wanted = {
             "recipe": self.trained.name,
             "method": self.method,
             "seed": self.seed,
             "steps": self.trained.steps,
+            "optimizer": optimizer["optimizer"],
+            "lr": optimizer.get("optimizer.lr"),
         }
         wanted["config"] = json.loads(json.dumps(describe(self.config)))
         if not inside_job():
             wanted["world_size"] = self.workers
         for name, value in wanted.items():
-            if summary[name] != value:
+            if name in summary and summary[name] != value:
                 raise ConfigError(
                     f"`{self.out}` holds a finished run with `{name}`={summary[name]!r}, not {value!r}; "
                     "give another `--out`, or leave out `--resume` to run it anew"
@@ -150,12 +158,13 @@ class Job:
         return [*words, "--quiet", *(flag for flag, given in flags.items() if given)]
 
 
-def method_config(method: str, settings: Iterable[str], steps: int, group_size: str | None) -> Any:
-    """A method's config from what was typed for it."""
+def method_config(method: str, settings: Iterable[str], defaults: Mapping[str, Any], group_size: str | None) -> Any:
+    """A method's config from what was typed for it, above `defaults`, such as a recipe has for it."""
     if method not in METHODS:
         raise unknown("method", method, METHODS)
     own = dict(_setting(text, method) for text in settings if _concerns(text, method))
-    return from_strings(METHODS[method].config, own, total_steps=steps, group_size=_group_size(group_size))
+    typed = {} if group_size is None else {"group_size": _group_size(group_size)}
+    return from_strings(METHODS[method].config, own, **{**defaults, **typed})
 
 
 class Variant(NamedTuple):

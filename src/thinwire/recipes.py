@@ -16,10 +16,11 @@ from typing import Any, cast
 from torch.optim import AdamW
 
 from thinwire.errors import ConfigError, ThinwireError, unknown
+from thinwire.methods.registry import METHODS
 from thinwire.train import data, models
-from thinwire.train.task import CLASSIFY, PREDICT, Recipe
+from thinwire.train.task import CLASSIFY, PREDICT, Recipe, Suited
 
-__all__ = ["RECIPES", "Recipe", "digits", "load_function", "named", "shakespeare"]
+__all__ = ["RECIPES", "Recipe", "Suited", "digits", "load_function", "named", "shakespeare"]
 
 
 def digits() -> Recipe:
@@ -73,6 +74,9 @@ def named(name: str, *, steps: int | None = None, eval_every: int | None = None)
         recipe = _own(name)
     else:
         raise unknown("recipe", name, list(RECIPES))
+    for method in recipe.suited:
+        if method not in METHODS:
+            raise unknown(f"method in `suited` of the recipe {recipe.name}", method, METHODS)
     steps = recipe.steps if steps is None else steps
     return replace(recipe, steps=steps, eval_every=recipe.eval_every if eval_every is None else eval_every)
 

@@ -18,7 +18,7 @@ from thinwire.plan.planner import Plan, Stopwatch, make_plan
 from thinwire.plan.rehearse import Subject
 from thinwire.plan.show import draw, table
 from thinwire.plan.subjects import OPTIMIZERS, of_function, of_recipe
-from thinwire.recipes import named
+from thinwire.recipes import Recipe, named
 
 _DIR = click.Path(path_type=Path, file_okay=False)
 
@@ -54,7 +54,8 @@ def plan(recipe: str | None, model: str | None, as_json: bool, out: Path | None,
     """
     if (recipe is None) == (model is None):
         raise click.UsageError("give either RECIPE or --model FILE.py:FUNCTION")
-    made = _plan(_subject(recipe, model, flags), flags)
+    chosen = None if recipe is None else named(recipe, steps=flags["steps"])
+    made = _plan(chosen, _subject(chosen, model, flags), flags)
     told = made.as_dict()
     if as_json:
         click.echo(json.dumps(told, indent=2))
@@ -73,16 +74,16 @@ def _write(folder: Path, told: dict[str, Any]) -> None:
     (folder / "plan.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
 
-def _subject(recipe: str | None, model: str | None, flags: dict[str, Any]) -> Subject:
+def _subject(recipe: Recipe | None, model: str | None, flags: dict[str, Any]) -> Subject:
     if recipe is not None:
-        return of_recipe(named(recipe, steps=flags["steps"]), flags["workers"], flags["data"])
+        return of_recipe(recipe, flags["workers"], flags["data"])
     assert model is not None
     if flags["data"] is not None:
         raise click.UsageError("--data is for recipes; the function of --model loads its own")
     return of_function(model, flags["steps"], flags["optimizer"])
 
 
-def _plan(subject: Subject, flags: dict[str, Any]) -> Plan:
+def _plan(recipe: Recipe | None, subject: Subject, flags: dict[str, Any]) -> Plan:
     links = Links(
         bandwidth=units.bits_per_second(flags["bandwidth"]),
         latency=units.seconds(flags["latency"]),
@@ -90,8 +91,9 @@ def _plan(subject: Subject, flags: dict[str, Any]) -> Plan:
         fast_latency=units.seconds(flags["fast_latency"]),
         overhead=units.seconds(flags["overhead"]),
     )
+    defaults = recipe.defaults if recipe else lambda method: {"total_steps": subject.steps}
     configs = {
-        v.label: method_config(v.method, v.settings, subject.steps, flags["group_size"])
+        v.label: method_config(v.method, v.settings, defaults(v.method), flags["group_size"])
         for v in variants(flags["methods"], flags["settings"])
     }
     layout = Layout(workers=flags["workers"], nodes=flags["nodes"], algorithm=flags["allreduce"])

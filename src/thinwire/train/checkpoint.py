@@ -20,7 +20,7 @@ from thinwire.config import describe
 from thinwire.errors import ConfigError
 from thinwire.replica import Replica
 from thinwire.store import atomic_folder, newest, read_json, read_tensors, write_json, write_tensors
-from thinwire.train.task import Recipe
+from thinwire.train.task import Recipe, describe_optimizer
 
 
 def save(folder: Path, replica: Replica, scheduler: LambdaLR, position: dict[str, Any]) -> None:
@@ -45,8 +45,8 @@ def find(folder: Path) -> Path | None:
 
 def identity(recipe: Recipe, config: Any, seed: int) -> dict[str, Any]:
     """What must be the same for a run to be gone on with, as plain values."""
-    about = {"recipe": recipe.name, "steps": recipe.steps, "batch": recipe.batch, "seed": seed}
-    return about | {"method": type(config).__name__} | describe(config)
+    about = {"recipe": recipe.name, "steps": recipe.steps, "batch": recipe.batch, "clip": recipe.clip, "seed": seed}
+    return about | describe_optimizer(recipe.optimizer) | {"method": type(config).__name__} | describe(config)
 
 
 def position(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:

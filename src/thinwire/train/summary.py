@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from thinwire.factor import export
 from thinwire.replica import Replica
-from thinwire.train.task import Recipe
+from thinwire.train.task import Recipe, describe_optimizer
 
 
 def summarise(
@@ -30,6 +30,7 @@ def summarise(
         "recipe": recipe.name,
         "method": about["method"],
         "config": about["config"],
+        **_optimizers(recipe),
         "seed": seed,
         "world_size": replica.topology.world_size,
         "groups": about["groups"],
@@ -64,6 +65,18 @@ def write_model(model: nn.Module, folder: Path, example: Tensor) -> None:
     training = model.training
     export.write(model.eval(), folder, example_input=example)
     model.train(training)
+
+
+def _optimizers(recipe: Recipe) -> dict[str, Any]:
+    """The optimizer, and the one that the recipe has for methods without one of their own."""
+    own = describe_optimizer(recipe.optimizer)
+    usual = describe_optimizer(recipe.usual_optimizer or recipe.optimizer)
+    return {
+        "optimizer": own["optimizer"],
+        "lr": own.get("optimizer.lr"),
+        "usual_optimizer": usual["optimizer"],
+        "usual_lr": usual.get("optimizer.lr"),
+    }
 
 
 def _ratio(part: float, whole: float) -> float | None:

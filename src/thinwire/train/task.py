@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,8 @@ from torch.optim import Optimizer
 
 from thinwire.errors import ConfigError
 from thinwire.train.data import Source
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,18 @@ CLASSIFY = Task(metric="accuracy", judge=lambda loss, hits: hits)
 PREDICT = Task(metric="perplexity", judge=lambda loss, hits: math.exp(min(loss, 700.0)))
 
 
+@dataclass(frozen=True)
+class Suited:
+    """What was found good for one method on a recipe."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of its config, which hold unless a user sets them; those that it does not have are left out."""
+    optimizer: MakeOptimizer | None = None
+    """Builds another optimizer than the recipe's."""
+    clip: float | None = None
+    """Another largest gradient norm than the recipe's."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A whole experiment but for the method, its settings and the seed."""
@@ -61,7 +76,7 @@ class Recipe:
     """Loads the data, from a folder or from the package."""
     model: Callable[[Source], nn.Module]
     """Builds the model, from the global random state."""
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    optimizer: MakeOptimizer
     """Builds the optimizer."""
     steps: int
     """Optimizer steps of a run."""
@@ -73,8 +88,45 @@ class Recipe:
     """Largest gradient norm; None leaves gradients as they are."""
     eval_every: int = 50
     """Steps between evaluations."""
+    suited: Mapping[str, Suited] = field(default_factory=dict)
+    """What is good for single methods, by their names."""
+    usual_optimizer: MakeOptimizer | None = None
+    """The optimizer that `suited_to` put another in place of."""
 
     def __post_init__(self) -> None:
-        for field in ("steps", "batch", "eval_every"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"`{field}` must be at least 1, got {getattr(self, field)}")
+        for name in ("steps", "batch", "eval_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"`{name}` must be at least 1, got {getattr(self, name)}")
+
+    def suited_to(self, method: str) -> Recipe:
+        """The recipe as it is good for one method: with the optimizer and the clipping found for it."""
+        own = self.suited.get(method, Suited())
+        clip = self.clip if own.clip is None else own.clip
+        if own.optimizer is None:
+            return replace(self, clip=clip)
+        return replace(self, clip=clip, optimizer=own.optimizer, usual_optimizer=self.usual_optimizer or self.optimizer)
+
+    def defaults(self, method: str) -> dict[str, Any]:
+        """Fields of a method's config that hold unless a user sets them."""
+        own = self.suited.get(method, Suited())
+        return {"clip": self.suited_to(method).clip, **own.settings, "total_steps": self.steps}
+
+
+def describe_optimizer(make: MakeOptimizer) -> dict[str, Any]:
+    """The class as `optimizer` and its settings as `optimizer.NAME`, plain values; a list where groups differ."""
+    # No model is at hand where a run is checked; a matrix and a vector serve factories that tell them apart.
+    optimizer = make([nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(3))])
+    told: dict[str, Any] = {"optimizer": type(optimizer).__name__}
+    for name in optimizer.defaults:
+        values = [_plain(group.get(name)) for group in optimizer.param_groups]
+        told[f"optimizer.{name}"] = values[0] if all(value == values[0] for value in values) else values
+    return told
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back; of what it cannot hold, such as a function, only that it is there."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, tuple | list):
+        return [_plain(part) for part in value]
+    return value if isinstance(value, int | float | str | None) else type(value).__name__
