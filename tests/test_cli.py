@@ -188,6 +188,25 @@ def test_compare_sets_methods_side_by_side(compared):
     assert "allreduce" in printed and f"picture: {out / 'comparison.png'}" in printed
 
 
+def test_compare_keeps_variants_of_a_method_apart(tmp_path):
+    words = ["compare", "digits", "--workers", "1", "--steps", "12", "--set", "group_steps=4", "--no-model"]
+    words += ["--seeds", "2", "--out", str(tmp_path)]
+    result = CliRunner().invoke(main, [*words, "--methods", "allreduce,ab:cutoff=0.2,ab:cutoff=0.5"])
+    assert result.exit_code == 0, result.output
+    folders = [f"{name}-seed{seed}" for name in ("allreduce", "ab-cutoff-0.2", "ab-cutoff-0.5") for seed in (0, 1)]
+    assert {path.name for path in tmp_path.iterdir()} == {*folders, "comparison.json", "comparison.png"}
+    rows = json.loads((tmp_path / "comparison.json").read_text())
+    assert [(row["method"], row["label"], row["seeds"]) for row in rows] == [
+        ("allreduce", "allreduce", [0, 1]),
+        ("ab", "ab:cutoff=0.2", [0, 1]),
+        ("ab", "ab:cutoff=0.5", [0, 1]),
+    ]
+    assert rows[1]["compression_mean"] < rows[2]["compression_mean"]
+    assert all(row["label"] in result.output for row in rows)
+    again = CliRunner().invoke(main, ["report", str(tmp_path), "--json"])
+    assert json.loads(again.stdout) == rows
+
+
 def test_compare_resumed_runs_nothing_twice(compared):
     out, _ = compared
     before = (out / "ab-seed0" / "summary.json").stat().st_mtime_ns
@@ -258,6 +277,8 @@ def test_list_knows_recipes_and_methods():
         ("run digits --method ab --set cutoff", "must be FIELD=VALUE"),
         ("run digits --method ab --set zz.cutoff=0.1", "unknown method 'zz'"),
         ("compare digits --methods allreduce,ab --set ab.cutof=0.1", "unknown field of AB 'cutof'"),
+        ("compare digits --methods ab,ab:cutof=0.1", "unknown field of AB 'cutof'"),
+        ("compare digits --methods ab,ab:cutoff=0.15", "`ab` and `ab:cutoff=0.15` have the same settings"),
         ("run digits --method ab --data no/such/place", "no `digits8x8.npz` in `no/such/place`"),
         ("run digits --method ab --workers 65", "a batch of 64 cannot be shared by 65 workers"),
         ("run digits --method ab --steps 0", "Invalid value for '--steps'"),

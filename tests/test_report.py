@@ -5,17 +5,24 @@ import pytest
 from rich.console import Console
 
 from thinwire.errors import ConfigError
-from thinwire.report import compare, draw, read_run, read_runs, table
+from thinwire.report import compare, draw, plots, read_run, read_runs, table
 from thinwire.report.live import Progress, Tail
 from thinwire.report.tables import figure, size
 
 
-def _write_run(folder, method, seed, *, slow, accuracy, metric="accuracy", evaluate=100, wire="fp32"):
+def _write_run(
+    folder, method, seed, *, slow, accuracy, metric="accuracy", evaluate=100, config=None, optimizer=None, **more
+):
     folder.mkdir(parents=True)
+    name, rate = optimizer or ("AdamW", 0.003)
     summary = {
         "recipe": "digits",
         "method": method,
-        "config": {"wire": wire},
+        "config": config or {"wire": "fp32"},
+        "optimizer": name,
+        "lr": rate,
+        "usual_optimizer": "AdamW",
+        "usual_lr": 0.003,
         "seed": seed,
         "metric": metric,
         metric: accuracy,
@@ -25,6 +32,7 @@ def _write_run(folder, method, seed, *, slow, accuracy, metric="accuracy", evalu
         "traffic_vs_ideal_fp32": 1.2,
         "compression": 2.0,
         "wall_s": 12.0,
+        **more,
     }
     (folder / "summary.json").write_text(json.dumps(summary))
     with (folder / "records.jsonl").open("w") as file:
@@ -56,9 +64,124 @@ def test_ratios_are_against_the_measured_run_of_the_same_seed(folder):
 
 
 def test_without_a_measured_fp32_run_the_reckoned_ratio_stands(tmp_path):
-    _write_run(tmp_path / "a", "allreduce", 0, slow=500, accuracy=0.9, wire="bf16")
+    _write_run(tmp_path / "a", "allreduce", 0, slow=500, accuracy=0.9, config={"wire": "bf16"})
     _write_run(tmp_path / "b", "ab", 0, slow=100, accuracy=0.9)
     assert [row["traffic_vs_allreduce_fp32"] for row in compare(read_runs(tmp_path))] == [0.9, 0.9]
+
+
+def _labels(folder):
+    return [row["label"] for row in compare(read_runs(folder))]
+
+
+def test_variants_of_a_method_are_rows_of_their_own(tmp_path):
+    """In order: the baseline first, then by the size of what differs, whatever folders are called."""
+    for wire, slow in (("bf16", 500), ("fp32", 1000)):
+        _write_run(tmp_path / wire, "allreduce", 0, slow=slow, accuracy=0.9, config={"wire": wire, "group_size": None})
+    for every in (24, 4):
+        for seed in (0, 1):
+            fields = {"every": every, "warmup": 0.05, "moments": "keep"}
+            _write_run(tmp_path / f"l{every}{seed}", "localsgd", seed, slow=1000 // every, accuracy=0.9, config=fields)
+    _write_run(tmp_path / "a", "ab", 0, slow=400, accuracy=0.9, config={"wire": "bf16"})
+    rows = compare(read_runs(tmp_path))
+    assert [(row["method"], row["label"], row["seeds"]) for row in rows] == [
+        ("allreduce", "allreduce:wire=fp32", [0]),
+        ("allreduce", "allreduce:wire=bf16", [0]),
+        ("ab", "ab", [0]),
+        ("localsgd", "localsgd:every=4", [0, 1]),
+        ("localsgd", "localsgd:every=24", [0, 1]),
+    ]
+    ratios = [row["traffic_vs_allreduce_fp32"] for row in rows]
+    assert ratios[:3] == [1.0, 0.5, 0.4]
+    assert ratios[3] == (0.25 + 0.9) / 2  # seed 1 has no measured baseline
+
+
+def test_a_label_names_every_field_that_differs_as_it_is_typed(tmp_path):
+    configs = [
+        {"cutoff": 0.2, "keep": ["head*"], "wire": "fp32", "keep_last": True, "group_size": None},
+        {"cutoff": 0.2, "keep": [], "wire": "fp32", "keep_last": False, "group_size": 2},
+    ]
+    for number, config in enumerate(configs):
+        _write_run(tmp_path / f"{number}", "ab", 0, slow=9, accuracy=0.9, config=config)
+    assert _labels(tmp_path) == [
+        "ab:keep=head*,keep_last=true,group_size=none",
+        "ab:keep=,keep_last=false,group_size=2",
+    ]
+
+
+def test_the_baseline_has_the_same_steps_and_if_it_can_the_same_layout(tmp_path):
+    four, two = [[0], [1], [2], [3]], [[0, 1], [2, 3]]
+    for each, nodes, slow in ((1, four, 1000), (2, two, 800)):
+        fields = {"config": {"wire": "fp32", "group_size": each}, "nodes": nodes, "steps": 10}
+        _write_run(tmp_path / f"all{each}", "allreduce", 0, slow=slow, accuracy=0.9, **fields)
+        fields = {"config": {"group_size": each}, "nodes": nodes, "steps": 10}
+        _write_run(tmp_path / f"ab{each}", "ab", 0, slow=400, accuracy=0.9, **fields)
+    _write_run(tmp_path / "long", "localsgd", 0, slow=400, accuracy=0.9, nodes=four, steps=20)
+    ratios = {row["label"]: row["traffic_vs_allreduce_fp32"] for row in compare(read_runs(tmp_path))}
+    assert ratios["ab:group_size=1"] == 0.4 and ratios["ab:group_size=2"] == 0.5
+    assert ratios["localsgd"] == 0.9  # as it reckoned itself
+
+
+def test_another_optimizer_than_the_usual_one_is_in_the_label(tmp_path):
+    for seed in (0, 1):
+        _write_run(tmp_path / f"usual{seed}", "ab", seed, slow=9, accuracy=0.9)
+        _write_run(tmp_path / f"other{seed}", "topk", seed, slow=9, accuracy=0.9, optimizer=("SGD", 0.1))
+        _write_run(tmp_path / f"rate{seed}", "onebit", seed, slow=9, accuracy=0.9, optimizer=("AdamW", 0.001))
+    assert _labels(tmp_path) == ["ab", "onebit (AdamW, lr 0.001)", "topk (SGD)"]
+    _write_run(tmp_path / "again", "topk", 0, slow=9, accuracy=0.9)
+    _write_run(tmp_path / "faster", "topk", 0, slow=9, accuracy=0.9, optimizer=("SGD", 0.2))
+    assert set(_labels(tmp_path)[2:]) == {"topk (AdamW, lr 0.003)", "topk (SGD, lr 0.1)", "topk (SGD, lr 0.2)"}
+
+
+def test_runs_that_do_not_tell_their_optimizer_are_shown_without_one(tmp_path):
+    for seed in (0, 1):
+        _write_run(tmp_path / f"{seed}", "ab", seed, slow=9, accuracy=0.9)
+        path = tmp_path / f"{seed}" / "summary.json"
+        summary = json.loads(path.read_text())
+        for field in ("optimizer", "lr", "usual_optimizer", "usual_lr"):
+            del summary[field]
+        path.write_text(json.dumps(summary))
+    assert _labels(tmp_path) == ["ab"]
+
+
+@pytest.fixture
+def twelve(tmp_path):
+    """As many rows as a comparison of everything has, with labels as long as they come."""
+    for wire, slow in (("fp32", 100_000_000), ("bf16", 50_000_000), ("int8", 26_000_000)):
+        for seed in (0, 1):
+            _write_run(tmp_path / f"{wire}{seed}", "allreduce", seed, slow=slow, accuracy=0.99, config={"wire": wire})
+    for number in range(9):
+        fields = {"every": 24 + number, "outer_lr": 0.7 + number / 1000, "outer_momentum": 0.9 - number / 1000}
+        more = {"wall_s": 12345.0, "optimizer": ("SGD", 0.1)}
+        _write_run(tmp_path / f"d{number}", "diloco", 0, slow=9_000_000, accuracy=0.9, config=fields, **more)
+    return tmp_path
+
+
+def test_twelve_rows_fit_a_hundred_columns(twelve):
+    console = Console(file=io.StringIO(), width=100)
+    console.print(table(rows := compare(read_runs(twelve))))
+    text = console.file.getvalue()
+    assert len(rows) == 12 and "…" not in text
+    assert "diloco:every=24,outer_lr=0.7," in text and "outer_momentum=0.9 (SGD)" in text
+    assert text.count("12345 s") == 9 and text.count("2.00 : 1") == 12
+
+
+def test_twelve_lines_are_told_apart_and_bytes_are_logarithmic_where_they_spread(twelve, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, "two_panels", lambda made=plots.two_panels: figures.append(made()) or figures[-1])
+    runs = read_runs(twelve)
+    draw(runs, compare(runs), twelve / "comparison.png")
+    picture, (_, over_bytes) = figures[0]
+    looks = {(line.get_color(), line.get_linestyle()) for line in over_bytes.get_lines()}
+    assert len(looks) == 12
+    (legend,) = picture.legends
+    assert len(legend.get_texts()) == 12 and over_bytes.get_legend() is None
+    assert over_bytes.get_xscale() == "linear"  # 100 MB are not 20 times 9 MB
+    _write_run(twelve / "t", "topk", 0, slow=1_000_000, accuracy=0.9)
+    runs = read_runs(twelve)
+    draw(runs, compare(runs), twelve / "comparison.png")
+    assert [axes.get_xscale() for axes in figures[1][1]] == ["linear", "log"]
+    frame = picture.get_window_extent()
+    assert legend.get_window_extent().width <= frame.width
 
 
 def test_the_table_shows_both_ratios(folder):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import shutil
@@ -97,7 +96,7 @@ def run(recipe: str, method: str, as_json: bool, quiet: bool, out: Path | None, 
     folder = out or Path("runs") / f"{named(recipe).name}-{method}-seed{flags['seed']}"
     job = Job(recipe=recipe, method=method, out=folder, **_as_fields(flags))
     job.check()
-    summary = _execute(job, quiet=quiet or as_json)
+    summary = _execute(job, method, quiet=quiet or as_json)
     if as_json and _speaks():
         click.echo(json.dumps(summary, indent=2))
     elif not quiet and _speaks():
@@ -106,7 +105,7 @@ def run(recipe: str, method: str, as_json: bool, quiet: bool, out: Path | None, 
 
 @main.command()
 @click.argument("recipe")
-@click.option("--methods", metavar="A,B", help="Methods, separated by commas; all of them if not given.")
+@click.option("--methods", metavar="A,B", help="As METHOD or METHOD:FIELD=VALUE, by commas; all if not given.")
 @click.option("--seeds", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Seeds 0 to N−1.")
 @_shared
 def compare(
@@ -115,21 +114,20 @@ def compare(
     """Train RECIPE with several methods over several seeds, and set them side by side.
 
     RECIPE is a name from `thinwire list`, or FILE.py:FUNCTION, a function of yours that returns a
-    `thinwire.recipes.Recipe`.
+    `thinwire.recipes.Recipe`. A method may come several times, with other settings each.
     """
     folder = out or Path("runs") / f"compare-{named(recipe).name}"
     base = Job(recipe=recipe, method="", out=folder, **_as_fields(flags))
     jobs = [
-        dataclasses.replace(base, method=v.label, settings=v.settings, seed=seed, out=folder / f"{v.label}-seed{seed}")
+        (v.label, base.of(v, seed=seed, out=folder / f"{v.folder}-seed{seed}"))
         for v in variants(methods, base.settings)
         for seed in range(seeds)
     ]
-    for job in jobs:
-        job.check()
-    for job in jobs:
-        _execute(job, quiet=quiet or as_json)
+    _check_all(jobs)
+    for label, job in jobs:
+        _execute(job, label, quiet=quiet or as_json)
     if _speaks():
-        _report(folder, [job.out for job in jobs], as_json)
+        _report(folder, [job.out for _, job in jobs], as_json)
 
 
 @main.command()
@@ -163,9 +161,19 @@ def _as_fields(flags: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if value is not None}
 
 
-def _execute(job: Job, *, quiet: bool) -> dict[str, Any]:
+def _check_all(jobs: list[tuple[str, Job]]) -> None:
+    """Each by itself, and that no two of them are one run under two names."""
+    seen: dict[tuple[str, int], str] = {}
+    for label, job in jobs:
+        job.check()
+        first = seen.setdefault((repr(job.config), job.seed), label)
+        if first != label:
+            raise ConfigError(f"`{first}` and `{label}` have the same settings; leave one of them out")
+
+
+def _execute(job: Job, label: str, *, quiet: bool) -> dict[str, Any]:
     console = Console(stderr=True)
-    progress = Progress(f"{job.method} seed {job.seed}", job.trained.steps, job.trained.task.metric)
+    progress = Progress(f"{label} seed {job.seed}", job.trained.steps, job.trained.task.metric)
     shown = not quiet and _speaks()
     with following(job.out / "records.jsonl", progress, console) if shown else nullcontext():
         return job.run(lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from thinwire.errors import ConfigError
-from thinwire.report.records import BASELINE, Run
+from thinwire.report.records import BASELINE, Run, grouped
 from thinwire.report.tables import ratio
 
 if TYPE_CHECKING:
@@ -16,20 +16,31 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974")
+_STYLES = ("-", "--", ":", "-.")
 _MARGIN = 0.05
+_MOST_INSIDE = 5
+"""Lines up to which the legend stands inside the panels."""
+_LEGEND_CHARACTERS = 150
+"""What fits side by side below both panels."""
+_LARGE = 20
+"""From this factor between the most and the least bytes on their axis is logarithmic."""
 
 
 def draw(runs: list[Run], rows: list[dict[str, Any]], path: Path) -> None:
-    """Write the picture as PNG: one line a method, the mean over seeds, with the seeds as thin lines."""
+    """Write the picture as PNG: one line a row, the mean over seeds, with the seeds as thin lines."""
     figure, (over_steps, over_bytes) = two_panels()
-    for colour, row in zip(colours(len(rows)), rows):
-        mine = [run for run in runs if run.summary["method"] == row["method"]]
-        _curve(over_steps, mine, "step", 1, colour, row["method"])
-        _curve(over_bytes, mine, "counted_bytes", 1e6, colour, _label(row))
-    metric = rows[0]["metric"]
+    by_label = grouped(runs)
+    for stroke, row in zip(strokes(len(rows)), rows):
+        _curve(over_steps, by_label[row["label"]], "step", 1, stroke, row["label"])
+        _curve(over_bytes, by_label[row["label"]], "counted_bytes", 1e6, stroke, _legend_text(row))
+    metric, crowded = rows[0]["metric"], len(rows) > _MOST_INSIDE
     for axes, below, beside in ((over_steps, "steps", metric), (over_bytes, "slow-link bytes a node (MB)", "")):
-        dress(axes, below, beside)
+        dress(axes, below, beside, legend=not crowded)
         axes.set_xlim(left=0)
+    if _spreads([row["slow_bytes_mean"] for row in rows]):
+        _logarithmic(over_bytes)
+    if crowded:
+        _legend_below(figure, over_bytes)
     if metric == "accuracy":
         from matplotlib.ticker import PercentFormatter
 
@@ -58,16 +69,45 @@ def colours(count: int) -> list[str]:
     return [_COLOURS[i % len(_COLOURS)] for i in range(count)]
 
 
-def _label(row: dict[str, Any]) -> str:
+def strokes(count: int) -> list[dict[str, Any]]:
+    """Colour and style, one pair a line: where colours come again, the lines are dashed."""
+    return [
+        {"color": colour, "linestyle": _STYLES[i // len(_COLOURS) % len(_STYLES)]}
+        for i, colour in enumerate(colours(count))
+    ]
+
+
+def _legend_text(row: dict[str, Any]) -> str:
     share = row["traffic_vs_allreduce_fp32"]
-    return (
-        row["method"]
-        if share is None or row["method"] == BASELINE
-        else f"{row['method']} ({ratio(share)} of all-reduce)"
-    )
+    if share is None or (row["method"] == BASELINE and share == 1.0):
+        return row["label"]
+    return f"{row['label']} ({ratio(share)} of all-reduce)"
 
 
-def _curve(axes: Axes, runs: list[Run], across: str, unit: float, colour: str, label: str) -> None:
+def _legend_below(figure: Figure, axes: Axes) -> None:
+    """One legend for both panels, where many lines would hide the curves; the picture grows by it."""
+    handles, labels = axes.get_legend_handles_labels()
+    columns = max(1, min(3, _LEGEND_CHARACTERS // max(map(len, labels))))
+    lines = -(-len(labels) // columns)
+    figure.set_figheight(figure.get_figheight() + 0.21 * lines)
+    style = {"frameon": False, "fontsize": "small", "handlelength": 3}
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, **style)
+
+
+def _spreads(amounts: list[float]) -> bool:
+    """Whether the small ones would lie on the axis beside the large ones; zero has no place on a logarithmic axis."""
+    return 0 < _LARGE * min(amounts) < max(amounts)
+
+
+def _logarithmic(axes: Axes) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    axes.set_xscale("log")
+    axes.autoscale(axis="x")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _curve(axes: Axes, runs: list[Run], across: str, unit: float, stroke: dict[str, Any], label: str) -> None:
     points = [_points(run, across) for run in runs]
     points = [p for p in points if len(p)]
     if not points:
@@ -76,23 +116,23 @@ def _curve(axes: Axes, runs: list[Run], across: str, unit: float, colour: str, l
     mean = np.mean([p[:shortest] for p in points], axis=0)  # (evaluations, 2)
     if len(points) > 1:
         for p in points:
-            axes.plot(p[:, 0] / unit, p[:, 1], color=colour, alpha=0.3, linewidth=0.8)
+            axes.plot(p[:, 0] / unit, p[:, 1], **stroke, alpha=0.3, linewidth=0.8)
     marker = "o" if shortest <= 30 else None
-    axes.plot(mean[:, 0] / unit, mean[:, 1], color=colour, linewidth=2, marker=marker, markersize=3, label=label)
+    axes.plot(mean[:, 0] / unit, mean[:, 1], **stroke, linewidth=2, marker=marker, markersize=3, label=label)
 
 
 def _points(run: Run, across: str) -> np.ndarray:
     return np.array([(r[across], r[run.metric]) for r in run.evaluations()], dtype=float).reshape(-1, 2)
 
 
-def dress(axes: Axes, below: str, beside: str) -> None:
+def dress(axes: Axes, below: str, beside: str, *, legend: bool = True) -> None:
     """Labels, grid and legend."""
     axes.set_xlabel(below)
     axes.set_ylabel(beside)
     axes.grid(True, color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    if axes.get_legend_handles_labels()[0]:
+    if legend and axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, loc="best")
 
 

@@ -73,29 +73,72 @@ def read_runs(folder: Path) -> list[Run]:
     return sorted(found, key=_baseline_first)
 
 
-def _baseline_first(run: Run) -> tuple[bool, str, int]:
-    return run.summary["method"] != BASELINE, run.summary["method"], run.summary["seed"]
+def _baseline_first(run: Run) -> tuple[Any, ...]:
+    method, config = run.summary["method"], run.summary["config"]
+    settings = [(name, *_in_order(value)) for name, value in sorted(config.items())]
+    return method != BASELINE, method, not _is_measured_baseline(run), settings, run.summary["seed"]
+
+
+def _in_order(value: Any) -> tuple[float, str]:
+    """Numbers by their size, all else by its text."""
+    return (value, "") if isinstance(value, int | float) else (0, show(value))
 
 
 def compare(runs: list[Run]) -> list[dict[str, Any]]:
-    """The rows of `comparison.json`: one a method, over its seeds, in the order methods first appear."""
+    """The rows of `comparison.json`: one a method and config, over its seeds, in the order they first appear."""
     metrics = {run.metric for run in runs}
     if len(metrics) > 1:
         raise ConfigError(f"runs judged by different metrics cannot be compared: {', '.join(sorted(metrics))}")
-    measured = {run.summary["seed"]: run.counted_bytes for run in runs if _is_measured_baseline(run)}
-    methods = list(dict.fromkeys(run.summary["method"] for run in runs))
-    return [_row([run for run in runs if run.summary["method"] == method], measured) for method in methods]
+    measured = [run for run in runs if _is_measured_baseline(run)]
+    return [_row(label, alike, measured) for label, alike in grouped(runs).items()]
+
+
+def grouped(runs: list[Run]) -> dict[str, list[Run]]:
+    """Runs that differ in nothing but their seed, by a label that tells them from the others."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(_label(run.summary, runs), []).append(run)
+    return groups
+
+
+def _label(summary: dict[str, Any], runs: list[Run]) -> str:
+    """The method, the fields in which its configs differ, and the optimizer where it is not the usual one."""
+    method, config = summary["method"], summary["config"]
+    peers = [run.summary for run in runs if run.summary["method"] == method]
+    differing = [name for name in config if any(peer["config"].get(name) != config[name] for peer in peers)]
+    own = ",".join(f"{name}={show(config[name])}" for name in differing)
+    return method + (f":{own}" if own else "") + _optimizer_note(summary, peers)
+
+
+def _optimizer_note(summary: dict[str, Any], peers: list[dict[str, Any]]) -> str:
+    name, rate = summary.get("optimizer"), show(summary.get("lr"))
+    usual = summary.get("usual_optimizer"), show(summary.get("usual_lr"))
+    seen = {(peer.get("optimizer"), show(peer.get("lr"))) for peer in peers}
+    if name is None or (len(seen) == 1 and (name, rate) == usual):
+        return ""
+    name_tells = name != usual[0] and [other for other, _ in seen].count(name) == 1
+    return f" ({name})" if name_tells else f" ({name}, lr {rate})"
+
+
+def show(value: Any) -> str:
+    """A setting as it is typed."""
+    if isinstance(value, list):
+        return "+".join(show(part) for part in value)
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
 def _is_measured_baseline(run: Run) -> bool:
     return run.summary["method"] == BASELINE and run.summary["config"].get("wire", "fp32") == "fp32"
 
 
-def _row(runs: list[Run], measured: dict[int, float]) -> dict[str, Any]:
+def _row(label: str, runs: list[Run], measured: list[Run]) -> dict[str, Any]:
     metric = runs[0].metric
     figures = [run.summary[metric] for run in runs]
     return {
         "method": runs[0].summary["method"],
+        "label": label,
         "recipe": runs[0].summary["recipe"],
         "metric": metric,
         "seeds": [run.summary["seed"] for run in runs],
@@ -111,13 +154,24 @@ def _row(runs: list[Run], measured: dict[int, float]) -> dict[str, Any]:
     }
 
 
-def _mean_ratio(runs: list[Run], measured: dict[int, float]) -> float | None:
+def _mean_ratio(runs: list[Run], measured: list[Run]) -> float | None:
     """Against the measured all-reduce run of the same seed if there is one, else against reckoned bytes."""
     ratios = []
     for run in runs:
-        whole = measured.get(run.summary["seed"])
+        whole = _measured_for(run, measured)
         ratios.append(run.counted_bytes / whole if whole else run.summary["traffic_vs_allreduce_fp32"])
     return None if None in ratios else fmean(ratios)
+
+
+def _measured_for(run: Run, measured: list[Run]) -> float | None:
+    """What all-reduce sent with the same seed for as many steps; of several such runs, in the same layout."""
+    alike = [other for other in measured if all(_same(run, other, field) for field in ("seed", "steps"))]
+    nearest = max(alike, key=lambda other: _same(run, other, "nodes"), default=None)
+    return nearest.counted_bytes if nearest else None
+
+
+def _same(run: Run, other: Run, field: str) -> bool:
+    return run.summary.get(field) == other.summary.get(field)
 
 
 def _mean(runs: list[Run], field: str) -> float | None:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+# The other columns leave so much of 100.
+_LABEL_WIDTH = 30
 _CAPTION = "Slow-link bytes a node, without evaluation; against fp32 all-reduce as it runs, and an ideal one."
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """One line a method; bytes and ratios are without those of evaluation."""
+    """One row a method and config; bytes and ratios are without those of evaluation."""
     metric, several = rows[0]["metric"], max(len(row["seeds"]) for row in rows) > 1
     title = f"{rows[0]['recipe']}, {len(rows[0]['seeds'])} seed{'s' if several else ''}"
     out = Table(title=title, caption=_CAPTION, box=SIMPLE_HEAD)
-    out.add_column("method", no_wrap=True)
-    for heading in (metric, "slow\nlink", "vs all-\nreduce", "vs\nideal", "compression", "wall"):
+    out.add_column("method", overflow="fold")
+    for heading in (metric, "slow\nlink", "vs all-\nreduce", "vs\nideal", "compres-\nsion", "wall"):
         out.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         out.add_row(*_cells(row, several))
@@ -26,7 +29,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 def _cells(row: dict[str, Any], several: bool) -> list[str]:
     metric = row["metric"]
     return [
-        row["method"],
+        _folded(row["label"]),
         figure(metric, row[f"{metric}_mean"], row[f"{metric}_std"] if several else None),
         size(row["slow_bytes_mean"]),
         ratio(row["traffic_vs_allreduce_fp32"]),
@@ -34,6 +37,15 @@ def _cells(row: dict[str, Any], several: bool) -> list[str]:
         "–" if row["compression_mean"] is None else f"{row['compression_mean']:.2f} : 1",
         "–" if row["wall_s_mean"] is None else f"{row['wall_s_mean']:.0f} s",
     ]
+
+
+def _folded(label: str) -> str:
+    """A long label over several lines, broken behind its colon, commas and spaces."""
+    lines = [""]
+    for part in re.findall(r"[^:, ]+[:, ]*", label):
+        fits = len(lines[-1] + part.rstrip()) <= _LABEL_WIDTH
+        lines = [*lines[:-1], lines[-1] + part] if fits else [*lines, "  " + part]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def figure(metric: str, mean: float, std: float | None = None) -> str:
