@@ -2,5 +2,10 @@
 
 import signal
 
+import torch
+
 # A shell that starts the tests in the background makes them ignore Ctrl-C, and so everything they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Models are tiny: a second thread gains nothing, and where cores are busy each waits for the other.
+torch.set_num_threads(1)
