@@ -1,6 +1,7 @@
 """VGG16-BN on CIFAR-10 by any method: accuracy, bytes and size, with the AB paper's optimizer settings.
 
 torchrun --nproc-per-node 4 benchmarks/vgg16_cifar10.py --data DIR --method ab --epochs 40 --json FILE
+torchrun --nproc-per-node 4 benchmarks/vgg16_cifar10.py --data DIR --method topk --optimizer sgd --lr 0.1 --json FILE
 
 DIR holds cifar10_train_1.npz … cifar10_train_5.npz and cifar10_test.npz. Several workers may share one GPU: gloo then
 carries CUDA tensors through the host, which costs time and changes nothing else.
@@ -26,7 +27,9 @@ from thinwire.config import from_strings
 from thinwire.methods.registry import METHODS
 from thinwire.train.schedule import cosine
 
-BATCH = 1024
+CLIP = 1.0
+USUAL = {"adamw": (3e-3, 0.1), "sgd": (0.1, 5e-4)}
+"""Learning rate and weight decay where none are given: the AB paper's, and what VGGs on CIFAR-10 usually have."""
 MEAN, DEVIATION = (0.49139968, 0.48215841, 0.44653091), (0.24703223, 0.24348513, 0.26158784)
 
 
@@ -37,20 +40,28 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(options.seed)
     train, test = _load(options.data, device, options.samples)
-    steps = options.epochs * (len(train[0]) // BATCH)
+    per_epoch = len(train[0]) // options.batch
+    steps = options.epochs * per_epoch
     model = VGG16().to(device)
     for p in model.parameters():
         if p.dim() > 1:
             nn.init.orthogonal_(p)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
-    scheduler = cosine(optimizer, steps=steps, warmup=round(steps / 15))
+    optimizer = _optimizer(model, options)
+    rising = steps / 15 if options.warmup_epochs is None else options.warmup_epochs * per_epoch
+    scheduler = cosine(optimizer, steps=steps, warmup=round(rising))
     given = dict(text.split("=", 1) for text in options.set)
     size = None if options.group_size is None else _number(options.group_size)
-    config = from_strings(METHODS[options.method].config, given, total_steps=steps, group_size=size)
+    config = from_strings(METHODS[options.method].config, given, total_steps=steps, group_size=size, clip=CLIP)
     replica = thinwire.attach(model, optimizer, config)
     start = time.perf_counter()
     curve, ranks = _train(replica, optimizer, scheduler, train, test, steps, options)
     _tell(replica, test, options, steps, curve, ranks, time.perf_counter() - start)
+
+
+def _optimizer(model: nn.Module, options: argparse.Namespace) -> torch.optim.Optimizer:
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=options.lr, weight_decay=options.decay, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=options.decay)
 
 
 def _train(
@@ -67,13 +78,14 @@ def _train(
     rank, workers = replica.topology.rank, replica.topology.world_size
     for step in range(steps):
         order = torch.Generator().manual_seed(options.seed * 1000 + step // per_epoch)
-        indices = torch.randperm(len(x), generator=order)[step % per_epoch * BATCH :][:BATCH]
+        indices = torch.randperm(len(x), generator=order)[step % per_epoch * options.batch :][: options.batch]
         mine = indices.tensor_split(workers)[rank].to(x.device)
         with torch.autocast(x.device.type, torch.bfloat16):
             loss = F.cross_entropy(replica(_augment(x[mine])), y[mine], label_smoothing=0.1)
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(replica.parameters(), 1.0)
+        if not replica.clips:
+            nn.utils.clip_grad_norm_(replica.parameters(), CLIP)
         replica.observe(loss)
         optimizer.step()
         scheduler.step()
@@ -106,6 +118,11 @@ def _tell(
     result = {
         "method": options.method,
         "set": options.set,
+        "optimizer": options.optimizer,
+        "lr": options.lr,
+        "decay": options.decay,
+        "warmup_epochs": options.warmup_epochs,
+        "batch": options.batch,
         "seed": options.seed,
         "epochs": options.epochs,
         "steps": steps,
@@ -190,12 +207,21 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--method", choices=sorted(METHODS), default="ab")
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--optimizer", choices=sorted(USUAL), default="adamw")
+    parser.add_argument("--lr", type=float, help="highest learning rate; 3e-3 for adamw, 0.1 for sgd if not given")
+    parser.add_argument("--decay", type=float, help="weight decay; 0.1 for adamw, 5e-4 for sgd if not given")
+    parser.add_argument("--warmup-epochs", type=float, help="epochs over which it rises; a 15th if not given")
+    parser.add_argument("--batch", type=int, default=1024, help="images a step, over all workers")
     parser.add_argument("--group-size")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE")
     parser.add_argument("--samples", type=int, help="only so many images, to try it out")
     parser.add_argument("--json")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    return parser.parse_args()
+    options = parser.parse_args()
+    lr, decay = USUAL[options.optimizer]
+    options.lr = lr if options.lr is None else options.lr
+    options.decay = decay if options.decay is None else options.decay
+    return options
 
 
 if __name__ == "__main__":
