@@ -19,15 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm.codec import all_finite
 from thinwire.config import AB
-from thinwire.errors import ConfigError, DivergedError
+from thinwire.errors import ConfigError
 from thinwire.factor import moments
 from thinwire.factor.convert import Layer, find_layers, to_factors, to_full, warn_of_idle_patterns
 from thinwire.factor.usage import OrderOfUse
 from thinwire.methods.ab_timetable import timetable
 from thinwire.methods.base import Ground, Method, optimizer_parameters
-from thinwire.methods.merging import average_buffers, average_moments, average_parameters
+from thinwire.methods.merging import average_buffers, average_moments, average_parameters, put_back, refuse_diverged
 
 
 class Weights(NamedTuple):
@@ -122,15 +121,9 @@ class ABMethod(Method):
     @contextmanager
     def lend_merged(self) -> Iterator[None]:
         """Average copies of everything, and put the group's own back."""
-        own = [*self.parameters(), *self.model.buffers()]
-        before = [t.detach().clone() for t in own]
-        self._average(self._weigh())
-        try:
+        with put_back(self.model):
+            self._average(self._weigh())
             yield
-        finally:
-            with torch.no_grad():
-                for t, value in zip(own, before, strict=True):
-                    t.copy_(value)
 
     def release(self) -> None:
         """Let go of the model, and of its layers' order."""
@@ -186,16 +179,8 @@ class ABMethod(Method):
 
     def _weigh(self) -> Weights:
         """This group's weights in a merge; a group that diverged stops the run here, by name."""
-        loss, count = self.observed.tolist()
-        finite = math.isfinite(loss) and all_finite(self.parameters())
-        reports = self.wire.everyone([loss if math.isfinite(loss) else 0.0, count, finite], "control")
+        reports = refuse_diverged(self.wire, self.model, self.observed, self.step)
         groups = self.topology.groups
-        for i, group in enumerate(groups):
-            if not all(reports[rank][2] for rank in group):
-                raise DivergedError(
-                    f"group {i} (ranks {group[0]} to {group[-1]}) has a loss or a parameter that is not finite at step "
-                    f"{self.step}, so nothing was merged; lower the learning rate or go back to a checkpoint"
-                )
         return self._weights(
             [sum(reports[r][0] for r in g) for g in groups], [sum(reports[r][1] for r in g) for g in groups]
         )

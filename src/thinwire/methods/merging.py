@@ -1,14 +1,49 @@
-"""Averages over groups that trained apart: parameters, buffers, optimizer state."""
+"""Averages over groups that trained apart: parameters, buffers, optimizer state; and what comes before and after."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from thinwire.comm.codec import all_finite
 from thinwire.comm.collectives import Wire
+from thinwire.errors import DivergedError
 from thinwire.factor.moments import moments_of, reset
+
+
+def refuse_diverged(wire: Wire, model: nn.Module, observed: Tensor, step: int) -> list[list[float]]:
+    """Each worker's sum of losses and their number, by rank; a group that diverged stops the run here, by name."""
+    named = list(model.named_parameters())
+    loss, count = observed.tolist()
+    bad = next((i for i, (_, p) in enumerate(named) if not all_finite([p])), None)
+    fault = bad + 1 if bad is not None else -1 if not math.isfinite(loss) else 0
+    reports = wire.everyone([loss if math.isfinite(loss) else 0.0, count, fault], "control")
+    for i, group in enumerate(wire.topology.groups):
+        faults = [int(reports[rank][2]) for rank in group if reports[rank][2]]
+        if faults:
+            what = f"parameter {named[max(faults) - 1][0]!r}" if max(faults) > 0 else "a loss"
+            raise DivergedError(
+                f"group {i} (ranks {group[0]} to {group[-1]}) has {what} that is not finite at step {step}, so nothing "
+                "was merged; lower the learning rate or go back to a checkpoint"
+            )
+    return [row[:2] for row in reports]
+
+
+@contextmanager
+def put_back(model: nn.Module) -> Iterator[None]:
+    """Give a model everything it held back in the end."""
+    own = [*model.parameters(), *model.buffers()]
+    before = [t.detach().clone() for t in own]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for t, value in zip(own, before, strict=True):
+                t.copy_(value)
 
 
 def average_parameters(
