@@ -118,7 +118,13 @@ EXACT = {
     "ab, carry, trained": (2, ab(cutoff=0.3, moments="carry", merge="trained", warmup=0)),
     "ab, weighted": (2, ab(cutoff=0.3, merge="weighted", lr_rebound=0)),
     "ab, no rebound": (4, ab(cutoff=0.3, rebound=0, group_size=2)),
+    "localsgd, bf16": (3, thinwire.LocalSGD(every=5, warmup=3, wire="bf16", group_size=2)),
+    "localsgd, average": (2, thinwire.LocalSGD(every=7, moments="average")),
+    "diloco": (2, thinwire.DiLoCo(every=5, warmup=3)),
+    "diloco, streaming": (3, thinwire.DiLoCo(every=7, fragments=3, delay=2, group_size=2)),
+    "diloco, int8": (3, thinwire.DiLoCo(every=7, fragments=2, delay=3, wire="int8")),
     "awkward": (2, thinwire.AllReduce()),
+    "awkward diloco": (2, thinwire.DiLoCo(every=4, fragments=3, wire="bf16")),
     "awkward ab": (2, ab(cutoff=0.6, keep_first=False, keep_last=False)),
     "awkward ab, pairs": (4, ab(cutoff=0.6, group_size=2, moments="average", rebound=0)),
 }

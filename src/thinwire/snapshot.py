@@ -51,7 +51,7 @@ def load(method: Method, scaler: Any, folder: Path | str) -> None:
     state = read_json(folder / "state.json")
     _check(method, state)
     method.load_state(state["method"])
-    suffix = _suffix(method)
+    suffix = "" if state["spans_world"] else _suffix(method)  # one group's save may be gone on with by several
     method.model.load_state_dict(_all_keys(method.model, read_tensors(folder / f"model{suffix}.safetensors")))
     _read_optimizer(folder, suffix, method.optimizer)
     method.load_tensors(_on_device(method, folder / f"method{suffix}.safetensors"))

@@ -7,6 +7,8 @@ from thinwire.errors import ConfigError
 from thinwire.methods.ab import ABMethod
 from thinwire.methods.allreduce import AllReduceMethod
 from thinwire.methods.base import Ground, Method
+from thinwire.methods.diloco import DiLoCoMethod
+from thinwire.methods.local_sgd import LocalSGDMethod
 from thinwire.methods.onebit import OneBitMethod
 from thinwire.methods.powersgd import PowerSGDMethod
 from thinwire.methods.topk import TopKMethod
@@ -23,6 +25,8 @@ class Entry(NamedTuple):
 METHODS: dict[str, Entry] = {
     "allreduce": Entry(config.AllReduce, AllReduceMethod, "gradients averaged at every step (PyTorch's DDP)"),
     "ab": Entry(config.AB, ABMethod, "groups train low-rank factors alone and merge (AB training)"),
+    "localsgd": Entry(config.LocalSGD, LocalSGDMethod, "groups train alone and average parameters now and then"),
+    "diloco": Entry(config.DiLoCo, DiLoCoMethod, "groups train alone; outer Nesterov steps by how far they came"),
     "powersgd": Entry(config.PowerSGD, PowerSGDMethod, "gradients as low-rank products, with error feedback"),
     "topk": Entry(config.TopK, TopKMethod, "only the largest accumulated gradients (Deep Gradient Compression)"),
     "onebit": Entry(config.OneBit, OneBitMethod, "a bit an element of the gradient, with error feedback (1-bit SGD)"),

@@ -102,7 +102,7 @@ class Rehearsal:
     sharers: int = 1
     """Workers that share the decompositions out among themselves."""
     state_bytes: int = 0
-    """The most that parameters, gradients, their buckets, buffers and optimizer state took between steps."""
+    """The most that parameters, gradients, their buckets, buffers, the optimizer's and the method's state took."""
 
     def note_shape(self, phase: str, model: nn.Module) -> None:
         """Keep the model's shape the 1st, 2nd, 4th, 8th … time: the last of these is near the middle."""
@@ -215,7 +215,8 @@ class _Stage:
         gradients = [p for p in model.parameters() if p.requires_grad]
         state = [v for values in self.method.optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
         buckets = gradients if len(self.method.replicated.members) > 1 else []
-        return sum(size_of(t) for t in [*held, *gradients, *state, *buckets])
+        kept = [*self.method.tensors().values(), *self.method.own_tensors().values()]
+        return sum(size_of(t) for t in [*held, *gradients, *state, *buckets, *kept])
 
 
 def _statistics(model: nn.Module) -> set[int]:

@@ -1,0 +1,147 @@
+"""A mean over groups that is on its way while training goes on.
+
+    begin     send; nobody waits
+    middle    where the sum itself is coded: add up what came in, and send that on
+    end       wait for it, and hand it around inside the group
+
+The ledger has the bytes when they are sent, and of the time only what is waited.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.comm.codec import WIRES, all_finite, size_of
+from thinwire.comm.coders import Int8, Rows
+from thinwire.comm.collectives import Pending, Wire
+from thinwire.comm.compressed import CompressedSum
+from thinwire.comm.dry import DryWire
+from thinwire.comm.sent import Sent
+
+_BLOCK = 256
+
+
+def make_transfer(wire: Wire, size: int, rounding: str, device: torch.device, purpose: str) -> "Transfer":
+    """For flat vectors of `size` values, again and again."""
+    if rounding == "int8" and len(wire.topology.groups) > 1:
+        return CodedTransfer(wire, size, device, purpose)
+    return Transfer(wire, rounding, purpose)
+
+
+class Transfer:
+    """One flat vector a worker; members of a group hold the same one and carry a share of it each."""
+
+    def __init__(self, wire: Wire, rounding: str, purpose: str) -> None:
+        self.wire = wire
+        self.rounding = rounding
+        self.purpose = purpose
+        self._shares: list[Tensor] = []
+        self._pending: Pending | None = None
+        self._dtype = torch.float32
+
+    def turn(self, steps: int) -> int | None:
+        """Steps after `begin` at which `middle` is to be called, if all may take `steps`; None where there is none."""
+        return None
+
+    def begin(self, values: Tensor, steps: int) -> None:
+        """Send the group's values, which come back `steps` steps later."""
+        self._dtype = values.dtype
+        topology = self.wire.topology
+        if len(topology.groups) == 1:
+            self._pending = Pending(values, None, self.wire.ledger, self.purpose, Sent())
+            return
+        travelling = values * (len(topology.group) / topology.world_size)
+        if self.rounding != "fp32":
+            travelling = travelling.to(WIRES[self.rounding])
+        self._shares = list(travelling.tensor_split(topology.shares))
+        sent = topology.at_once([(topology.crossing(j), size_of(share)) for j, share in enumerate(self._shares)])
+        with hidden_behind(self.wire, steps):
+            self._pending = self.wire._begin(self._cross, travelling, sent, self.purpose)
+
+    def middle(self) -> None:
+        """A sum as it is needs no second half."""
+
+    def end(self) -> Tensor | None:
+        """The mean, the same bits on all workers; None if someone's values could not be sent."""
+        assert self._pending is not None, "nothing is on its way"
+        mean, self._pending = self._pending.wait(), None
+        for j, share in enumerate(self._shares):
+            if share.numel():
+                self.wire.share_out([share], j, self.purpose)
+        return mean.to(self._dtype)
+
+    def state(self) -> dict[str, Tensor]:
+        """What stays with this worker between two transfers."""
+        return {}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Go on from what `state` gave."""
+
+    def _cross(self) -> Any:
+        member = self.wire.topology.member
+        if member < len(self._shares) and self._shares[member].numel():
+            return dist.all_reduce(self._shares[member], group=self.wire._cross, async_op=True)
+        return None
+
+
+class CodedTransfer(Transfer):
+    """A byte an element and a scale a block both ways, with error feedback; half of the steps for each way."""
+
+    def __init__(self, wire: Wire, size: int, device: torch.device, purpose: str) -> None:
+        super().__init__(wire, "int8", purpose)
+        self.size = size
+        self.sum = CompressedSum(wire, [Rows(-(-size // _BLOCK), _BLOCK)], Int8(), device, purpose)
+        self._steps = 0
+        self._halfway = False
+
+    def turn(self, steps: int) -> int | None:
+        """In the middle."""
+        return (steps + 1) // 2
+
+    def begin(self, values: Tensor, steps: int) -> None:
+        """Add the values to what was not said yet, and send that."""
+        self._dtype, self._steps, self._halfway = values.dtype, steps, False
+        healthy = all_finite([values])
+        start, end = self.sum.span[0], min(self.sum.span[1], self.size)
+        if healthy and start < end:
+            self.sum.residual[: end - start] += values[start:end]
+        with hidden_behind(self.wire, (steps + 1) // 2):
+            self.sum.begin(healthy)
+
+    def middle(self) -> None:
+        """Send the sums on."""
+        if not self._halfway:
+            self._halfway = True
+            with hidden_behind(self.wire, self._steps // 2):
+                self.sum.middle()
+
+    def end(self) -> Tensor | None:
+        """The mean as all workers heard it."""
+        self.middle()
+        mean = self.sum.end()
+        return mean[: self.size].to(self._dtype, copy=True) if mean is not None else None
+
+    def state(self) -> dict[str, Tensor]:
+        """Both errors."""
+        return self.sum.state()
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Take both back."""
+        self.sum.load_state(state)
+
+
+@contextmanager
+def hidden_behind(wire: Wire, steps: int) -> Iterator[None]:
+    """Tell a plan that nobody waits for what is sent here before so many steps are over."""
+    if not isinstance(wire, DryWire):
+        yield
+        return
+    before, wire.overlap = wire.overlap, steps
+    try:
+        yield
+    finally:
+        wire.overlap = before

@@ -1,0 +1,466 @@
+"""LocalSGD and DiLoCo, against PyTorch's own post-local SGD and against references that fit a page."""
+
+import dataclasses
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import gang
+import small
+import thinwire
+from thinwire import ConfigError, DiLoCo, DivergedError, LocalSGD
+from thinwire.comm.collectives import Pending
+from thinwire.comm.topology import arrange
+from thinwire.methods.diloco import DiLoCoMethod, cut_into_parts
+from thinwire.methods.local_sgd import LocalSGDMethod
+from thinwire.plan import foresight
+from thinwire.plan.compute import given
+from thinwire.plan.forecast import Forecast, Layout
+from thinwire.plan.links import Links
+from thinwire.plan.rehearse import Subject, rehearse
+
+RAGGED = ((0, 1), (2,))
+STREAM = {"every": 6, "fragments": 3, "delay": 2, "outer_momentum": 0.6}
+
+
+def train(rank: int, config: Any, steps: int, model: nn.Module, momentum: float = 0.0) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=momentum)
+    replica = thinwire.attach(model, optimizer, config)
+    for number in range(steps):
+        small.step(replica, optimizer, rank, number)
+    return replica
+
+
+def gap(left: nn.Module | list[Tensor], right: nn.Module | list[Tensor]) -> float:
+    pairs = [list(side.parameters()) if isinstance(side, nn.Module) else side for side in (left, right)]
+    return max(float((a - b).abs().max()) for a, b in zip(*pairs, strict=True))
+
+
+# Against one another, PyTorch, and references.
+
+
+def compare(rank: int, group_size: int) -> dict[str, Any]:
+    """Models that must be alike, and the parameters of those that a reference is held against."""
+    every_step = train(rank, LocalSGD(every=1, group_size=group_size), 6, small.mlp())
+    plain = train(rank, thinwire.AllReduce(), 6, small.mlp())
+    local = train(rank, LocalSGD(every=4, group_size=group_size), 10, small.net(), 0.9)
+    outer = train(rank, DiLoCo(every=4, outer_lr=1.0, outer_momentum=0, group_size=group_size), 10, small.net(), 0.9)
+    same = [gap(every_step, plain), gap(local, outer), gap(local.finish(), outer.finish())]
+    found = {"same": same, "phases": [local.phase, plain.phase]}
+    for name, settings in (("whole", {"every": 3}), ("stream", STREAM)):
+        replica = train(rank, DiLoCo(group_size=group_size, **settings), 17, small.mlp(), 0.5)
+        found[name] = [p.detach().clone() for p in replica.parameters()]
+        with replica.merged():
+            lent = [p.detach().clone() for p in replica.parameters()]
+        assert gap(found[name], replica) == 0
+        found[f"{name} merged"] = [p.detach() for p in replica.finish().parameters()]
+        assert gap(found[f"{name} merged"], lent) == 0
+    coded = train(rank, DiLoCo(every=3, wire="int8", group_size=group_size), 17, small.mlp(), 0.5)
+    found["coded"] = gap(coded, found["whole"])
+    return found
+
+
+def reference(config: DiLoCo, groups: tuple[tuple[int, ...], ...], steps: int) -> list[list[Tensor]]:
+    """DiLoCo by all groups in one process: each group's parameters, and the outer ones."""
+    models = [small.mlp() for _ in groups]
+    inner = [torch.optim.SGD(model.parameters(), 0.05, momentum=0.5) for model in models]
+    weights = [len(group) / sum(map(len, groups)) for group in groups]
+    outer = small.mlp()
+    parts = list(zip(*(cut_into_parts(model, config.fragments) for model in (outer, *models)), strict=True))
+    momentum = {"momentum": config.outer_momentum, "nesterov": True} if config.outer_momentum else {}
+    outers = [torch.optim.SGD(part[0], config.outer_lr, **momentum) for part in parts]
+
+    def send(part: Any) -> None:
+        for p, *own in zip(*part, strict=True):
+            p.grad = sum(w * (p - q) for w, q in zip(weights, own, strict=True)).detach()
+
+    def receive(i: int, mix: float) -> None:
+        outers[i].step()
+        for p, *own in zip(*parts[i], strict=True):
+            for q in own:
+                q.data = mix * q.data + (1 - mix) * p.data
+
+    for step in range(1, steps + 1):
+        for group, model, optimizer in zip(groups, models, inner, strict=True):
+            optimizer.zero_grad()
+            for rank in group:
+                x, y = small.batch(rank, step - 1)
+                (F.cross_entropy(model(x), y) / len(group)).backward()
+            optimizer.step()
+        for i, part in enumerate(parts):
+            into = step - config.every * (i + 1) // config.fragments
+            if config.delay and into >= config.delay and (into - config.delay) % config.every == 0:
+                receive(i, config.mix)
+            if into >= 0 and into % config.every == 0:
+                send(part)
+                if config.delay == 0:
+                    receive(i, 0.0)
+    return [[p.detach() for p in model.parameters()] for model in (*models, outer)]
+
+
+@pytest.mark.parametrize(("workers", "groups"), [(2, ((0,), (1,))), (3, RAGGED)])
+def test_they_are_what_they_should_be(workers: int, groups: tuple[tuple[int, ...], ...]) -> None:
+    found = gang.run(compare, workers, len(groups[0]))
+    for name, settings in (("whole", {"every": 3}), ("stream", STREAM)):
+        expected = reference(DiLoCo(**settings), groups, 17)
+        for group, own in zip(groups, expected, strict=False):
+            for rank in group:
+                assert gap(found[rank][name], own) < 2e-6, (name, rank)
+        assert all(gap(mine[f"{name} merged"], found[0][f"{name} merged"]) == 0 for mine in found)
+        assert gap(found[0][name], found[-1][name]) > 1e-3
+    for mine in found:
+        assert max(mine["same"]) < 1e-6
+        assert 0 < mine["coded"] < 3e-3  # of weights that moved by more than 0.1
+        assert mine["phases"] == ["finished", "train"]
+
+
+WARMUP, EVERY = 3, 4
+
+
+def post_local_sgd(rank: int) -> list[float]:
+    """Two groups of two; the gap to PyTorch's after each step."""
+    theirs, ours = small.mlp(), small.mlp()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    ddp = DistributedDataParallel(theirs)
+    ddp.register_comm_hook(post_local.PostLocalSGDState(None, groups[rank // 2], WARMUP), post_local.post_localSGD_hook)
+    # It averages for the first time right after `warmup_steps`; ours only when groups have been apart for a while.
+    averager = PeriodicModelAverager(period=EVERY, warmup_steps=WARMUP + EVERY - 1)
+    their_optimizer: Any = PostLocalSGDOptimizer(small.sgd(theirs), averager)
+    optimizer = small.sgd(ours)
+    replica = thinwire.attach(ours, optimizer, LocalSGD(every=EVERY, warmup=WARMUP, group_size=2))
+    gaps = []
+    for number in range(WARMUP + 3 * EVERY + 1):
+        small.step(ddp, their_optimizer, rank, number)
+        small.step(replica, optimizer, rank, number)
+        gaps.append(gap(theirs, ours))
+    return gaps
+
+
+def test_with_momentum_kept_it_is_pytorchs_post_local_sgd() -> None:
+    for gaps in gang.run(post_local_sgd, 4):
+        assert max(gaps) < 1e-6
+
+
+# All workers hold the same bits after an average, and the ledger counts what an average sends.
+
+
+def trace(rank: int, config: Any, steps: int) -> dict[str, Any]:
+    model = small.net(seed=rank)
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, config)
+    seen = []
+    for _ in small.walk(replica, optimizer, rank, steps):
+        seen.append((small.model_bits(model), small.optimizer_bits(optimizer), replica.traffic.slow_bytes_for("merge")))
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    return {"seen": seen, "size": size, "fast": replica.traffic.by_purpose["merge"]["fast_bytes"]}
+
+
+def traces(rank: int) -> list[dict[str, Any]]:
+    apart = {"every": 3, "warmup": 2}
+    return [
+        trace(rank, LocalSGD(**apart, moments="average"), 9),
+        trace(rank, LocalSGD(**apart, moments="reset", wire="bf16", group_size=2), 9),
+        trace(rank, LocalSGD(**apart), 9),
+        trace(rank, DiLoCo(**apart), 9),
+        trace(rank, DiLoCo(**apart, fragments=2, wire="bf16", group_size=2), 9),
+    ]
+
+
+def test_workers_agree_after_an_average_and_its_bytes_are_a_rings() -> None:
+    everyone = gang.run(traces, 3)
+    for i, (agrees_on_moments, count, width) in enumerate([(1, 3, 4), (1, 2, 2), (0, 3, 4), (0, 3, 4), (0, 2, 2)]):
+        for step, seen in enumerate(zip(*(mine[i]["seen"] for mine in everyone), strict=True), start=1):
+            alike = len({model for model, _, _ in seen}) == 1
+            averaged = step > 2 and (step - 2) % 3 == 0
+            assert alike == (step <= 2 or (averaged and i < 4)), (i, step)  # parts of a stream are never all alike
+            if averaged:
+                assert (len({moments for _, moments, _ in seen}) == 1) == agrees_on_moments
+        mine = everyone[0][i]
+        sent = [now - before for before, now in itertools.pairwise([0, *(merge for _, _, merge in mine["seen"])])]
+        ideal = round(2 * (count - 1) / count * mine["size"] * width / 4)
+        if i < 4:
+            assert sent == [0, 0, 0, 0, ideal, 0, 0, ideal, 0]
+        else:  # one part a step into a round, the other at its end
+            assert sent[:2] == [0, 0] and sum(sent[2:5]) == ideal and all(0 < n < ideal for n in (sent[2], sent[4]))
+        assert mine["fast"] == (0 if count == 3 else 2 * ideal + (0 if i < 4 else sent[8]))
+
+
+# Alone.
+
+
+def test_alone_local_sgd_is_the_bare_optimizer_bit_for_bit() -> None:
+    bare, model = small.net(), small.net()
+    bare_optimizer, optimizer = small.sgd(bare), small.sgd(model)
+    replica = thinwire.attach(model, optimizer, LocalSGD(every=2, warmup=3, moments="reset", wire="bf16"))
+    for number in range(9):
+        small.step(bare, bare_optimizer, 0, number)
+        small.step(replica, optimizer, 0, number)
+        assert small.model_bits(bare) == small.model_bits(model)
+    assert replica.phase == "local" and replica.spans_world
+    assert small.model_bits(replica.finish()) == small.model_bits(bare)
+    assert replica.traffic.slow_bytes == replica.traffic.fast_bytes == 0
+
+
+def one_group(rank: int) -> tuple[str, str, float]:
+    """All workers in one group: plain data-parallel training, whatever the phase is called."""
+    plain = train(rank, thinwire.AllReduce(), 7, small.net(), 0.9)
+    local = train(rank, LocalSGD(every=2, warmup=2, group_size="world"), 7, small.net(), 0.9)
+    outer = train(rank, DiLoCo(every=3, group_size="world"), 7, small.net(), 0.9)
+    assert "merge" not in {**local.traffic.by_purpose, **outer.traffic.by_purpose}
+    return small.model_bits(plain.module), small.model_bits(local.module), gap(plain, outer)
+
+
+def test_one_group_is_data_parallel_training() -> None:
+    for plain, local, outer in gang.run(one_group, 3):
+        assert plain == local
+        assert outer > 1e-3, "an outer step of momentum is more than none"
+
+
+# Streaming.
+
+
+class Blocks(nn.Module):
+    """As a transformer is built: a table, equal blocks in a list, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 8)
+        self.h = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(6))
+        self.head = nn.Linear(8, 10)
+
+
+def test_parts_are_whole_layers_from_the_whole_depth() -> None:
+    model = Blocks()
+    names = {id(p): name for name, p in model.named_parameters()}
+    parts = cut_into_parts(model, 3)
+    assert sorted(names[id(p)] for part in parts for p in part) == sorted(names.values())
+    homes = [{names[id(p)].split(".")[1] for p in part if names[id(p)].startswith("h.")} for part in parts]
+    assert homes == [{"0", "3"}, {"1", "4"}, {"2", "5"}]
+    sizes = [sum(p.numel() for p in part) for part in parts]
+    assert max(sizes) - min(sizes) <= 90
+    model.table.weight.requires_grad_(False)
+    assert id(model.table.weight) not in {id(p) for part in cut_into_parts(model, 2) for p in part}
+    assert len(cut_into_parts(model, 13)) == 13  # by modules where there are too few blocks
+    with pytest.raises(ConfigError, match="`fragments`=14 is more than the 13 layers"):
+        cut_into_parts(model, 14)
+
+
+def waits(rank: int, wire: str) -> list[int]:
+    """The steps after which something under way was waited for; rank 1 sends nothing before rank 0 is a step ahead."""
+    found, honest, store = [], Pending.wait, dist.distributed_c10d._get_default_store()
+    model = small.mlp()
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, DiLoCo(**STREAM, wire=wire))
+
+    def wait(self: Pending) -> Tensor:
+        found.append(replica.step)
+        return honest(self)
+
+    Pending.wait = wait  # type: ignore[method-assign]
+    for number in small.walk(replica, optimizer, rank, 13):
+        if rank == 1 and number == 0:
+            store.wait([f"ahead {wire}"])
+        if rank == 0 and number == 2 - (wire == "int8"):
+            store.set(f"ahead {wire}", "1")
+    Pending.wait = honest  # type: ignore[method-assign]
+    return found
+
+
+def leaves(rank: int) -> str:
+    """Rank 1 stops with a part under way; what the other hears."""
+    model = small.mlp()
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, DiLoCo(**STREAM))
+    try:
+        for number in small.walk(replica, optimizer, rank, 30):
+            if rank == 1 and number == 2:
+                return "left"
+    except RuntimeError:
+        return "noticed"
+    return "went on"
+
+
+def streaming(rank: int) -> tuple[list[int], list[int], str]:
+    return waits(rank, "fp32"), waits(rank, "int8"), leaves(rank)
+
+
+def test_training_goes_on_while_a_part_is_under_way() -> None:
+    (plain, coded, noticed), (_, _, left) = gang.run(streaming, 2, timeout=30, patience=10)
+    assert plain == [4, 6, 8, 10, 12]
+    assert coded == list(range(3, 14))  # a way each step
+    assert (noticed, left) == ("noticed", "left")
+
+
+# Stopping and resuming.
+
+STOPS = (4, 7, 9)
+SAVED = {
+    "local": LocalSGD(every=5, warmup=2, moments="average", wire="bf16", group_size=2),
+    "whole": DiLoCo(every=5, warmup=2, group_size=2),
+    "stream": DiLoCo(**{**STREAM, "delay": 3}, group_size=2),
+    "coded": DiLoCo(**{**STREAM, "delay": 3}, wire="int8", group_size=2),
+}
+
+
+def build(config: Any, seed: int = 0) -> tuple[Any, Any]:
+    model = small.net(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    return thinwire.attach(model, optimizer, config), optimizer
+
+
+def stop_and_resume(rank: int, config: Any, folder: str) -> list[tuple[str, ...]]:
+    """A run that saves at every stop and goes on, and from each of its saves one that resumes."""
+    replica, optimizer = build(config)
+    under_way = []
+    for number in range(12):
+        small.step(replica, optimizer, rank, number)
+        if number + 1 in STOPS:
+            under_way.append([p.sent is not None for p in getattr(replica._method, "parts", [])])
+            replica.save(Path(folder) / f"at-{number + 1}")
+    results = [fingerprint(replica, optimizer)]
+    for stop in STOPS:
+        other, optimizer = build(config, seed=3)
+        other.load(Path(folder) / f"at-{stop}")
+        for number in range(stop, 12):
+            small.step(other, optimizer, rank, number)
+            if number + 1 in STOPS:
+                other.save(Path(folder) / "again")
+        results.append(fingerprint(other, optimizer))
+    assert config.group_size == 2 and (config.wire == "bf16" or config.every == 5 or any(map(any, under_way)))
+    return results
+
+
+def fingerprint(replica: Any, optimizer: Any) -> tuple[str, ...]:
+    own = small.model_bits(replica.module), small.optimizer_bits(optimizer)
+    with replica.merged():
+        lent = small.model_bits(replica.module)
+    return *own, lent, small.model_bits(replica.finish())
+
+
+def unsaved(rank: int, config: Any) -> tuple[str, ...]:
+    replica, optimizer = build(config)
+    for number in range(12):
+        small.step(replica, optimizer, rank, number)
+    return fingerprint(replica, optimizer)
+
+
+def every_save(rank: int, folder: str) -> dict[str, Any]:
+    found = {name: stop_and_resume(rank, config, f"{folder}/{name}") for name, config in SAVED.items()}
+    return found | {"unsaved": [unsaved(rank, SAVED["stream"]), unsaved(rank, SAVED["coded"])]}
+
+
+def test_resuming_equals_never_having_stopped(tmp_path: Path) -> None:
+    for found in gang.run(every_save, 3, str(tmp_path)):
+        for name in SAVED:
+            assert len(set(found[name])) == 1, name
+        # Two members sum in either order, so here not even wrapping DDP anew for a save leaves a trace.
+        assert found["unsaved"] == [found["stream"][0], found["coded"][0]]
+        assert all(lent == finished for _, _, lent, finished in (found[name][0] for name in SAVED))
+
+
+def test_a_lone_group_may_become_several(tmp_path: Path) -> None:
+    for config in (LocalSGD(every=4, wire="bf16"), DiLoCo(every=4)):
+        replica, optimizer = build(config)
+        for number in range(3):
+            small.step(replica, optimizer, 0, number)
+        replica.save(tmp_path / type(config).__name__)
+    everyone = gang.run(become_several, 2, str(tmp_path))
+    assert everyone[0] == everyone[1] and len(everyone[0]) == 2
+
+
+def become_several(rank: int, folder: str) -> list[str]:
+    found = []
+    for config in (LocalSGD(every=4, wire="bf16"), DiLoCo(every=4)):
+        replica, optimizer = build(config, seed=1)
+        replica.load(Path(folder) / type(config).__name__)
+        small.step(replica, optimizer, rank, 3)
+        found.append(small.model_bits(replica.module))
+    return found
+
+
+# Divergence.
+
+
+def diverge(rank: int, config: Any) -> str:
+    model = small.net()
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, config)
+    with pytest.raises(DivergedError) as caught:
+        for number in range(20):
+            x, y = small.batch(rank, number)
+            optimizer.zero_grad()
+            F.cross_entropy(replica(x), y).backward()
+            if number == 4 and rank == 2:
+                model.middle.weight.grad[0, 0] = math.nan
+            optimizer.step()
+    return str(caught.value)
+
+
+def every_divergence(rank: int) -> list[str]:
+    wires = [DiLoCo(**STREAM, wire=wire, group_size=2) for wire in ("fp32", "int8")]
+    return [diverge(rank, config) for config in (LocalSGD(every=5, group_size=2), DiLoCo(every=5), *wires)]
+
+
+def test_a_group_that_diverged_stops_everyone_by_name() -> None:
+    for said in gang.run(every_divergence, 3, patience=20):
+        for i, message in enumerate(said):
+            group = 2 if i == 1 else 1
+            assert f"group {group} (ranks 2 to 2) has parameter" in message and "not finite at step" in message
+            assert "nothing was merged; lower the learning rate" in message
+        assert all("'middle.weight'" in message and "at step 5" in message for message in said[:2])
+
+
+# Plans.
+
+
+def subject(steps: int = 40) -> Subject:
+    x, _ = small.batch(0, 0)
+    return Subject(name="net", model=small.net(), optimizer=torch.optim.AdamW, steps=steps, inputs=(x,), eval_every=7)
+
+
+@pytest.mark.parametrize("config", [LocalSGD(every=5, warmup=6), DiLoCo(**STREAM), DiLoCo(**STREAM, wire="int8")])
+def test_quiet_steps_count_as_if_they_were_taken(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for workers, group_size in ((2, None), (3, 2)):
+        config = dataclasses.replace(config, group_size=group_size)
+        layout = arrange(0, [0] * workers, group_size)
+        quick = rehearse(subject(), config, layout, foresight.typical)
+        with monkeypatch.context() as patched:
+            for method in (LocalSGDMethod, DiLoCoMethod):
+                patched.setattr(method, "quiet_until", property(lambda self: self.step + 1))
+            slow = rehearse(subject(), config, layout, foresight.typical)
+        assert quick.calls == slow.calls and quick.exchanges == slow.exchanges and quick.steps == slow.steps
+        assert quick.state_bytes == slow.state_bytes
+
+
+def test_a_plan_hides_what_is_under_way_behind_steps() -> None:
+    what, links = subject(steps=36), Links(bandwidth=1e7)
+
+    def wire(config: DiLoCo, step: float) -> float:
+        forecast = Forecast(what, config, Layout(workers=2), foresight.typical, lambda r, p: given(step), lambda r: 0.0)
+        return forecast.seconds(links)["wire"]
+
+    # Without a delay, steps of any length leave all of it to be waited for; with one, long steps leave nothing.
+    for wire_name in ("fp32", "int8"):
+        late, blocking = (DiLoCo(every=10, delay=delay, wire=wire_name) for delay in (4, 0))
+        assert wire(blocking, 1.0) == pytest.approx(wire(blocking, 1e-6))
+        assert wire(late, 1e-6) == pytest.approx(wire(blocking, 1e-6), rel=0.01)
+        assert wire(late, 1.0) < 0.6 * wire(late, 1e-6)
+
+
+def test_a_plan_knows_what_outer_values_take() -> None:
+    local, outer = (
+        rehearse(subject(), config, arrange(0, [0, 0], None), foresight.typical).state_bytes
+        for config in (LocalSGD(every=5), DiLoCo(every=5))
+    )
+    assert outer - local == 2 * sum(p.numel() * 4 for p in small.net().parameters())
