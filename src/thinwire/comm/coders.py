@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 # On a CPU several passes over a piece that stays in the cache beat one pass each over everything.
-_PIECE = 1 << 16
+_PIECE = 1 << 17
 
 
 class Rows(NamedTuple):
@@ -115,14 +115,14 @@ class Int8(Coder):
 
     def encode_block(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
         """Round to the nearest."""
-        scales.copy_(torch.linalg.vector_norm(x, math.inf, dim=1, keepdim=True).div_(127))
-        steps = x * torch.where(scales > 1e-35, scales.reciprocal(), 0.0)
-        codes.view(torch.int8).copy_(steps.round_())
+        torch.div(x.abs().amax(1, keepdim=True), 127, out=scales)
+        steps = torch.mul(x, torch.where(scales > 1e-35, scales.reciprocal(), 0.0)).round_()
+        codes.view(torch.int8).copy_(steps)
         x.addcmul_(steps, scales, value=-1)
 
     def decode_block(self, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
         """Codes times scales."""
-        return torch.mul(codes.view(torch.int8), scales, out=out)
+        return out.copy_(codes.view(torch.int8)).mul_(scales)
 
 
 # Eight bytes that are 0 or 1, read as one integer, times this: the top byte holds them as bits, the first one lowest.
@@ -139,18 +139,19 @@ class Bits(Coder):
         return -(-width // 8)
 
     def encode_block(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
-        """Signs, and both means."""
-        signs = x >= 0
+        """Signs; the mean of the values below zero, and how far that of the others is from it."""
+        signs = torch.ge(x, 0, out=torch.empty_like(x))  # as numbers: comparing to truth values is slow on a CPU
         above = signs.sum(1, keepdim=True)
-        high = x.clamp(min=0).sum(1, keepdim=True).div_(above.clamp(min=1))
-        low = x.clamp(max=0).sum(1, keepdim=True).div_((x.shape[1] - above).clamp(min=1))
-        torch.cat([low, high], 1, out=scales)
-        codes.copy_(pack_signs(signs))
-        x.sub_(torch.where(signs, high, low))
+        high = x.clamp(min=0).sum(1, keepdim=True)
+        low = (x.sum(1, keepdim=True) - high).div_((x.shape[1] - above).clamp_(min=1))
+        high.div_(above.clamp_(min=1))
+        torch.cat([low, high.sub_(low)], 1, out=scales)
+        codes.copy_(pack_signs(signs.bool()))
+        x.sub_(signs.mul_(scales[:, 1:]).add_(scales[:, :1]))  # in the order decoding has it, so that both round alike
 
     def decode_block(self, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
         """One mean or the other."""
-        return torch.where(unpack_signs(codes, out.shape[1]), scales[:, 1:], scales[:, :1], out=out)
+        return out.copy_(unpack_signs(codes, out.shape[1])).mul_(scales[:, 1:]).add_(scales[:, :1])
 
 
 def pack_signs(signs: Tensor) -> Tensor:
@@ -161,8 +162,9 @@ def pack_signs(signs: Tensor) -> Tensor:
 
 
 def unpack_signs(packed: Tensor, width: int) -> Tensor:
-    """Rows of truth values again."""
-    return _spread_table(packed.device)[packed.long()].view(torch.bool)[:, :width]
+    """Rows of zeros and ones again."""
+    spread = _spread_table(packed.device).index_select(0, packed.reshape(-1).int())
+    return spread.view(torch.uint8).view(len(packed), -1)[:, :width]
 
 
 _tables: dict[torch.device, Tensor] = {}

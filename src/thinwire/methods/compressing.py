@@ -117,8 +117,8 @@ class Compressing(Method):
         """The first parameter whose gradient is not finite."""
         if self.trained[0].is_meta:
             return None
-        norms = torch.stack(torch._foreach_norm(self.gradients, 1))  # finite numbers may overflow a sum of squares
-        suspects = torch.nonzero(~torch.isfinite(norms)).flatten().tolist()
+        norms = torch.stack(torch._foreach_norm(self.gradients))
+        suspects = torch.nonzero(~torch.isfinite(norms)).flatten().tolist()  # or finite, but too large to be squared
         return next((i for i in suspects if not bool(torch.isfinite(self.gradients[i]).all())), None)
 
     def _follow_scale(self) -> None:

@@ -66,9 +66,7 @@ class PowerSGDMethod(Compressing):
         self.qs = {i: error.T @ ps[i] for i, error in self.errors.items()}
         sum_plain(self.wire, list(self.qs.values()))
         for i, error in self.errors.items():
-            applied = ps[i] @ self.qs[i].T
-            error.sub_(applied)
-            gradients[i].copy_(applied.view_as(gradients[i]))
+            error.sub_(_write_product(ps[i], self.qs[i], gradients[i]))
         kept = (g for i, g in enumerate(gradients) if i not in ps)
         for g, mean in zip(kept, dense, strict=True):
             if g is not mean:  # float() of fp32 is the tensor itself
@@ -97,6 +95,15 @@ class PowerSGDMethod(Compressing):
         for i, error in self.errors.items():
             if everyone[0]:
                 error.copy_(torch.stack([tensors[f"error.{i}"] for tensors in everyone]).mean(0))
+
+
+def _write_product(p: Tensor, q: Tensor, gradient: Tensor) -> Tensor:
+    """P Qᵀ as the gradient; without a copy of it where memory allows."""
+    if gradient.is_contiguous() and gradient.dtype == p.dtype:
+        return torch.mm(p, q.T, out=gradient.view(len(p), len(q)))
+    product = p @ q.T
+    gradient.copy_(product.view_as(gradient))
+    return product
 
 
 def orthogonalise(matrices: Sequence[Tensor]) -> None:

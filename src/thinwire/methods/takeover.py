@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -72,7 +73,7 @@ class Takeover:
 
 def with_momentum(g: Tensor, u: Tensor, taken: Taken, again: bool) -> Tensor:
     """What SGD would make of a gradient; `again` is one more of the same step. Changes the momentum `u`."""
-    u.mul_(1.0 if again else taken.momentum).add_(g)
+    torch.add(g, u, alpha=1.0 if again else taken.momentum, out=u)
     if taken.nesterov:
         return g + taken.momentum * (g if again else u)
     return g if again else u

@@ -90,6 +90,7 @@ class TopKMethod(Compressing):
         device = self.trained[0].device
         self.u, self.v = torch.zeros(size, device=device), torch.zeros(size, device=device)
         self.applied = torch.zeros(sum(sizes), device=device)
+        self.scratch = torch.empty(max((p.end - p.start for p in self.own_pieces), default=0), device=device)
         self.steady = {i: torch.zeros_like(self.trained[i], dtype=torch.float32) for i in self.dense}
         self.written: dict[int, Tensor] = {}
         self.decays = {i: torch.zeros_like(p) for i, p in enumerate(self.trained) if self._of(i).decay}
@@ -170,8 +171,8 @@ class TopKMethod(Compressing):
     def _largest(self, density: float) -> Tensor:
         """Places of the largest values of each weight in this worker's share."""
         found = [
-            largest(self.v[piece.place : piece.place + piece.end - piece.start], _count(piece, density)) + piece.place
-            for piece in self.own_pieces
+            largest(self.v[p.place : p.place + p.end - p.start], _count(p, density), self.scratch) + p.place
+            for p in self.own_pieces
         ]
         return torch.cat([self.v.new_zeros(0, dtype=torch.int64), *found])
 
@@ -291,21 +292,32 @@ def _like(flat: Tensor, tensors: Sequence[Tensor], which: Sequence[int]) -> list
     return found
 
 
-def largest(values: Tensor, count: int) -> Tensor:
-    """Places of the `count` values with the largest size.
+def largest(values: Tensor, count: int, scratch: Tensor | None = None) -> Tensor:
+    """Places of the `count` values with the largest size; `scratch` is room for as many values.
 
     On a CPU a top-k over millions costs more than a step may take. A sample gives a threshold that a few more than
     `count` values pass; the largest of these are the largest of all.
     """
     if count == len(values):
         return torch.arange(count, device=values.device)
-    sizes = values.abs()
     if values.device.type != "cpu" or len(values) < _SMALL:
-        return sizes.topk(count, sorted=False).indices
+        return values.abs().topk(count, sorted=False).indices
+    sizes = torch.abs(values, out=None if scratch is None else scratch[: len(values)])
     stride = max(1, min(len(values) // 8192, count // 8))
     sample = sizes[::stride]
     wanted = min(len(sample), math.ceil(1.25 * count / stride) + 8)
-    passing = torch.nonzero(sizes >= sample.topk(wanted, sorted=True).values[-1]).flatten()
+    passing = _at_least(sizes, sample.topk(wanted, sorted=True).values[-1])
     if len(passing) < count:
         return sizes.topk(count, sorted=False).indices
     return passing[sizes[passing].topk(count, sorted=False).indices]
+
+
+def _at_least(sizes: Tensor, threshold: Tensor) -> Tensor:
+    """Places of what reaches a threshold, where little does: first columns that have any, then which."""
+    height = 16
+    rest = len(sizes) % height
+    grid = sizes[: len(sizes) - rest].view(height, -1)
+    columns = torch.nonzero(grid.amax(0) >= threshold).flatten()
+    row, column = torch.nonzero(grid[:, columns] >= threshold, as_tuple=True)
+    last = torch.nonzero(sizes[len(sizes) - rest :] >= threshold).flatten() + len(sizes) - rest
+    return torch.cat([row * grid.shape[1] + columns[column], last])
