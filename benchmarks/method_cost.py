@@ -1,7 +1,7 @@
 """What a method computes beside the step itself: coding, selecting, factoring, averaging, without waiting for the wire.
 
 VGG16-BN with SGD and momentum on two gloo workers of one thread each. The processor time of the thread that trains is
-taken, in and outside of the method; waiting takes none of it. A figure is (step + method) / step, the step being forward
+taken, in and outside of the method; waiting takes none of it. A figure is (step + method) / step; the step is forward
 and backward pass and update as plain training has them. What happens every so many steps is spread over them.
 """
 

@@ -40,6 +40,9 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(options.seed)
     train, test = _load(options.data, device, options.samples)
+    if options.validate:
+        kept = len(train[0]) - len(train[0]) // 10
+        train, test = (train[0][:kept], train[1][:kept]), (train[0][kept:], train[1][kept:])
     per_epoch = len(train[0]) // options.batch
     steps = options.epochs * per_epoch
     model = VGG16().to(device)
@@ -131,6 +134,7 @@ def _tell(
         "accuracy_before_truncation": before,
         "slow_bytes": sent,
         "workers": replica.topology.world_size,
+        "validated": options.validate,
         **{f"traffic_vs_{name}": sent / max(1, value) for name, value in baseline.items()},
         "compression": told["parameters_full"] / sum(p.numel() for p in small.parameters()),
         "traffic": traffic,
@@ -214,6 +218,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1024, help="images a step, over all workers")
     parser.add_argument("--group-size")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE")
+    parser.add_argument("--validate", action="store_true", help="judge on a tenth of the training images, kept out")
     parser.add_argument("--samples", type=int, help="only so many images, to try it out")
     parser.add_argument("--json")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
