@@ -72,7 +72,7 @@ def compare(rank: int, group_size: int) -> dict[str, Any]:
 
 
 def reference(config: DiLoCo, groups: tuple[tuple[int, ...], ...], steps: int) -> list[list[Tensor]]:
-    """DiLoCo by all groups in one process: each group's parameters, and the outer ones."""
+    """DiLoCo by all groups in one process: each group's parameters, and what a merge makes of them."""
     models = [small.mlp() for _ in groups]
     inner = [torch.optim.SGD(model.parameters(), 0.05, momentum=0.5) for model in models]
     weights = [len(group) / sum(map(len, groups)) for group in groups]
@@ -80,12 +80,15 @@ def reference(config: DiLoCo, groups: tuple[tuple[int, ...], ...], steps: int) -
     parts = list(zip(*(cut_into_parts(model, config.fragments) for model in (outer, *models)), strict=True))
     momentum = {"momentum": config.outer_momentum, "nesterov": True} if config.outer_momentum else {}
     outers = [torch.optim.SGD(part[0], config.outer_lr, **momentum) for part in parts]
+    under_way = set()
 
-    def send(part: Any) -> None:
-        for p, *own in zip(*part, strict=True):
+    def send(i: int) -> None:
+        under_way.add(i)
+        for p, *own in zip(*parts[i], strict=True):
             p.grad = sum(w * (p - q) for w, q in zip(weights, own, strict=True)).detach()
 
     def receive(i: int, mix: float) -> None:
+        under_way.discard(i)
         outers[i].step()
         for p, *own in zip(*parts[i], strict=True):
             for q in own:
@@ -98,15 +101,19 @@ def reference(config: DiLoCo, groups: tuple[tuple[int, ...], ...], steps: int) -
                 x, y = small.batch(rank, step - 1)
                 (F.cross_entropy(model(x), y) / len(group)).backward()
             optimizer.step()
-        for i, part in enumerate(parts):
+        for i in range(len(parts)):
             into = step - config.every * (i + 1) // config.fragments
             if config.delay and into >= config.delay and (into - config.delay) % config.every == 0:
                 receive(i, config.mix)
             if into >= 0 and into % config.every == 0:
-                send(part)
+                send(i)
                 if config.delay == 0:
                     receive(i, 0.0)
-    return [[p.detach() for p in model.parameters()] for model in (*models, outer)]
+    own = [[p.detach().clone() for p in model.parameters()] for model in models]
+    for i in list(under_way):
+        receive(i, config.mix)
+    copies = zip(*(model.parameters() for model in models), strict=True)
+    return [*own, [sum(w * p.detach() for w, p in zip(weights, each, strict=True)) for each in copies]]
 
 
 @pytest.mark.parametrize(("workers", "groups"), [(2, ((0,), (1,))), (3, RAGGED)])
@@ -118,6 +125,7 @@ def test_they_are_what_they_should_be(workers: int, groups: tuple[tuple[int, ...
             for rank in group:
                 assert gap(found[rank][name], own) < 2e-6, (name, rank)
         assert all(gap(mine[f"{name} merged"], found[0][f"{name} merged"]) == 0 for mine in found)
+        assert gap(found[0][f"{name} merged"], expected[-1]) < 2e-6
         assert gap(found[0][name], found[-1][name]) > 1e-3
     for mine in found:
         assert max(mine["same"]) < 1e-6

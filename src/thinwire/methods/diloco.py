@@ -76,16 +76,22 @@ class DiLoCoMethod(Apart):
                     self._arrive(part)
 
     def merge(self) -> None:
-        """Complete what is under way, then one blocking outer step of every part that is not at its outer values."""
+        """Take in what is under way, then the mean of what groups hold.
+
+        An outer step out of turn would go the momentum's whole way again for a few steps of training.
+        """
+        if self.spans_world:
+            return
         self.check_health()
         for part in self.parts:
             if part.sent is not None:
-                self._receive(part, self.config.mix)
+                self._outer_step(part)
         apart = [part for part in self.parts if part.level != self.step]
         for part in apart:
             self._send(part, 0)
         for part in apart:
-            self._receive(part, 0.0)
+            part.outer = part.outer - self._take(part)
+            self._go_on(part, 0.0)
         if self.buffers_at != self.step:
             average_buffers(self.wire, self.model, self.weight)
 
@@ -144,22 +150,34 @@ class DiLoCoMethod(Apart):
         if is_last:
             self.check_counters()
             self.check_health()
-        self._receive(part, self.config.mix if self.config.delay else 0.0)
+        self._outer_step(part)
         if is_last:
             average_buffers(self.wire, self.model, self.weight)
             self._agreed()
             self.ground.after_merge()
 
-    def _receive(self, part: Part, mix: float) -> None:
-        """An outer step by how far groups came, and the model goes on from there."""
-        mean = part.received if part.received is not None else self._wait(part)
-        part.sent = part.received = None
-        self._outer_step(part, mean)
+    def _outer_step(self, part: Part) -> None:
+        """As torch.optim.SGD with Nesterov momentum does; tensors that were there before are left as they are."""
+        d, mu = self._take(part), self.config.outer_momentum
+        if mu:
+            part.momentum = d.clone() if part.momentum is None else part.momentum.mul(mu).add_(d)
+            d = d.add(part.momentum, alpha=mu)
+        part.outer = part.outer.add(d, alpha=-self.config.outer_lr)
+        self._go_on(part, self.config.mix if self.config.delay else 0.0)
+
+    def _go_on(self, part: Part, mix: float) -> None:
+        """Train from the outer values, or from a mixture with the group's own."""
         if mix == 0:
             part.level = self.step
             unpack_into(part.outer, part.parameters)
         else:
             unpack_into(torch.lerp(part.outer, flat(part.parameters), mix), part.parameters)
+
+    def _take(self, part: Part) -> Tensor:
+        """The mean of how far groups came."""
+        mean = part.received if part.received is not None else self._wait(part)
+        part.sent = part.received = None
+        return mean
 
     def _wait(self, part: Part) -> Tensor:
         mean = part.transfer.end()
@@ -170,14 +188,6 @@ class DiLoCoMethod(Apart):
                 "rate or go back to a checkpoint"
             )
         return mean
-
-    def _outer_step(self, part: Part, d: Tensor) -> None:
-        """As torch.optim.SGD with Nesterov momentum does; what was there before is left as it is."""
-        mu = self.config.outer_momentum
-        if mu:
-            part.momentum = d.clone() if part.momentum is None else part.momentum.mul(mu).add_(d)
-            d = d.add(part.momentum, alpha=mu)
-        part.outer = part.outer.add(d, alpha=-self.config.outer_lr)
 
     def _agreed(self) -> None:
         self.buffers_at = self.step
