@@ -174,7 +174,26 @@ def trace(rank: int, config: Any, steps: int) -> dict[str, Any]:
     return {"seen": seen, "size": size, "fast": replica.traffic.by_purpose["merge"]["fast_bytes"]}
 
 
-def traces(rank: int) -> list[dict[str, Any]]:
+def scales(rank: int, config: Any) -> list[dict[str, Any]]:
+    """A GradScaler that backs off in one group alone, after each step."""
+    model = small.mlp()
+    optimizer = small.sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    replica = thinwire.attach(model, optimizer, config, scaler=scaler)
+    seen = []
+    for number in range(5):
+        x, y = small.batch(rank, number)
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(replica(x), y)).backward()
+        if rank == 2 and number == 1:
+            model[1].weight.grad[0, 0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((scaler.get_scale(), small.bits(*model.parameters())))
+    return seen
+
+
+def traces(rank: int) -> list[Any]:
     apart = {"every": 3, "warmup": 2}
     return [
         trace(rank, LocalSGD(**apart, moments="average"), 9),
@@ -182,6 +201,8 @@ def traces(rank: int) -> list[dict[str, Any]]:
         trace(rank, LocalSGD(**apart), 9),
         trace(rank, DiLoCo(**apart), 9),
         trace(rank, DiLoCo(**apart, fragments=2, wire="bf16", group_size=2), 9),
+        scales(rank, LocalSGD(every=3, group_size=2)),
+        scales(rank, DiLoCo(every=3, group_size=2)),
     ]
 
 
@@ -202,6 +223,11 @@ def test_workers_agree_after_an_average_and_its_bytes_are_a_rings() -> None:
         else:  # one part a step into a round, the other at its end
             assert sent[:2] == [0, 0] and sum(sent[2:5]) == ideal and all(0 < n < ideal for n in (sent[2], sent[4]))
         assert mine["fast"] == (0 if count == 3 else 2 * ideal + (0 if i < 4 else sent[8]))
+    for i in (5, 6):
+        first, _, other = (mine[i] for mine in everyone)
+        assert [scale for scale, _ in first] == [1024, 1024, 512, 512, 512]
+        assert [scale for scale, _ in other] == [1024, 512, 512, 512, 512]
+        assert first[2] == other[2] and first[3] != other[3]
 
 
 # Alone.
