@@ -1,29 +1,39 @@
-"""AB among four workers reaches all-reduce's accuracy with a fraction of its bytes, from the command line."""
+"""AB among four workers reaches all-reduce's accuracy with a fraction of its bytes."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+import gang
+from thinwire import AB, AllReduce
+from thinwire.recipes import named
+from thinwire.report import compare, read_runs
+from thinwire.train import fit
+
+STEPS = 300
+"""Half of the recipe's. With seeds 0, 1 and 2 all-reduce comes to 99.6, 99.8 and 100 %, AB to 99.6, 99.8 and 99.8 %."""
+CONFIGS = {"allreduce": AllReduce(group_size=2), "ab": AB(total_steps=STEPS, group_size=2)}
+
+
+def train(rank: int, folder: str) -> None:
+    recipe = named("digits", steps=STEPS, eval_every=100)
+    for name, config in CONFIGS.items():
+        fit(recipe, config, out=Path(folder) / f"{name}-seed0", model=False)
 
 
 def test_ab_keeps_up_with_all_reduce_on_digits(tmp_path: Path) -> None:
     """One seed, so the margin is 3 points: 16 of 540 digits. `benchmarks/README.md` has five seeds."""
-    flags = ["--methods", "allreduce,ab", "--workers", "4", "--group-size", "2", "--seeds", "1", "--quiet"]
-    command = [sys.executable, "-m", "thinwire", "compare", "digits", *flags, "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-    rows = {row["method"]: row for row in json.loads((tmp_path / "comparison.json").read_text())}
+    gang.run(train, 4, str(tmp_path), timeout=400)
+    rows = {row["method"]: row for row in compare(read_runs(tmp_path))}
     usual, ab = rows["allreduce"], rows["ab"]
     assert usual["accuracy_mean"] > 0.97
     assert ab["accuracy_mean"] >= usual["accuracy_mean"] - 0.03
     assert ab["traffic_vs_allreduce_fp32"] <= 0.40 < 0.99 <= usual["traffic_vs_allreduce_fp32"] <= 1.0
     assert ab["compression_mean"] > 1.2
-    measured = [json.loads((tmp_path / f"{m}-seed0" / "summary.json").read_text()) for m in ("allreduce", "ab")]
+    measured = [json.loads((tmp_path / f"{name}-seed0" / "summary.json").read_text()) for name in CONFIGS]
     sent = [run["traffic"]["slow_bytes"] - _of_evaluation(run) for run in measured]
     assert ab["traffic_vs_allreduce_fp32"] == sent[1] / sent[0]
     # What a lone AB run reckons all-reduce would have sent is what all-reduce did send, but for checksums and control.
     assert abs(measured[1]["traffic_vs_allreduce_fp32"] / ab["traffic_vs_allreduce_fp32"] - 1) < 1e-4
-    assert (tmp_path / "comparison.png").stat().st_size > 10_000
 
 
 def _of_evaluation(run: dict) -> int:

@@ -6,11 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+import gang
 import thinwire
 from patience import LIMIT_S, until
 from thinwire.cli import main
@@ -136,46 +138,52 @@ def _workers(mark: str) -> dict[int, int]:
     return found
 
 
-def _started(out: Path, seats: tuple[Seat, ...]) -> subprocess.Popen:
-    """A launcher of a long run, past its first step."""
-    code = "import sys; from pathlib import Path; import test_launch as t; from thinwire.launch import Seat\n"
-    code += f"t._job(Path(sys.argv[1]), {seats!r}, steps=100000).run(print)"
-    paths = {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path if path)}
-    command = [sys.executable, "-c", code, str(out)]
-    process = subprocess.Popen(command, env=os.environ | paths, stderr=subprocess.PIPE, text=True)
+def _launch(out: str, seats: tuple[Seat, ...], paths: str) -> None:
+    """A launcher of a long run; why it ended goes to a file."""
+    os.environ["PYTHONPATH"] = paths
+    try:
+        _job(Path(out), seats, steps=100000).run(print)
+    except WorkerError as error:
+        Path(out, "error").write_text(str(error))
+        sys.exit(1)
+
+
+@contextmanager
+def _started(out: Path, seats: tuple[Seat, ...]):
+    """A launcher that is past the first step of its run."""
+    process = gang.start(_launch, str(out), seats, str(Path(thinwire.__file__).parents[1]))
     records = out / "records.jsonl"
-    until(lambda: process.poll() is not None or (records.exists() and records.stat().st_size), "the first step")
-    assert process.poll() is None, process.communicate()[1]
-    return process
+    try:
+        until(lambda: not process.is_alive() or (records.exists() and records.stat().st_size), "the first step")
+        assert process.is_alive()
+        yield process
+        process.join(LIMIT_S)
+    finally:
+        process.kill()
+        process.join()
 
 
 def test_a_worker_killed_on_one_host_is_named_and_ends_the_others(seats, tmp_path):
-    with _started(tmp_path / "run", seats) as process:
-        try:
-            os.kill(_workers(str(tmp_path))[1], signal.SIGKILL)
-            _, err = process.communicate(timeout=LIMIT_S)
-        finally:
-            process.kill()
-    assert "worker 1 was ended by SIGKILL; the other workers were stopped" in err
+    with _started(tmp_path / "run", seats):
+        os.kill(_workers(str(tmp_path))[1], signal.SIGKILL)
+    said = (tmp_path / "run" / "error").read_text()
+    assert "worker 1 was ended by SIGKILL; the other workers were stopped" in said
     assert not _workers(str(tmp_path))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_process_outlives_its_launcher(number, seats, tmp_path):
     with _started(tmp_path / "run", seats) as process:
-        try:
-            assert len(_workers(str(tmp_path))) == 5
-            process.send_signal(number)
-            process.communicate(timeout=LIMIT_S)
-        finally:
-            process.kill()
-    assert process.returncode != 0
+        assert len(_workers(str(tmp_path))) == 4  # two torchruns, two workers
+        os.kill(process.pid, number)
+    assert process.exitcode != 0
     if number != signal.SIGKILL:
         assert not _workers(str(tmp_path))
     until(lambda: not _workers(str(tmp_path)), "the workers to leave with their launcher")
 
 
-def test_a_host_that_fails_to_start_ends_those_that_wait_for_it(seats, tmp_path):
+def test_a_host_that_fails_to_start_ends_those_that_wait_for_it(seats, tmp_path, monkeypatch):
+    monkeypatch.setattr("thinwire.launch._OTHERS_REPORT_S", 1)
     bad = Seat(("sh", "-c", "echo no such host; exit 1"), "10.78.0.2")
     with pytest.raises(WorkerError, match="exit code 1"):
         _job(tmp_path / "run", (seats[0], bad)).run(lambda line: None)
@@ -188,7 +196,7 @@ MY_RECIPE = """
 from dataclasses import replace
 from thinwire.recipes import digits
 def tiny():
-    return replace(digits(), name="tiny", steps=30)
+    return replace(digits(), name="tiny", steps=10)
 def nothing():
     return 5
 def broken():
@@ -201,9 +209,9 @@ def test_a_recipe_of_ones_own_runs_from_its_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my").mkdir()
     (tmp_path / "my" / "recipe.py").write_text(MY_RECIPE)
-    words = ["run", "my/recipe.py:tiny", "--method", "allreduce", "--workers", "2", "--json"]
+    words = ["run", "my/recipe.py:tiny", "--method", "allreduce", "--workers", "2", "--no-model", "--json"]
     summary = json.loads(CliRunner().invoke(main, words).stdout)
-    assert (summary["recipe"], summary["steps"], summary["world_size"]) == ("tiny", 30, 2)
+    assert (summary["recipe"], summary["steps"], summary["world_size"]) == ("tiny", 10, 2)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny-allreduce-seed0"]
     result = CliRunner().invoke(main, [*words, "--resume"])
     assert json.loads(result.stdout) == summary

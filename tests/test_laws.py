@@ -1,6 +1,8 @@
 """The design's laws 1 to 4 and 8, on one to four real workers."""
 
 import contextlib
+import functools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ import thinwire
 from thinwire.comm.replicate import Replicated
 from thinwire.factor import export
 from thinwire.methods import agree
+from thinwire.netbench import hosts
 from worlds import ab, adamw, batch, optimizer_values, small_model, train_step, values
 
 LAYOUTS = [(4, 1), (4, 2), (4, "world"), (3, 1), (3, 2), (2, 1), (1, None)]
@@ -127,24 +130,39 @@ def assert_agreement(traces: list[list[tuple[str, bool, int, int, str]]]) -> Non
                 assert mine == theirs
 
 
-@pytest.mark.parametrize(("workers", "group_size"), LAYOUTS)
-def test_workers_agree_in_every_layout(workers: int, group_size: Any) -> None:
-    assert_agreement(gang.run(trajectory, workers, {"group_size": group_size}))
+MERGES = [(merge, moments) for moments in ("average", "carry") for merge in ("trained", "weighted")]
+# By workers: settings of AB, and the optimizer.
+CASES: dict[int, dict[str, tuple[dict[str, Any], str]]] = {
+    workers: {str(size): ({"group_size": size}, "adamw") for own, size in LAYOUTS if own == workers}
+    for workers in {workers for workers, _ in LAYOUTS}
+}
+CASES[4]["rounded wire"] = {"group_size": 2, "wire": "bf16", "moments": "average"}, "adamw"
+CASES[3] |= {
+    f"{merge}, {moments}": (
+        {"group_size": 2, "merge": merge, "moments": moments},
+        "adamw" if merge == "trained" else "sgd",
+    )
+    for merge, moments in MERGES
+}
 
 
-@pytest.mark.parametrize("merge", ["trained", "weighted"])
-@pytest.mark.parametrize("moments", ["average", "carry"])
-def test_workers_agree_with_every_merge(merge: str, moments: str) -> None:
-    settings = {"group_size": 2, "merge": merge, "moments": moments}
-    assert_agreement(gang.run(trajectory, 3, settings, "adamw" if merge == "trained" else "sgd"))
+def trajectories(rank: int, workers: int) -> dict[str, list[tuple[str, bool, int, int, str]]]:
+    return {name: trajectory(rank, *case) for name, case in CASES[workers].items()}
 
 
-def test_workers_agree_over_a_rounded_wire() -> None:
-    assert_agreement(gang.run(trajectory, 4, {"group_size": 2, "wire": "bf16", "moments": "average"}))
+@functools.cache
+def traces_of(workers: int) -> list[dict[str, list[tuple[str, bool, int, int, str]]]]:
+    """Every case of so many workers, one after the other in the same ones."""
+    return gang.run(trajectories, workers, workers)
+
+
+@pytest.mark.parametrize(("workers", "case"), [(workers, case) for workers, cases in CASES.items() for case in cases])
+def test_workers_agree_in_every_layout_with_every_merge_and_wire(workers: int, case: str) -> None:
+    assert_agreement([worker[case] for worker in traces_of(workers)])
 
 
 def test_groups_do_train_apart() -> None:
-    traces = gang.run(trajectory, 4, {"group_size": 2})
+    traces = [worker["2"] for worker in traces_of(4)]
     inside = [i for i, (phase, *_) in enumerate(traces[0]) if phase == "groups"]
     assert inside
     for i in inside[1:]:
@@ -317,10 +335,23 @@ WIRES = {
 }
 
 
+def every_wire(rank: int) -> dict[str, tuple[int, int]]:
+    return {name: counted_and_sent(rank, *options) for name, options in WIRES.items()}
+
+
+@pytest.fixture(scope="module")
+def by_wire() -> list[dict[str, tuple[int, int]]]:
+    if hosts.why_not() is not None:
+        return gang.run(every_wire, 2)
+    # On one host of their own: this machine's loopback may carry what other programs send.
+    with hosts.Hosts(name=f"twlaws{os.getpid()}") as lab:
+        return gang.run(every_wire, 2, hosts=lab.hosts[:1])
+
+
 @pytest.mark.skipif(not Path("/proc/net/dev").exists(), reason="the kernel's counters are read from /proc/net/dev")
 @pytest.mark.parametrize("name", WIRES)
-def test_the_ledger_counts_what_the_kernel_sends(name: str) -> None:
-    results = gang.run(counted_and_sent, 2, *WIRES[name])
+def test_the_ledger_counts_what_the_kernel_sends(name: str, by_wire: list[dict[str, tuple[int, int]]]) -> None:
+    results = [worker[name] for worker in by_wire]
     counted = sum(mine for mine, _ in results)
     sent = max(kernel for _, kernel in results)
     # The kernel counts headers and acknowledgements too.

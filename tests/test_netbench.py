@@ -4,82 +4,115 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+import gang
+from patience import until
 from thinwire.cli import main
 from thinwire.comm.counters import VARIABLE, Interface
 from thinwire.comm.ledger import Ledger
 from thinwire.errors import ConfigError
+from thinwire.jobs import Job, Variant, variants
 from thinwire.methods.registry import METHODS
 from thinwire.netbench import hosts
+from thinwire.netbench.bench import _agreement, _sum
+from thinwire.plan import compute, foresight
+from thinwire.plan.compute import given
+from thinwire.plan.forecast import Forecast, Layout
+from thinwire.plan.planner import Stopwatch
+from thinwire.plan.subjects import of_recipe
+from thinwire.train import fit
 
 SOURCES = Path(__file__).parents[1] / "src"
 reason = hosts.why_not()
 needs_hosts = pytest.mark.skipif(reason is not None, reason=f"hosts cannot be made here: {reason}")
 
-
-def netbench(out: Path, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "thinwire", "netbench", "digits", "--out", str(out), *words]
-    environment = os.environ | {"PYTHONPATH": str(SOURCES)}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def found(out: Path, *words: str) -> dict[str, Any]:
-    process = netbench(out, "--name", f"twbench{os.getpid()}", *words)
-    said, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, said
-    return json.loads((out / "netbench.json").read_text())
-
-
 # The ledger meets the counters.
 
-# Every method there is, and every other wire it has.
-VARIANTS = [*METHODS, "allreduce:wire=bf16"]
+# Every method there is, every other wire it has, and settings under which the thrifty ones send more than a little.
+EXTRA = """allreduce:wire=bf16 allreduce:wire=int8 ab:wire=bf16 powersgd:rank=16 localsgd:every=6:wire=bf16
+    diloco:every=6:wire=int8 topk:density=0.2"""
+VARIANTS = [*METHODS, *(label for label in EXTRA.split() if label.split(":")[0] in METHODS)]
+STEPS = 24
 
 
-def assert_agreement(row: dict[str, Any]) -> None:
-    """Within 3 % when headers are taken off, whole and in each phase that sends more than a little."""
-    parts = {name: part for name, part in row["phases"].items() if part["ledger_bytes"] > 500_000}
-    assert parts, "no phase sent anything to speak of"
-    for name, part in {"whole": row["whole"], **parts}.items():
-        assert 0 <= part["left_bytes"] <= 0.03 * part["ledger_bytes"], (row["method"], name, part)
-    # What is left in phases that send next to nothing: connections, gloo's headers, barriers.
-    for name in row["phases"].keys() - parts.keys():
-        assert row["phases"][name]["left_bytes"] < 50_000, (row["method"], name)
+def job_of(variant: Variant, out: Path) -> Job:
+    base = Job(recipe="digits", method="", out=out, workers=4, steps=STEPS, eval_every=STEPS)
+    return base.of(variant, out=out / variant.folder)
+
+
+def trained(rank: int, folder: str) -> dict[str, dict[str, Any]]:
+    """A run of every variant, one after the other in the same workers, and its summary."""
+    jobs = {variant.label: job_of(variant, Path(folder)) for variant in variants(",".join(VARIANTS), ())}
+    return {label: fit(job.trained, job.config, out=job.out, model=False) for label, job in jobs.items()}
+
+
+@pytest.fixture(scope="module")
+def summaries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
+    """Two hosts of two workers each: what stays inside a host is not on its link, and not among its slow bytes."""
+    folder = tmp_path_factory.mktemp("runs")
+    with hosts.Hosts(count=2, rate=1e9, name=f"twgang{os.getpid()}") as lab:
+        return folder, gang.run(trained, 4, str(folder), hosts=lab.hosts)[0]
+
+
+def assert_agreement(traffic: dict[str, Any]) -> None:
+    """Within 3 % when headers are taken off, and a little a call: connections, gloo's own headers, barriers."""
+    phases = {name: _agreement(row) for name, row in traffic["by_phase"].items()}
+    calls = {name: row["slow_calls"] for name, row in traffic["by_phase"].items()}
+    whole = {"whole": _sum(phases)}
+    for name, part in (phases | whole).items():
+        most = 0.03 * part["ledger_bytes"] + 1500 * (1 + calls.get(name, traffic["slow_calls"]))
+        assert 0 <= part["left_bytes"] <= most, (name, part)
 
 
 @needs_hosts
-def test_the_ledger_counts_what_leaves_each_host(tmp_path: Path) -> None:
-    """Two hosts of two workers each: what stays inside a host is not on its link, and not among its slow bytes."""
-    words = ("--methods", ",".join(VARIANTS), "--rates", "1Gbit", "--workers", "4", "--steps", "30")
-    rows = found(tmp_path, *words)["rates"][0]["methods"]
-    assert [row["method"] for row in rows] == VARIANTS
-    for row in rows:
-        assert_agreement(row)
+@pytest.mark.parametrize("label", VARIANTS)
+def test_the_ledger_counts_what_leaves_each_host(label: str, summaries: Any) -> None:
+    folder, found = summaries
+    traffic = found[label]["traffic"]
+    assert found[label]["nodes"] == [[0, 1], [2, 3]]
+    assert_agreement(traffic)
+    # A plan says the same, where bytes depend on data with the ranks that the run itself found.
+    (variant,) = variants(label, ())
+    job = job_of(variant, folder)
+    subject = of_recipe(job.trained, 4)
+    watch, layout = Stopwatch(subject, given(0.1)), Layout(workers=4, nodes=2)
+    plan = Forecast(subject, job.config, layout, foresight.typical, watch, lambda r: 0.0)
+    if plan.depends_on_ranks:
+        plan = Forecast(subject, job.config, layout, foresight.Recorded(job.out), watch, lambda r: 0.0)
+    assert plan.ledger.slow_bytes == traffic["slow_bytes"]
+
+
+@needs_hosts
+def test_a_flat_ring_over_pairs_puts_one_and_a_half_of_the_gradients_on_every_link(summaries: Any) -> None:
+    plain = summaries[1]["allreduce"]
+    assert plain["traffic"]["by_purpose"]["gradients"]["slow_bytes"] == 1.5 * 4 * plain["parameters_full"] * STEPS
+
+
+@needs_hosts
+def test_the_command_measures_and_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(SOURCES))
+    monkeypatch.setattr(compute, "_LEAST_S", 0.1)
+    words = ["--methods", "allreduce,ab", "--rates", "1Gbit", "--steps", "20", "--name", f"twbench{os.getpid()}"]
+    result = CliRunner().invoke(main, ["netbench", "digits", "--out", str(tmp_path), *words])
+    assert result.exit_code == 0, result.output
+    plain, low_rank = json.loads((tmp_path / "netbench.json").read_text())["rates"][0]["methods"]
+    for row, name in ((plain, "allreduce"), (low_rank, "ab")):
+        assert row["method"] == name and name in result.output
         assert row["planned"]["steps_by_phase"] and row["planned"]["seconds_per_step"] > 0
         # Counters of the hosts themselves hold every phase, and starting and ending the job.
         outside = [host["sent_bytes"] for host in row["hosts"]]
-        assert sum(outside) / len(outside) >= row["whole"]["kernel_bytes"]
+        assert sum(outside) / len(outside) >= row["whole"]["kernel_bytes"] > row["whole"]["ledger_bytes"] > 0
         assert 0 <= row["stolen"] <= 1 and row["step_s"] > 0
-    exact = [row for row in rows if row["planned"]["slow_bytes_range"] is None]
-    assert exact
-    for row in exact:
-        assert row["planned"]["traffic"]["slow_bytes"] == row["whole"]["ledger_bytes"]
-    # Where bytes do depend on data, they are exact with the ranks that the run itself found.
-    for row in rows:
-        if row not in exact:
-            assert row["planned_with_ranks"]["traffic"]["slow_bytes"] == row["whole"]["ledger_bytes"]
-    # gloo's flat ring over 2 × 2 puts 1.5 of the gradients on every host's link.
-    plain = json.loads((Path(rows[0]["out"]) / "summary.json").read_text())
-    assert plain["nodes"] == [[0, 1], [2, 3]]
-    sent = plain["traffic"]["by_purpose"]["gradients"]["slow_bytes"]
-    assert sent == 1.5 * 4 * plain["parameters_full"] * 30
+        assert_agreement(json.loads((Path(row["out"]) / "summary.json").read_text())["traffic"])
+    assert plain["speedup"] == 1.0 and low_rank["speedup"] > 0
+    assert plain["planned"]["slow_bytes_range"] is None
+    for row, planned in ((plain, plain["planned"]), (low_rank, low_rank["planned_with_ranks"])):
+        assert planned["traffic"]["slow_bytes"] == row["whole"]["ledger_bytes"]
 
 
 # Nothing is left behind.
@@ -91,38 +124,40 @@ def inhabitants(name: str) -> list[str]:
     return [word for word in listed if word.startswith(name)]
 
 
+def long_bench(out: str, name: str) -> None:
+    os.environ["PYTHONPATH"] = str(SOURCES)
+    words = ["--name", name, "--methods", "allreduce", "--rates", "10Mbit", "--steps", "500"]
+    main(["netbench", "digits", "--out", out, *words])
+
+
 @needs_hosts
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_killed_while_workers_train_it_leaves_nothing(how: signal.Signals, tmp_path: Path) -> None:
     name = f"twkill{os.getpid()}"
-    process = netbench(tmp_path, "--name", name, "--methods", "allreduce", "--rates", "10Mbit", "--steps", "500")
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("*/records.jsonl")) and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.1)
-    assert process.poll() is None, process.communicate()[0]
+    process = gang.start(long_bench, str(tmp_path), name)
+    until(lambda: list(tmp_path.glob("*/records.jsonl")) or not process.is_alive(), "the first step")
+    assert process.is_alive()
     workers = workers_of(tmp_path)
     assert workers
-    process.send_signal(how)
-    process.communicate(timeout=30)
+    os.kill(process.pid, how)
+    process.join(30)
+    assert not process.is_alive()
     if how == signal.SIGKILL:
         assert sorted(hosts.clean()) == sorted([f"{name}-h0", f"{name}-h1", f"{name}-switch"])
     assert not inhabitants(name)
     assert not Path("/run/thinwire", f"{name}.json").exists()
-    gone_by = time.monotonic() + 15
-    while workers_of(tmp_path) and time.monotonic() < gone_by:
-        time.sleep(0.1)
-    assert not workers_of(tmp_path)
+    until(lambda: not workers_of(tmp_path), "the workers to leave")
 
 
 def workers_of(out: Path) -> list[int]:
-    """Processes whose command line names that folder, but netbench itself."""
+    """Processes whose command line names that folder."""
     alive = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            words = entry.read_bytes().split(b"\0")
+            words = entry.read_bytes()
         except OSError:
             continue
-        if any(str(out).encode() in word for word in words) and b"netbench" not in words:
+        if str(out).encode() in words:
             alive.append(int(entry.parent.name))
     return alive
 

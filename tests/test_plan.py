@@ -19,7 +19,7 @@ from thinwire.comm.sent import Sent
 from thinwire.comm.topology import Topology, arrange
 from thinwire.errors import ConfigError
 from thinwire.methods.registry import METHODS
-from thinwire.plan import foresight
+from thinwire.plan import compute, foresight
 from thinwire.plan.compute import Compute, given, measure
 from thinwire.plan.forecast import Forecast, Layout
 from thinwire.plan.links import Links
@@ -32,6 +32,12 @@ from thinwire.train.task import PREDICT
 from worlds import ab, adamw, batch, small_model, train_step
 
 STEPS = 24
+
+
+@pytest.fixture(autouse=True)
+def _short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are measured as ever, but nothing here depends on how well."""
+    monkeypatch.setattr(compute, "_LEAST_S", 0.05)
 
 
 def subject(**changes: Any) -> Subject:
@@ -89,11 +95,6 @@ def recipe_named(name: str) -> Recipe:
     )
 
 
-def really_sent(rank: int, name: str, config: Any, folder: str) -> dict[str, Any]:
-    """A whole run by `fit`, and its summary's traffic."""
-    return fit(recipe_named(name), config, out=Path(folder) / "run", model=False)["traffic"]
-
-
 def planned(name: str, config: Any, workers: int, ranks: Path | None) -> dict[str, Any]:
     what = of_recipe(recipe_named(name), workers)
     foresee = foresight.Recorded(ranks) if ranks else foresight.typical
@@ -123,20 +124,44 @@ EXACT = {
     "diloco": (2, thinwire.DiLoCo(every=5, warmup=3)),
     "diloco, streaming": (3, thinwire.DiLoCo(every=7, fragments=3, delay=2, group_size=2)),
     "diloco, int8": (3, thinwire.DiLoCo(every=7, fragments=2, delay=3, wire="int8")),
+    "int8, pairs": (4, thinwire.AllReduce(wire="int8", group_size=2)),
+    "powersgd": (3, thinwire.PowerSGD(start_step=4, group_size=2)),
+    "topk": (4, thinwire.TopK(density=0.05, warmup=8, clip=1.0, group_size=2)),
+    "onebit": (3, thinwire.OneBit(warmup=4)),
     "awkward": (2, thinwire.AllReduce()),
-    "awkward diloco": (2, thinwire.DiLoCo(every=4, fragments=3, wire="bf16")),
     "awkward ab": (2, ab(cutoff=0.6, keep_first=False, keep_last=False)),
     "awkward ab, pairs": (4, ab(cutoff=0.6, group_size=2, moments="average", rebound=0)),
+    "awkward powersgd": (2, thinwire.PowerSGD(rank=2)),
+    "awkward topk": (2, thinwire.TopK(density=0.05)),
+    "awkward diloco": (2, thinwire.DiLoCo(every=4, fragments=3, wire="bf16")),
 }
 
 
+def recipe_of(name: str) -> str:
+    return "awkward" if name.startswith("awkward") else "digits"
+
+
+def all_sent(rank: int, names: list[str], folder: str) -> dict[str, dict[str, Any]]:
+    """Whole runs by `fit`, one after the other in the same workers, and their summaries' traffic."""
+    runs = {name: (recipe_named(recipe_of(name)), EXACT[name][1]) for name in names}
+    return {name: fit(*run, out=Path(folder) / name, model=False)["traffic"] for name, run in runs.items()}
+
+
+@pytest.fixture(scope="module")
+def really_sent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("runs")
+    found: dict[str, dict[str, Any]] = {}
+    for workers in {workers for workers, _ in EXACT.values()}:
+        names = [name for name, (own, _) in EXACT.items() if own == workers]
+        found |= gang.run(all_sent, workers, names, str(folder))[0]
+    return folder, found
+
+
 @pytest.mark.parametrize("name", EXACT)
-def test_a_plan_says_what_the_ledger_then_counts(name: str, tmp_path: Path) -> None:
-    workers, config = EXACT[name]
-    recipe = name.split()[0] if name.startswith("awkward") else "digits"
-    real = gang.run(really_sent, workers, recipe, config, str(tmp_path))[0]
-    plan = planned(recipe, config, workers, tmp_path / "run" if isinstance(config, thinwire.AB) else None)
-    assert without_seconds(plan) == without_seconds(real)
+def test_a_plan_says_what_the_ledger_then_counts(name: str, really_sent: Any) -> None:
+    (workers, config), (folder, found) = EXACT[name], really_sent
+    plan = planned(recipe_of(name), config, workers, folder / name if isinstance(config, thinwire.AB) else None)
+    assert without_seconds(plan) == without_seconds(found[name])
 
 
 def test_quiet_steps_count_as_if_they_were_taken() -> None:
@@ -350,11 +375,15 @@ def split_of(rank: int, config: Any) -> tuple[dict[str, dict[str, float]], float
     return replica.traffic.split, time.perf_counter() - start
 
 
-@pytest.mark.parametrize(
-    "config", [thinwire.AllReduce(), thinwire.AllReduce(wire="bf16"), ab()], ids=["fp32", "bf16", "ab"]
-)
-def test_the_time_split_adds_up(config: Any) -> None:
-    for split, wall in gang.run(split_of, 2, config):
+SPLIT = [thinwire.AllReduce(), thinwire.AllReduce(wire="bf16"), ab(), thinwire.PowerSGD(), thinwire.LocalSGD(every=5)]
+
+
+def splits_of(rank: int) -> list[tuple[dict[str, dict[str, float]], float]]:
+    return [split_of(rank, config) for config in SPLIT]
+
+
+def test_the_time_split_adds_up() -> None:
+    for split, wall in (found for worker in gang.run(splits_of, 2) for found in worker):
         assert sum(row["steps"] for row in split.values()) == STEPS
         for row in split.values():
             parts = [row[kind] for kind in ("compute", "wire", "decomposition", "other")]

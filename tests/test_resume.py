@@ -66,14 +66,17 @@ def resume_at(rank: int, config: Any, folder: str, stop: int, schedule: Any) -> 
     return [*fingerprint(replica, optimizer), replica.traffic.slow_bytes]
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("workers", "group_size"), [(1, None), (2, 1), (3, 2), (4, 2)])
-def test_resuming_equals_never_having_stopped(tmp_path: Path, workers: int, group_size: Any, method: str) -> None:
+def every_method(rank: int, group_size: Any, folder: str) -> dict[str, tuple[list[Any], list[Any], list[Any]]]:
+    configs = {name: dataclasses.replace(config, group_size=group_size) for name, config in METHODS.items()}
+    return {name: stop_and_resume(rank, config, f"{folder}/{name}") for name, config in configs.items()}
 
-    config = dataclasses.replace(METHODS[method], group_size=group_size)
-    for unbroken, resumed, phases in gang.run(stop_and_resume, workers, config, str(tmp_path)):
+
+@pytest.mark.parametrize(("workers", "group_size"), [(1, None), (2, 1), (3, 2), (4, 2)])
+def test_resuming_equals_never_having_stopped(tmp_path: Path, workers: int, group_size: Any) -> None:
+    found = gang.run(every_method, workers, group_size, str(tmp_path))
+    for method, (unbroken, resumed, phases) in (item for worker in found for item in worker.items()):
         for stop, result in zip(STOPS, resumed, strict=True):
-            assert result[:4] == unbroken[:4], f"resumed at {stop}"
+            assert result[:4] == unbroken[:4], f"{method} resumed at {stop}"
             # Sums of node means are whole bytes; a save itself adds a few of control.
             assert result[4] == pytest.approx(unbroken[4], rel=0.01)
         assert method == "allreduce" or set(phases) == {"warmup", "groups", "rebound", "final"}

@@ -425,9 +425,18 @@ def every_moment(rank: int, kind: str) -> dict[str, Any]:
     return {moments: optimizer_loop(rank, kind, moments) for moments in ("reset", "average", "carry")}
 
 
+def every_optimizer(rank: int) -> dict[str, Any]:
+    return {kind: every_moment(rank, kind) for kind in OPTIMIZERS}
+
+
+@pytest.fixture(scope="module")
+def by_optimizer() -> list[dict[str, Any]]:
+    return gang.run(every_optimizer, 3)
+
+
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_optimizers_agree_after_every_merge(kind: str) -> None:
-    found = gang.run(every_moment, 3, kind)
+def test_optimizers_agree_after_every_merge(kind: str, by_optimizer: list[dict[str, Any]]) -> None:
+    found = [worker[kind] for worker in by_optimizer]
     for moments in ("reset", "average", "carry"):
         for states in zip(*(worker[moments] for worker in found), strict=True):
             if states[0]["phase"] in WORLD_PHASES:
