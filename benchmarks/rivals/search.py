@@ -9,6 +9,7 @@ sends least among those within a tolerance of all-reduce, or the best if none is
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -61,7 +62,7 @@ def main() -> None:
     if given.one:
         _one(json.loads(given.one))
         return
-    chosen = [s for s in grid() if not given.only or s.method in given.only.split(",")]
+    chosen = [s for s in grid() if re.search(given.only, str(s))]
     with ThreadPoolExecutor(given.parallel) as pool:
         jobs = {(s, seed): pool.submit(_run, given, s, seed) for s in chosen for seed in range(given.seeds)}
         rows = []
@@ -132,7 +133,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--only", help="methods, separated by commas")
+    parser.add_argument("--only", default="", help="a pattern of settings to try, such as topk.*SGD")
     parser.add_argument("--parallel", type=int, default=1, help="runs side by side")
     parser.add_argument("--json")
     parser.add_argument("--one", help=argparse.SUPPRESS)
