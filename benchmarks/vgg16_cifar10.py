@@ -23,8 +23,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import thinwire
 from thinwire.comm.topology import join
-from thinwire.config import from_strings
 from thinwire.methods.registry import METHODS
+from thinwire.settings import from_strings
 from thinwire.train.schedule import cosine
 
 CLIP = 1.0

@@ -11,7 +11,20 @@ from thinwire.methods.registry import METHODS
 
 PACKAGE = Path(__file__).parent.parent / "src" / "thinwire"
 ORDER = [
-    *("errors", "units", "config", "factor", "comm", "store", "methods", "compiling", "admission", "snapshot"),
+    *(
+        "errors",
+        "units",
+        "checks",
+        "config",
+        "settings",
+        "factor",
+        "comm",
+        "store",
+        "methods",
+        "compiling",
+        "admission",
+        "snapshot",
+    ),
     *(
         "stepping",
         "replica",

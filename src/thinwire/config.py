@@ -1,17 +1,25 @@
 """What a user may set: one frozen dataclass a method, checked once, at construction."""
 
-import dataclasses
 import math
-import numbers
-import types
-import typing
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
-from thinwire.errors import ConfigError, unknown
+from thinwire.checks import (
+    check_bool,
+    check_choice,
+    check_cutoff,
+    check_fraction,
+    check_group_size,
+    check_length,
+    check_share,
+    check_total,
+    check_whole,
+    is_number,
+    length,
+    patterns,
+)
+from thinwire.errors import ConfigError
 
-Config = TypeVar("Config")
 GroupSize = int | Literal["world"] | None
 
 
@@ -27,8 +35,8 @@ class AllReduce:
     computed; int8 is for the link between groups, inside them gradients are averaged as they are."""
 
     def __post_init__(self) -> None:
-        _check_choice(self, "wire", ("fp32", "bf16", "int8"))
-        _check_group_size(self.group_size)
+        check_choice(self, "wire", ("fp32", "bf16", "int8"))
+        check_group_size(self.group_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,37 +90,39 @@ class AB:
     """What gradients and merged differences are rounded to while they travel."""
 
     def __post_init__(self) -> None:
-        _check_steps(self)
-        _check_choice(self, "merge", ("mean", "trained", "weighted"))
-        _check_choice(self, "moments", ("reset", "average", "carry"))
-        _check_choice(self, "cycle", ("paper",))
-        _check_choice(self, "wire", ("fp32", "bf16"))
-        _check_group_size(self.group_size)
+        check_total(self.total_steps)
+        for name in ("warmup", "group_steps", "rebound", "lr_rebound"):
+            check_fraction(self, name, zero_allowed=name != "group_steps")
+        check_choice(self, "merge", ("mean", "trained", "weighted"))
+        check_choice(self, "moments", ("reset", "average", "carry"))
+        check_choice(self, "cycle", ("paper",))
+        check_choice(self, "wire", ("fp32", "bf16"))
+        check_group_size(self.group_size)
         check_cutoff(self.cutoff)
-        _check_bool(self, "keep_first")
-        _check_bool(self, "keep_last")
-        object.__setattr__(self, "keep", _patterns(self.keep))
+        check_bool(self, "keep_first")
+        check_bool(self, "keep_last")
+        object.__setattr__(self, "keep", patterns(self.keep))
         self._check_one_cycle_fits()
 
     @property
     def warmup_length(self) -> int:
         """Warm-up in steps."""
-        return _length(self.warmup, self.total_steps)
+        return length(self.warmup, self.total_steps)
 
     @property
     def group_length(self) -> int:
         """A group phase in steps."""
-        return _length(self.group_steps, self.total_steps)
+        return length(self.group_steps, self.total_steps)
 
     @property
     def rebound_length(self) -> int:
         """A full-rank rebound in steps."""
-        return _length(self.rebound, self.group_length)
+        return length(self.rebound, self.group_length)
 
     @property
     def lr_rebound_length(self) -> int:
         """A learning-rate rebound in steps."""
-        return _length(self.lr_rebound, self.group_length)
+        return length(self.lr_rebound, self.group_length)
 
     def _check_one_cycle_fits(self) -> None:
         if self.group_length < 1:
@@ -156,19 +166,19 @@ class PowerSGD:
     """Workers to a group, inside which gradients are averaged as they are: None is one node a group."""
 
     def __post_init__(self) -> None:
-        _check_whole(self, "rank", 1)
-        _check_length(self, "start_step")
-        if not (_is_number(self.min_compression) and self.min_compression >= 0):
+        check_whole(self, "rank", 1)
+        check_length(self, "start_step")
+        if not (is_number(self.min_compression) and self.min_compression >= 0):
             raise ConfigError(
                 f"`min_compression`={self.min_compression!r} must be a number from 0 on: how many times smaller a "
                 "weight must become to be compressed"
             )
-        _check_group_size(self.group_size)
+        check_group_size(self.group_size)
 
     @property
     def start_length(self) -> int:
         """Plain steps before the first compressed one."""
-        return _length(self.start_step, self.total_steps or 1)
+        return length(self.start_step, self.total_steps or 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,16 +205,16 @@ class LocalSGD:
     """Workers to a group, which averages its gradients at every step: None is one node a group."""
 
     def __post_init__(self) -> None:
-        _check_whole(self, "every", 1)
-        _check_length(self, "warmup")
-        _check_choice(self, "moments", ("keep", "average", "reset"))
-        _check_choice(self, "wire", ("fp32", "bf16"))
-        _check_group_size(self.group_size)
+        check_whole(self, "every", 1)
+        check_length(self, "warmup")
+        check_choice(self, "moments", ("keep", "average", "reset"))
+        check_choice(self, "wire", ("fp32", "bf16"))
+        check_group_size(self.group_size)
 
     @property
     def warmup_length(self) -> int:
         """Warm-up in steps."""
-        return _length(self.warmup, self.total_steps or 1)
+        return length(self.warmup, self.total_steps or 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,16 +256,16 @@ class DiLoCo:
     """Workers to a group, which averages its gradients at every step: None is one node a group."""
 
     def __post_init__(self) -> None:
-        _check_whole(self, "every", 1)
-        _check_whole(self, "fragments", 1)
-        _check_whole(self, "delay", 0)
-        _check_length(self, "warmup")
-        _check_choice(self, "wire", ("fp32", "bf16", "int8"))
-        _check_group_size(self.group_size)
-        if not (_is_number(self.outer_lr) and self.outer_lr > 0):
+        check_whole(self, "every", 1)
+        check_whole(self, "fragments", 1)
+        check_whole(self, "delay", 0)
+        check_length(self, "warmup")
+        check_choice(self, "wire", ("fp32", "bf16", "int8"))
+        check_group_size(self.group_size)
+        if not (is_number(self.outer_lr) and self.outer_lr > 0):
             raise ConfigError(f"`outer_lr`={self.outer_lr!r} must be a number above 0; the paper has 0.7")
-        _check_share(self, "outer_momentum", "the paper has 0.9")
-        _check_share(self, "mix", "0 takes the outer values as they are")
+        check_share(self, "outer_momentum", "the paper has 0.9")
+        check_share(self, "mix", "0 takes the outer values as they are")
         if self.fragments > self.every:
             raise ConfigError(
                 f"`fragments`={self.fragments} do not fit into `every`={self.every} steps: at most one is sent a step; "
@@ -269,7 +279,7 @@ class DiLoCo:
     @property
     def warmup_length(self) -> int:
         """Warm-up in steps."""
-        return _length(self.warmup, self.total_steps or 1)
+        return length(self.warmup, self.total_steps or 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,20 +308,20 @@ class TopK:
     """Workers to a group, inside which gradients are averaged as they are: None is one node a group."""
 
     def __post_init__(self) -> None:
-        if not (_is_number(self.density) and 0 < self.density <= 1):
+        if not (is_number(self.density) and 0 < self.density <= 1):
             raise ConfigError(f"`density`={self.density!r} must be above 0 and at most 1: a share, such as 0.001")
-        _check_length(self, "warmup")
+        check_length(self, "warmup")
         if self.momentum is not None:
-            _check_share(self, "momentum", "None takes it over from the optimizer")
-        _check_bool(self, "masking")
-        if self.clip is not None and not (_is_number(self.clip) and self.clip > 0):
+            check_share(self, "momentum", "None takes it over from the optimizer")
+        check_bool(self, "masking")
+        if self.clip is not None and not (is_number(self.clip) and self.clip > 0):
             raise ConfigError(f"`clip`={self.clip!r} must be a norm above 0, or None for no clipping")
-        _check_group_size(self.group_size)
+        check_group_size(self.group_size)
 
     @property
     def warmup_length(self) -> int:
         """Warm-up in steps."""
-        return _length(self.warmup, self.total_steps or 1)
+        return length(self.warmup, self.total_steps or 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,158 +338,10 @@ class OneBit:
     """Workers to a group, inside which gradients are averaged as they are: None is one node a group."""
 
     def __post_init__(self) -> None:
-        _check_length(self, "warmup")
-        _check_group_size(self.group_size)
+        check_length(self, "warmup")
+        check_group_size(self.group_size)
 
     @property
     def warmup_length(self) -> int:
         """Warm-up in steps."""
-        return _length(self.warmup, self.total_steps or 1)
-
-
-def check_cutoff(cutoff: float, *, zero_allowed: bool = False) -> None:
-    """Refuse a cutoff that keeps nothing or means nothing."""
-    if not (_is_number(cutoff) and (0 < cutoff < 1 or (zero_allowed and cutoff == 0))):
-        allowed = "in [0, 1)" if zero_allowed else "between 0 and 1, both excluded"
-        raise ConfigError(
-            f"`cutoff`={cutoff!r} must be {allowed}; it is a share of the largest singular value, try 0.15"
-        )
-
-
-def describe(config: Any) -> dict[str, Any]:
-    """A config's fields as plain values."""
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-
-
-def from_strings(cls: type[Config], given: Mapping[str, str], **defaults: Any) -> Config:
-    """Build a config from FIELD=VALUE texts; `defaults` that `cls` has no field for are left out."""
-    hints = typing.get_type_hints(cls)
-    for name in given:
-        if name not in hints:
-            raise unknown(f"field of {cls.__name__}", name, hints)
-    values = {name: value for name, value in defaults.items() if name in hints}
-    values.update({name: _parse(cls, name, text, hints[name]) for name, text in given.items()})
-    required = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING]  # type: ignore[arg-type]
-    missing = [name for name in required if name not in values]
-    if missing:
-        raise ConfigError(f"{cls.__name__} needs a value for: {', '.join(missing)}")
-    return cls(**values)
-
-
-def _parse(cls: type, name: str, text: str, hint: Any) -> Any:
-    for candidate in _alternatives(hint):
-        try:
-            return _parse_as(candidate, text)
-        except ValueError:
-            continue
-    allowed = " or ".join(_describe(candidate) for candidate in _alternatives(hint))
-    raise ConfigError(f"`{name}`={text!r} does not fit {cls.__name__}: it takes {allowed}")
-
-
-def _alternatives(hint: Any) -> list[Any]:
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return [a for part in typing.get_args(hint) for a in _alternatives(part)]
-    return [hint]
-
-
-def _parse_as(hint: Any, text: str) -> Any:
-    if hint is type(None) and text.lower() == "none":
-        return None
-    if hint is bool and text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    if hint in (int, float):
-        return hint(text)
-    if typing.get_origin(hint) is Literal and text in typing.get_args(hint):
-        return text
-    if typing.get_origin(hint) is tuple:
-        return tuple(part for part in text.split(",") if part)
-    raise ValueError(text)
-
-
-def _describe(hint: Any) -> str:
-    if typing.get_origin(hint) is Literal:
-        return " or ".join(repr(value) for value in typing.get_args(hint))
-    if typing.get_origin(hint) is tuple:
-        return "names separated by commas"
-    names = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
-    return names.get(hint, str(hint))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _patterns(keep: Any) -> tuple[str, ...]:
-    if isinstance(keep, str):
-        raise ConfigError(f"`keep`={keep!r} must be a tuple of patterns: write keep=({keep!r},)")
-    if not isinstance(keep, Iterable) or not all(isinstance(pattern, str) for pattern in keep):
-        raise ConfigError(f"`keep`={keep!r} must be a tuple of patterns, such as keep=('head*',)")
-    return tuple(keep)
-
-
-def _length(value: float, whole: int) -> int:
-    return int(value) if value >= 1 else round(value * whole)
-
-
-def _check_choice(config: Any, name: str, allowed: tuple[str, ...]) -> None:
-    value = getattr(config, name)
-    if value not in allowed:
-        raise ConfigError(f"`{name}`={value!r} is not known, choose from: {', '.join(allowed)}")
-
-
-def _check_group_size(group_size: Any) -> None:
-    whole = isinstance(group_size, int) and not isinstance(group_size, bool) and group_size >= 1
-    if not (whole or group_size in (None, "world")):
-        raise ConfigError(
-            f"`group_size`={group_size!r} must be a whole number of workers from 1 on, "
-            '"world", or None for one node a group'
-        )
-
-
-def _check_bool(config: Any, name: str) -> None:
-    if not isinstance(getattr(config, name), bool):
-        raise ConfigError(f"`{name}`={getattr(config, name)!r} must be True or False")
-
-
-def _check_whole(config: Any, name: str, least: int) -> None:
-    value = getattr(config, name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"`{name}`={value!r} must be a whole number from {least} on")
-
-
-def _check_share(config: Any, name: str, hint: str) -> None:
-    value = getattr(config, name)
-    if not (_is_number(value) and 0 <= value < 1):
-        raise ConfigError(f"`{name}`={value!r} must be from 0 to below 1; {hint}")
-
-
-def _check_length(config: Any, name: str) -> None:
-    """Steps, or a fraction of `total_steps`, which then must be there."""
-    _check_fraction(config, name)
-    if config.total_steps is not None:
-        _check_total(config.total_steps)
-    elif 0 < getattr(config, name) < 1:
-        raise ConfigError(
-            f"`{name}`={getattr(config, name)!r} is a fraction of `total_steps`, which is not given; "
-            "give it, or a whole number of steps"
-        )
-
-
-def _check_fraction(config: Any, name: str, *, zero_allowed: bool = True) -> None:
-    value = getattr(config, name)
-    least = 0 if zero_allowed else math.ulp(0.0)
-    if not (_is_number(value) and value >= least and (value < 1 or value == int(value))):
-        lowest = "from 0" if zero_allowed else "above 0"
-        raise ConfigError(f"`{name}`={value!r} must be a fraction {lowest} to below 1, or a whole number of steps")
-
-
-def _check_total(total: Any) -> None:
-    if not isinstance(total, int) or isinstance(total, bool) or total < 1:
-        raise ConfigError(f"`total_steps`={total!r} must be a whole number from 1 on: the optimizer steps of the run")
-
-
-def _check_steps(config: AB) -> None:
-    _check_total(config.total_steps)
-    for name in ("warmup", "group_steps", "rebound", "lr_rebound"):
-        _check_fraction(config, name, zero_allowed=name != "group_steps")
+        return length(self.warmup, self.total_steps or 1)

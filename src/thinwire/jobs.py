@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from thinwire.comm.collectives import leave
 from thinwire.comm.topology import arrange
-from thinwire.config import describe, from_strings
 from thinwire.errors import ConfigError, unknown
 from thinwire.launch import Seat, as_worker, inside_job, launch, share
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, named
+from thinwire.settings import describe, from_strings
 from thinwire.train import checkpoint, fit
 from thinwire.train.task import describe_optimizer
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from thinwire import snapshot
 from thinwire.admission import check_optimizer, check_same_architecture, spread_first_values
+from thinwire.checks import check_cutoff
 from thinwire.comm.collectives import Wire
 from thinwire.comm.counters import watched
 from thinwire.comm.ledger import Ledger
@@ -19,13 +20,12 @@ from thinwire.comm.replicate import step_of_allreduce, step_of_ideal
 from thinwire.comm.times import Clock
 from thinwire.comm.topology import Topology, join
 from thinwire.compiling import Recompilations, compile_in_place
-from thinwire.config import check_cutoff
-from thinwire.config import describe as describe_config
 from thinwire.errors import ThinwireError
 from thinwire.factor.export import to_plain
 from thinwire.factor.layers import mark_as_read, weight_was_read
 from thinwire.methods.base import Ground, Method
 from thinwire.methods.registry import make, name_of
+from thinwire.settings import describe as describe_config
 from thinwire.stepping import hook_into_optimizer, hook_into_scaler
 
 log = logging.getLogger("thinwire")

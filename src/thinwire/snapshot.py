@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thinwire.config import describe
 from thinwire.errors import ConfigError
 from thinwire.methods.base import Method, optimizer_parameters
 from thinwire.methods.registry import name_of
+from thinwire.settings import describe
 from thinwire.store import atomic_folder, like, newest, read_json, read_tensors, write_json, write_tensors
 
 FORMAT = 2

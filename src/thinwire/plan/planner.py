@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from thinwire.config import AllReduce, describe
+from thinwire.config import AllReduce
 from thinwire.errors import ConfigError
 from thinwire.factor.convert import find_layers
 from thinwire.plan import compute, foresight
@@ -17,6 +17,7 @@ from thinwire.plan.compute import Compute
 from thinwire.plan.forecast import ALL_NODES, SOME_NODES, Forecast, Layout
 from thinwire.plan.links import Links
 from thinwire.plan.rehearse import Rehearsal, Subject
+from thinwire.settings import describe
 
 Signature = tuple[tuple[str, tuple[int, ...], bool], ...]
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from thinwire.config import describe
 from thinwire.errors import ConfigError
 from thinwire.replica import Replica
+from thinwire.settings import describe
 from thinwire.store import atomic_folder, newest, read_json, read_tensors, write_json, write_tensors
 from thinwire.train.task import Recipe, describe_optimizer
 

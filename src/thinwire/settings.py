@@ -1,0 +1,71 @@
+"""Configs as plain values, and from the texts that a command line has."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+from thinwire.errors import ConfigError, unknown
+
+Config = TypeVar("Config")
+
+
+def describe(config: Any) -> dict[str, Any]:
+    """A config's fields as plain values."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def from_strings(cls: type[Config], given: Mapping[str, str], **defaults: Any) -> Config:
+    """Build a config from FIELD=VALUE texts; `defaults` that `cls` has no field for are left out."""
+    hints = typing.get_type_hints(cls)
+    for name in given:
+        if name not in hints:
+            raise unknown(f"field of {cls.__name__}", name, hints)
+    values = {name: value for name, value in defaults.items() if name in hints}
+    values.update({name: _parse(cls, name, text, hints[name]) for name, text in given.items()})
+    required = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING]  # type: ignore[arg-type]
+    missing = [name for name in required if name not in values]
+    if missing:
+        raise ConfigError(f"{cls.__name__} needs a value for: {', '.join(missing)}")
+    return cls(**values)
+
+
+def _parse(cls: type, name: str, text: str, hint: Any) -> Any:
+    for candidate in _alternatives(hint):
+        try:
+            return _parse_as(candidate, text)
+        except ValueError:
+            continue
+    allowed = " or ".join(_describe(candidate) for candidate in _alternatives(hint))
+    raise ConfigError(f"`{name}`={text!r} does not fit {cls.__name__}: it takes {allowed}")
+
+
+def _alternatives(hint: Any) -> list[Any]:
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return [a for part in typing.get_args(hint) for a in _alternatives(part)]
+    return [hint]
+
+
+def _parse_as(hint: Any, text: str) -> Any:
+    if hint is type(None) and text.lower() == "none":
+        return None
+    if hint is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if hint in (int, float):
+        return hint(text)
+    if typing.get_origin(hint) is Literal and text in typing.get_args(hint):
+        return text
+    if typing.get_origin(hint) is tuple:
+        return tuple(part for part in text.split(",") if part)
+    raise ValueError(text)
+
+
+def _describe(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(repr(value) for value in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return "names separated by commas"
+    names = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
+    return names.get(hint, str(hint))
