@@ -288,6 +288,8 @@ def test_parts_are_whole_layers_from_the_whole_depth() -> None:
     assert len(cut_into_parts(model, 13)) == 13  # by modules where there are too few blocks
     with pytest.raises(ConfigError, match="`fragments`=14 is more than the 13 layers"):
         cut_into_parts(model, 14)
+    with pytest.raises(ConfigError, match="`fragments`=5 is more than the 4 layers"):
+        train(0, DiLoCo(fragments=5, warmup=9), 0, small.mlp())
 
 
 def waits(rank: int, wire: str) -> list[int]:

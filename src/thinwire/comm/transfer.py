@@ -72,6 +72,7 @@ class Transfer:
         for j, share in enumerate(self._shares):
             if share.numel():
                 self.wire.share_out([share], j, self.purpose)
+        self._shares = []
         return mean.to(self._dtype)
 
     def state(self) -> dict[str, Tensor]:

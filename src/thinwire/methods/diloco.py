@@ -57,6 +57,11 @@ class DiLoCoMethod(Apart):
         self.parts: list[Part] = []
         self.buffers_at = 0
 
+    def attach(self) -> None:
+        """Refuse more parts than there are layers before the warm-up, not after it."""
+        cut_into_parts(self.model, self.config.fragments)
+        super().attach()
+
     def begin(self) -> None:
         """All groups start from the same outer values."""
         self._make_parts()
