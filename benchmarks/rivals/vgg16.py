@@ -9,6 +9,7 @@ Every run is one of `benchmarks/vgg16_cifar10.py` with four workers; runs that a
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -38,12 +39,28 @@ SEARCH = [
     "onebit --set warmup=0.05",
     "onebit --optimizer sgd --lr 0.1 --set warmup=0.05",
     "onebit --optimizer sgd --lr 0.3 --set warmup=0.05",
+    # What the first part left open.
+    "powersgd --optimizer sgd --lr 0.1 --set rank=4",
+    "powersgd --optimizer sgd --lr 0.3 --set rank=4",
+    "localsgd --optimizer sgd --lr 0.3 --set every=24 warmup=0.05",
+    "topk --optimizer sgd --lr 0.3 --set density=0.01 warmup=0.1",
+    "topk --optimizer sgd --lr 0.1 --set density=0.01 warmup=0.1 clip=none",
+    "topk --optimizer sgd --lr 0.1 --set density=0.001 warmup=0.1 clip=none",
+    "onebit --optimizer sgd --lr 0.03 --set warmup=0.05",
+    "onebit --lr 0.0005 --set warmup=0.05",
 ]
 TABLE = [
     "allreduce",
     "allreduce --set wire=bf16",
     "allreduce --set wire=int8",
     "ab --set merge=trained",
+    "powersgd --set rank=16",
+    "localsgd --set every=24 warmup=0.05",
+    "diloco --set every=24 outer_lr=1.0 outer_momentum=0.5 warmup=0.05",
+    "allreduce --optimizer sgd --lr 0.3",
+    "powersgd --optimizer sgd --lr 0.3 --set rank=4",
+    "topk --optimizer sgd --lr 0.3 --set density=0.01 warmup=0.1",
+    "onebit --optimizer sgd --lr 0.1 --set warmup=0.05",
 ]
 
 
@@ -51,7 +68,7 @@ def main() -> None:
     """All runs of one list."""
     given = _arguments()
     given.out.mkdir(parents=True, exist_ok=True)
-    lines = {"search": SEARCH, "table": TABLE}[given.what]
+    lines = [line for line in {"search": SEARCH, "table": TABLE}[given.what] if re.search(given.only, line)]
     jobs = [(line, seed) for seed in given.seeds for line in lines]
     with ThreadPoolExecutor(given.parallel) as pool:
         list(pool.map(lambda job: _run(given, *job), jobs))
@@ -101,6 +118,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--only", default="", help="a pattern of runs, such as topk.*sgd")
     parser.add_argument("--samples", type=int, help="only so many images, to try it out")
     parser.add_argument("--parallel", type=int, default=1, help="runs side by side")
     return parser.parse_args()
