@@ -42,7 +42,7 @@ def grid() -> list[Setting]:
     """What is tried."""
     found = [Setting("allreduce", (f"wire={wire}",)) for wire in ("fp32", "bf16", "int8")]
     found += [Setting("ab"), Setting("ab", ("merge=trained",))]
-    found += [Setting("powersgd", (f"rank={r}", f"start_step={s}")) for r, s in product((1, 2, 4, 8), (0, 0.05))]
+    found += [Setting("powersgd", (f"rank={r}", f"start_step={s}")) for r, s in product((1, 2, 4, 8, 16), (0, 0.05))]
     found += [Setting("localsgd", (f"every={h}", f"warmup={w}")) for h, w in product((4, 12, 24, 48), (0, 0.05))]
     found += [
         Setting("diloco", (f"every={h}", f"outer_lr={lr}", f"outer_momentum={m}", "warmup=0.05"))
