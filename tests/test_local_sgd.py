@@ -193,6 +193,19 @@ def scales(rank: int, config: Any) -> list[dict[str, Any]]:
     return seen
 
 
+def average_equals(rank: int, config: Any) -> tuple[bool, bool]:
+    """Whether a bf16 model is itself after averages of what did not change, and was counted as the fp32 it went in."""
+    model = small.mlp().to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    replica, before = thinwire.attach(model, optimizer, config), small.clone(model)
+    for number in range(2):
+        x, y = small.batch(rank, number)
+        F.cross_entropy(replica(x.bfloat16()), y).backward()
+        optimizer.step()
+    ring = round(2 * 2 / 3 * 4 * sum(p.numel() for p in model.parameters()))
+    return small.same(before, small.clone(model)), replica.traffic.slow_bytes_for("merge") == 2 * ring
+
+
 def traces(rank: int) -> list[Any]:
     apart = {"every": 3, "warmup": 2}
     return [
@@ -203,6 +216,7 @@ def traces(rank: int) -> list[Any]:
         trace(rank, DiLoCo(**apart, fragments=2, wire="bf16", group_size=2), 9),
         scales(rank, LocalSGD(every=3, group_size=2)),
         scales(rank, DiLoCo(every=3, group_size=2)),
+        average_equals(rank, LocalSGD(every=1)),
     ]
 
 
@@ -228,6 +242,7 @@ def test_workers_agree_after_an_average_and_its_bytes_are_a_rings() -> None:
         assert [scale for scale, _ in first] == [1024, 1024, 512, 512, 512]
         assert [scale for scale, _ in other] == [1024, 512, 512, 512, 512]
         assert first[2] == other[2] and first[3] != other[3]
+    assert all(mine[7] == (True, True) for mine in everyone)
 
 
 # Alone.
@@ -428,28 +443,37 @@ def become_several(rank: int, folder: str) -> list[str]:
 # Divergence.
 
 
-def diverge(rank: int, config: Any) -> str:
+def diverge(rank: int, config: Any, folder: str) -> str:
+    """What is said of a gradient that is not finite; then the save of before can be gone on with."""
     model = small.net()
     optimizer = small.sgd(model)
     replica = thinwire.attach(model, optimizer, config)
     with pytest.raises(DivergedError) as caught:
         for number in range(20):
             x, y = small.batch(rank, number)
+            if number == 3:
+                replica.save(folder)
+            if number == 4:
+                before = small.model_bits(model)
             optimizer.zero_grad()
             F.cross_entropy(replica(x), y).backward()
             if number == 4 and rank == 2:
                 model.middle.weight.grad[0, 0] = math.nan
             optimizer.step()
+    replica.load(folder)
+    small.step(replica, optimizer, rank, 3)
+    assert small.model_bits(model) == before
     return str(caught.value)
 
 
-def every_divergence(rank: int) -> list[str]:
+def every_divergence(rank: int, folder: str) -> list[str]:
     wires = [DiLoCo(**STREAM, wire=wire, group_size=2) for wire in ("fp32", "int8")]
-    return [diverge(rank, config) for config in (LocalSGD(every=5, group_size=2), DiLoCo(every=5), *wires)]
+    configs = (LocalSGD(every=5, group_size=2), DiLoCo(every=5), *wires)
+    return [diverge(rank, config, f"{folder}/{i}") for i, config in enumerate(configs)]
 
 
-def test_a_group_that_diverged_stops_everyone_by_name() -> None:
-    for said in gang.run(every_divergence, 3, patience=20):
+def test_a_group_that_diverged_stops_everyone_by_name(tmp_path: Path) -> None:
+    for said in gang.run(every_divergence, 3, str(tmp_path), patience=20):
         for i, message in enumerate(said):
             group = 2 if i == 1 else 1
             assert f"group {group} (ranks 2 to 2) has parameter" in message and "not finite at step" in message

@@ -187,6 +187,7 @@ class DiLoCoMethod(Apart):
     def _wait(self, part: Part) -> Tensor:
         mean = part.transfer.end()
         if mean is None or not all_finite([mean]):
+            part.sent = None
             self.check_health()
             raise DivergedError(
                 f"differences that groups sent do not add up to finite numbers at step {self.step}; lower the learning "
@@ -212,8 +213,10 @@ class DiLoCoMethod(Apart):
         return {**super().state(), **places, "buffers_at": self.buffers_at}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go to where the save was made."""
-        self.settle()
+        """Go to where the save was made; what is under way is dropped unseen, for it may be what diverged."""
+        for part in self.parts:
+            if part.sent is not None and part.received is None:
+                part.transfer.end()
         super().load_state(state)
         self.parts = []
         if self.phase == "local":
