@@ -91,8 +91,16 @@ class Wire:
             self._reduce_shares(travelling, purpose)
             unpack_into(travelling, bucket)
 
+    @property
+    def carries(self) -> bool:
+        """Whether this worker carries a share over the slow link; in a group larger than the smallest not all do."""
+        return self.topology.member < self.topology.shares
+
     def deal(self, parts: Tensor, purpose: str) -> Pending:
-        """Row g of `parts` to group g, from each member that carries a share to the one there that carries the same."""
+        """Row g of `parts` to group g, from each member that carries a share to the one there that carries the same.
+
+        All workers call it, to count it; nothing comes of those that carry no share.
+        """
         topology, received = self.topology, torch.empty_like(parts)
         each = [topology.mesh(topology.crossing(j), size_of(parts[0])) for j in range(topology.shares)]
         return self._begin(
@@ -102,11 +110,15 @@ class Wire:
             purpose,
         )
 
-    def collect(self, payload: Tensor, purpose: str) -> Pending:
-        """The payloads of all groups as rows, from each member that carries a share to those that carry the same."""
+    def collect(self, payload: Tensor, purpose: str, sizes: Sequence[int] | None = None) -> Pending:
+        """The payloads of all groups as rows, from each member that carries a share to those that carry the same.
+
+        All workers call it, to count it. `sizes` are the bytes of each share, where they are not those of this one.
+        """
         topology = self.topology
         received = payload.new_empty(len(topology.groups), *payload.shape)
-        each = [topology.gather_ring(topology.crossing(j), size_of(payload)) for j in range(topology.shares)]
+        sizes = sizes or [size_of(payload)] * topology.shares
+        each = [topology.gather_ring(topology.crossing(j), size) for j, size in enumerate(sizes)]
         return self._begin(
             lambda: dist.all_gather(list(received), payload, group=self._cross, async_op=True),
             received,
@@ -252,7 +264,7 @@ class Wire:
 
     def _begin(self, call: Callable[[], Any], result: Tensor, sent: Sent, purpose: str) -> Pending:
         self.count(purpose, sent)
-        return Pending(result, call(), self.ledger, purpose, sent)
+        return Pending(result, call() if self.carries else None, self.ledger, purpose, sent)
 
     def _timed(self, call: Callable[[], Any], sent: Sent, purpose: str) -> None:
         start = self.ledger.clock.mark()

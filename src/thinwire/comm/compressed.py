@@ -35,23 +35,19 @@ class CompressedSum:
         starts = [0]
         for share in self.parts:
             starts.append(starts[-1] + sum(elements(part) for part in share))
-        self.carries = topology.member < topology.shares
-        place = topology.member if self.carries else topology.shares
+        place = topology.member if wire.carries else topology.shares
         ends = (*starts, starts[-1])
         self.span = ends[place], ends[place + 1]
         """Where this worker's share of the values begins and ends."""
-        self.mine = self.parts[topology.member] if self.carries else []
+        self.mine = self.parts[topology.member] if wire.carries else [[] for _ in topology.groups]
         self.residual = torch.zeros(self.span[1] - self.span[0], device=device)
-        own = elements(self.mine[topology.group_index]) if self.carries else 0
-        self.owned = torch.zeros(own, device=device)
+        self.owned = torch.zeros(elements(self.mine[topology.group_index]), device=device)
         self.result = torch.empty(starts[-1], device=device)
         self._pending: Pending | None = None
         self._sent = self._before = self.residual[:0]
 
     def begin(self, healthy: bool = True) -> None:
         """Send this worker's share of `residual`, to which the caller has added; an unhealthy one says only that."""
-        if not self.carries:
-            return
         self._sent = torch.zeros(self.groups, self.length, dtype=torch.uint8, device=self.residual.device)
         if healthy:
             for payload, part, values in zip(self._sent, self.mine, self._split(self.residual), strict=True):
@@ -62,8 +58,7 @@ class CompressedSum:
 
     def middle(self) -> None:
         """Add up the part this worker owns, and send it on."""
-        if self._pending is None:
-            return
+        assert self._pending is not None, "nothing was begun"
         received, topology = self._pending.wait(), self.wire.topology
         part = self.mine[topology.group_index]
         self._before = self.owned.clone()
@@ -78,9 +73,10 @@ class CompressedSum:
         """The sum, the same bits on all workers; None if anyone was unhealthy, and then nothing has changed."""
         shape, device = (self.groups, self.length), self.result.device
         blocks = [torch.empty(shape, dtype=torch.uint8, device=device) for _ in self.parts]
-        if self._pending is not None:
+        assert self._pending is not None, "nothing was begun"
+        if self.wire.carries:
             blocks[self.wire.topology.member] = self._pending.wait()
-            self._pending = None
+        self._pending = None
         for j, block in enumerate(blocks):
             self.wire.share_out([block], j, self.purpose)
         if device.type != "meta" and bool(blocks[0][0, -1]):
@@ -123,8 +119,6 @@ class CompressedSum:
         return list(share.split([elements(part) for part in self.mine]))
 
     def _take_back(self) -> None:
-        if not self.carries:
-            return
         self.owned = self._before
         if not bool(self._sent[0, -1]):
             for payload, part, values in zip(self._sent, self.mine, self._split(self.residual), strict=True):

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm.codec import WIRES, by_dtype, size_of
@@ -47,6 +48,10 @@ class Replicated:
         self.after_backward: Callable[[], None] | None = None
         """Called at the end of each backward pass that averages, when the group's gradients are there; set before
         `wrap`. In a group of one, too."""
+        self.before_backward: Callable[[], None] | None = None
+        """Called at the beginning of such a pass, before any gradient has come."""
+        self.norm_members: Ranks = ()
+        """Over whom SyncBatchNorm takes its statistics, if not over those who average gradients."""
         self._is_due = False
         self._averages = True
         self._buckets: list[Sent] = []
@@ -63,7 +68,8 @@ class Replicated:
             return
         group = self.wire.process_group(members)
         for module in self._synced_norms():
-            module.process_group = group  # theirs is the world, even while groups train apart
+            # By itself it is the world, even while groups train apart.
+            module.process_group = self.wire.process_group(self.norm_members or members)
         if self.after_backward is not None:
             trained = [p for p in self.model.parameters() if p.requires_grad]
             self._watches += [p.register_post_accumulate_grad_hook(self._see_gradient) for p in trained]
@@ -94,10 +100,12 @@ class Replicated:
         if self._ddp is None:
             if self.wire.is_dry and self.syncs:
                 self._rehearse_backward()
-            return self.model(*args, **kwargs)
+            elif self._over_norms > 1 and not self.wire.is_dry:
+                self._count_norms()
+            return self._watched(self.model(*args, **kwargs))
         self._awaits_backward = self._awaits_backward or self.syncs
         self._count_norms()
-        return self._ddp(*args, **kwargs)
+        return self._watched(self._ddp(*args, **kwargs))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -120,23 +128,45 @@ class Replicated:
 
     def _rehearse_backward(self) -> None:
         """There will be no backward pass."""
-        if len(self.members) > 1:
+        if self._over_norms > 1:
             self._count_norms()
+        if len(self.members) > 1:
             self._count_backward()
         if self.after_backward is not None:
             self.after_backward()
 
+    def _watched(self, outputs: Any) -> Any:
+        """Outputs whose gradients are the first thing that a backward pass of them computes.
+
+        A parameter's gradient may come in a pass within the pass, as checkpoints have them, which ends too early.
+        """
+        if self.after_backward is not None and self._averages and not self.wire.is_dry:
+            for t in tree_leaves(outputs):
+                if isinstance(t, torch.Tensor) and t.requires_grad:
+                    t.register_hook(self._see_output)
+        return outputs
+
+    def _see_output(self, gradient: torch.Tensor) -> None:
+        if not self._is_due and self.before_backward is not None:
+            self.before_backward()
+        self._ask_for_end()
+
     def _see_gradient(self, parameter: torch.Tensor) -> None:
-        """The first gradient of a backward pass asks for a call at its end; DDP does so later, so ask twice."""
-        if self._averages and not self._is_due:
+        """For a backward pass of something that is no output."""
+        if self._averages:
+            self._ask_for_end()
+
+    def _ask_for_end(self) -> None:
+        """DDP asks for a call at the end of the pass later, so ask twice."""
+        if not self._is_due:
             self._is_due = True
             queue = torch.autograd.Variable._execution_engine.queue_callback
             queue(lambda: queue(self._end_backward))
 
     def _end_backward(self) -> None:
         self._is_due = False
-        assert self.after_backward is not None
-        self.after_backward()
+        if self.after_backward is not None:
+            self.after_backward()
 
     def _see_backward(self, parameter: torch.Tensor) -> None:
         """One backward pass that averages: DDP decides by the forward pass before it."""
@@ -190,12 +220,16 @@ class Replicated:
     def _synced_norms(self) -> list[nn.SyncBatchNorm]:
         return [module for module in self.model.modules() if isinstance(module, nn.SyncBatchNorm)]
 
+    @property
+    def _over_norms(self) -> int:
+        return len(self.norm_members or self.members)
+
     def _count_norms(self) -> None:
         """SyncBatchNorm gathers mean, deviation and count going forward, and sums two gradients coming back."""
-        topology = self.wire.topology
+        topology, members = self.wire.topology, self.norm_members or self.members
         for norm in self._synced_norms():
-            sent = topology.gather_ring(self.members, 4 * (2 * norm.num_features + 1))
-            sent += topology.all_reduce(self.members, 4 * 2 * norm.num_features)
+            sent = topology.gather_ring(members, 4 * (2 * norm.num_features + 1))
+            sent += topology.all_reduce(members, 4 * 2 * norm.num_features)
             self.wire.count("batch statistics", sent, calls=2)
 
     def _count_backward(self) -> None:

@@ -21,7 +21,7 @@ from thinwire.comm.codec import unpack_into
 from thinwire.comm.coders import Coder, Rows
 from thinwire.comm.collectives import Wire
 from thinwire.comm.compressed import CompressedSum
-from thinwire.errors import DivergedError
+from thinwire.errors import ConfigError, DivergedError
 from thinwire.methods.base import Ground, Method
 
 
@@ -65,6 +65,9 @@ class Compressing(Method):
         """The first compressed step; then every step is like every other."""
         return self.plain_steps if self.step < self.plain_steps else sys.maxsize
 
+    def before_backward(self) -> None:
+        """A backward pass begins that will be exchanged."""
+
     def after_step(self) -> None:
         """Count it, agree on the buffers, and begin to compress when it is time."""
         self.step += 1
@@ -96,17 +99,27 @@ class Compressing(Method):
     def _wrap(self) -> None:
         self._set_phase(self.phases[-1 if self.step >= self.plain_steps else 0])
         self.replicated.after_backward = self._exchange if self._compresses else None
+        self.replicated.before_backward = self.before_backward if self._compresses else None
+        self.replicated.norm_members = self.topology.world
         self.replicated.wrap(self.topology.group if self._compresses else self.topology.world)
 
     def _exchange(self) -> None:
-        for p in self.trained:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        self._follow_scale()
-        bad = self._first_bad()
-        with torch.no_grad():
+        device = self.trained[0].device.type
+        # The user's backward pass may stand in an autocast, which would round products here.
+        with torch.no_grad(), torch.autocast("cpu" if device == "meta" else device, enabled=False):
+            self._fill_gradients()
+            self._follow_scale()
+            bad = self._first_bad()
             if not self.exchange(bad is None):
                 self._refuse(bad)
+
+    def _fill_gradients(self) -> None:
+        """What was not used here counts as zero: others may have used it."""
+        for name, p in zip(self.names, self.trained, strict=True):
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            elif p.grad.is_sparse:
+                raise ConfigError(f"{name!r} has a sparse gradient, which cannot be compressed: give it sparse=False")
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -131,14 +144,16 @@ class Compressing(Method):
 
     def _refuse(self, bad: int | None) -> None:
         if self.ground.has_scaler:
-            self.gradients[0].fill_(float("inf"))  # the scaler of every worker skips this step
+            for g in self.gradients:
+                g.fill_(float("inf"))  # the scaler of every worker skips this step
             return
         found = self.wire.everyone([-1 if bad is None else bad], "control")
         which = [(rank, self.names[int(row[0])]) for rank, row in enumerate(found) if row[0] >= 0]
         told = "; ".join(f"rank {rank} has one in {name!r}" for rank, name in which)
         raise DivergedError(
             f"a gradient is not finite at step {self.step + 1}, so nothing was compressed or applied: {told}; "
-            "lower the learning rate, clip gradients, or go back to a checkpoint"
+            "lower the learning rate or go back to a checkpoint; if a GradScaler is to skip such steps, pass it to "
+            "attach(…, scaler=scaler)"
         )
 
 
@@ -198,8 +213,11 @@ class Coded(Compressing):
 
     def load_others_tensors(self, everyone: list[dict[str, Tensor]]) -> None:
         """All that the old world had not sent yet, shared by the new one."""
-        if self.sum is not None and everyone and everyone[0]:
+        if self.sum is not None and everyone[0]:
             self.sum.adopt(everyone)
+        else:
+            for t in self.carried():
+                t.zero_()
 
 
 class Piece(NamedTuple):

@@ -1,5 +1,7 @@
 """Momentum and weight decay taken over from `torch.optim.SGD` by a method that applies momentum before it sends."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +49,7 @@ class Takeover:
         """Take what is there; at every step, because a scheduler may have set momentum anew."""
         if not isinstance(self.optimizer, SGD):
             return
+        self._find_groups()
         for group, taken in zip(self.optimizer.param_groups, self.taken, strict=True):
             if self.given is not None:
                 taken.momentum = self.given
@@ -55,6 +58,13 @@ class Takeover:
                 group["momentum"], group["nesterov"] = 0.0, False
             if group["weight_decay"] and taken.momentum:
                 taken.decay, group["weight_decay"] = group["weight_decay"], 0.0
+
+    def _find_groups(self) -> None:
+        """A group may have been added."""
+        groups = self.optimizer.param_groups
+        if len(groups) != len(self.taken):
+            self.taken += [Taken() for _ in groups[len(self.taken) :]]
+            self.group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
 
     def of(self, parameter: nn.Parameter) -> Taken:
         """What holds for a parameter; one that the optimizer does not hold has no momentum."""
@@ -69,6 +79,16 @@ class Takeover:
             if taken.decay:
                 group["weight_decay"] = taken.decay
         self.taken = [Taken() for _ in self.taken]
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """The optimizer as its user knows it; what it holds in the end is taken again."""
+        self.look()
+        self.give_back()
+        try:
+            yield
+        finally:
+            self.look()
 
 
 def with_momentum(g: Tensor, u: Tensor, taken: Taken, again: bool) -> Tensor:

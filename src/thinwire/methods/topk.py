@@ -14,6 +14,7 @@ import itertools
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -40,6 +41,9 @@ class TopKMethod(Compressing):
         super().__init__(config, ground)
         self.taken = Takeover(self.optimizer, config.momentum)
         self._exchanged = False
+        self.u = self.v = torch.zeros(0)
+        self.steady: dict[int, Tensor] = {}
+        self.decays: dict[int, Tensor] = {}
 
     @property
     def plain_steps(self) -> int:
@@ -67,6 +71,11 @@ class TopKMethod(Compressing):
             return sys.maxsize
         return -(-(self.step * _STAGES // length + 1) * length // _STAGES)
 
+    def before_backward(self) -> None:
+        """Whoever set gradients to zero without a step has dropped what the last exchange put there."""
+        if self._exchanged:
+            self._exchanged = any(p.grad is not None and bool(p.grad.any()) for p in self.trained)
+
     def after_step(self) -> None:
         """The next exchange begins a new step."""
         super().after_step()
@@ -93,6 +102,9 @@ class TopKMethod(Compressing):
         self.scratch = torch.empty(max((p.end - p.start for p in self.own_pieces), default=0), device=device)
         self.steady = {i: torch.zeros_like(self.trained[i], dtype=torch.float32) for i in self.dense}
         self.written: dict[int, Tensor] = {}
+        self._make_decays()
+
+    def _make_decays(self) -> None:
         self.decays = {i: torch.zeros_like(p) for i, p in enumerate(self.trained) if self._of(i).decay}
 
     def carried(self) -> list[Tensor]:
@@ -119,6 +131,7 @@ class TopKMethod(Compressing):
         blocks, sent = self._gather(healthy)
         if not blocks[0].is_meta and bool(blocks[0][:, -1].any()):
             self._put_back(sent)
+            self._exchanged = False
             return False
         if not sum_plain(self.wire, [gradients[i] for i in self.dense], None if self.sparse else healthy):
             return False
@@ -152,18 +165,22 @@ class TopKMethod(Compressing):
         groups, device = len(topology.groups), self.applied.device
         blocks = [torch.empty(groups, 2 * n + 1, dtype=torch.int32, device=device) for n in counts]
         sent: tuple[Tensor, ...] = ()
-        if topology.member < topology.shares:
-            places = self._largest(density) if healthy else self.v.new_zeros(counts[topology.member], dtype=torch.int64)
-            sent = places, self.v[places], self.u[places]
-            if healthy:
-                self.v[places] = 0.0
-                if self.config.masking:
-                    self.u[places] = 0.0
-            values = sent[1] if healthy else torch.zeros_like(sent[1])
-            flag = places.new_full((1,), not healthy, dtype=torch.int32)
-            payload = torch.cat([values.view(torch.int32), places.to(torch.int32), flag])
-            blocks[topology.member] = self.wire.collect(payload, "gradients").wait()
-            sent = sent if healthy else ()
+        places, values = self.v.new_zeros(0, dtype=torch.int64), self.v[:0]
+        if healthy:
+            places = self._largest(density)
+            values = self.v[places]
+            sent = places, values, self.u[places]
+            self.v[places] = 0.0
+            if self.config.masking:
+                self.u[places] = 0.0
+        elif self.wire.carries:
+            places = places.new_zeros(counts[topology.member])
+            values = self.v.new_zeros(counts[topology.member])
+        flag = places.new_full((1,), not healthy, dtype=torch.int32)
+        payload = torch.cat([values.view(torch.int32), places.to(torch.int32), flag])
+        received = self.wire.collect(payload, "gradients", [4 * (2 * n + 1) for n in counts]).wait()
+        if self.wire.carries:
+            blocks[topology.member] = received
         for j, block in enumerate(blocks):
             self.wire.share_out([block], j, "gradients")
         return blocks, sent
@@ -200,10 +217,13 @@ class TopKMethod(Compressing):
             gradients[i].copy_(self.written[i])
 
     def _add_decay(self, gradients: Sequence[Tensor], again: bool) -> None:
-        for i, decay in self.decays.items():
+        for i, p in enumerate(self.trained):
+            taken = self._of(i)
+            if not taken.decay:
+                continue
             if not again:
-                taken = self._of(i)
-                decay.mul_(taken.momentum).add_(self.trained[i], alpha=taken.decay)
+                decay = self.decays.setdefault(i, torch.zeros_like(p))
+                decay.mul_(taken.momentum).add_(p, alpha=taken.decay)
             gradients[i].add_(self._decay_now(i))
 
     def _decay_now(self, i: int) -> Tensor:
@@ -222,6 +242,10 @@ class TopKMethod(Compressing):
 
     # Checkpoints.
 
+    def users_optimizer(self) -> AbstractContextManager[None]:
+        """With the momentum and weight decay that were taken."""
+        return self.taken.lent() if len(self.topology.groups) > 1 else super().users_optimizer()
+
     def load_state(self, state: dict[str, Any]) -> None:
         """Also the phase's name, which follows the density."""
         super().load_state(state)
@@ -234,15 +258,14 @@ class TopKMethod(Compressing):
 
     def tensors(self) -> dict[str, Tensor]:
         """Momentum that is the same on all workers."""
-        if len(self.topology.groups) == 1:
-            return {}
         steady = {f"steady.{i}": t for i, t in self.steady.items()}
         return {**steady, **{f"decay.{i}": t for i, t in self.decays.items()}}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take it back."""
+        """Take it back, of the weight decay that was loaded; a save of one group has none."""
+        self._make_decays()
         for name, kept in self.tensors().items():
-            kept.copy_(tensors[name])
+            kept.copy_(tensors.get(name, torch.zeros_like(kept)))
 
     def own_tensors(self) -> dict[str, Tensor]:
         """Momentum and velocity, where they belong, and the weight of this worker's group."""
