@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -85,6 +84,19 @@ def test_the_first_real_reason_is_told(kind, code, pid, wanted, tmp_path):
     assert isinstance(reason, ConfigError if kind == "config" else WorkerError)
 
 
+def _wait_for_a_host(file: str) -> None:
+    launch([], 1, print, [Seat(prefix=("sh", "-c", f"echo $$ > {file}; exec sleep 100"))])
+
+
+def test_a_launcher_that_is_told_to_end_takes_its_processes_along(tmp_path):
+    process = gang.start(_wait_for_a_host, str(tmp_path / "pid"))
+    number = until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip(), "the process")
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(LIMIT_S)
+    assert process.exitcode == 128 + signal.SIGTERM
+    assert not Path("/proc", number).exists()
+
+
 # With hosts.
 
 
@@ -148,38 +160,15 @@ def _launch(out: str, seats: tuple[Seat, ...], paths: str) -> None:
         sys.exit(1)
 
 
-@contextmanager
-def _started(out: Path, seats: tuple[Seat, ...]):
-    """A launcher that is past the first step of its run."""
-    process = gang.start(_launch, str(out), seats, str(Path(thinwire.__file__).parents[1]))
-    records = out / "records.jsonl"
-    try:
-        until(lambda: not process.is_alive() or (records.exists() and records.stat().st_size), "the first step")
-        assert process.is_alive()
-        yield process
-        process.join(LIMIT_S)
-    finally:
-        process.kill()
-        process.join()
-
-
 def test_a_worker_killed_on_one_host_is_named_and_ends_the_others(seats, tmp_path):
-    with _started(tmp_path / "run", seats):
-        os.kill(_workers(str(tmp_path))[1], signal.SIGKILL)
-    said = (tmp_path / "run" / "error").read_text()
-    assert "worker 1 was ended by SIGKILL; the other workers were stopped" in said
-    assert not _workers(str(tmp_path))
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_no_process_outlives_its_launcher(number, seats, tmp_path):
-    with _started(tmp_path / "run", seats) as process:
-        assert len(_workers(str(tmp_path))) == 4  # two torchruns, two workers
-        os.kill(process.pid, number)
-    assert process.exitcode != 0
-    if number != signal.SIGKILL:
-        assert not _workers(str(tmp_path))
-    until(lambda: not _workers(str(tmp_path)), "the workers to leave with their launcher")
+    out = tmp_path / "run"
+    process = gang.start(_launch, str(out), seats, str(Path(thinwire.__file__).parents[1]))
+    until(lambda: not process.is_alive() or (out / "records.jsonl").exists(), "the first step")
+    assert len(_workers(str(out))) == 4  # two torchruns, two workers
+    os.kill(_workers(str(out))[1], signal.SIGKILL)
+    process.join(LIMIT_S)
+    assert "worker 1 was ended by SIGKILL; the other workers were stopped" in (out / "error").read_text()
+    assert not _workers(str(out))
 
 
 def test_a_host_that_fails_to_start_ends_those_that_wait_for_it(seats, tmp_path, monkeypatch):
@@ -205,16 +194,25 @@ def broken():
 
 
 def test_a_recipe_of_ones_own_runs_from_its_file(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(thinwire.__file__).parents[1]))  # whole, as the folder changes
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my").mkdir()
     (tmp_path / "my" / "recipe.py").write_text(MY_RECIPE)
-    words = ["run", "my/recipe.py:tiny", "--method", "allreduce", "--workers", "2", "--no-model", "--json"]
+    words = ["run", "my/recipe.py:tiny", "--method", "allreduce", "--workers", "1", "--no-model", "--json"]
     summary = json.loads(CliRunner().invoke(main, words).stdout)
-    assert (summary["recipe"], summary["steps"], summary["world_size"]) == ("tiny", 10, 2)
+    assert (summary["recipe"], summary["steps"]) == ("tiny", 10)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny-allreduce-seed0"]
     result = CliRunner().invoke(main, [*words, "--resume"])
     assert json.loads(result.stdout) == summary
+
+
+def test_workers_load_it_too_and_what_only_they_can_see_is_said_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(thinwire.__file__).parents[1]))  # whole, as the folder changes
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MY_RECIPE)
+    words = ["run", "mine.py:tiny", "--method", "ab", "--set", "group_steps=2", "--set", "keep=*"]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 2 and "nothing to factor" in result.output
+    assert "Traceback" not in result.output and result.output.count("thinwire: ") <= 2
 
 
 @pytest.mark.parametrize(

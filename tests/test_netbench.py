@@ -143,10 +143,11 @@ def test_killed_while_workers_train_it_leaves_nothing(how: signal.Signals, tmp_p
     process.join(30)
     assert not process.is_alive()
     if how == signal.SIGKILL:
+        until(lambda: not workers_of(tmp_path), "the workers to leave with their launcher")
         assert sorted(hosts.clean()) == sorted([f"{name}-h0", f"{name}-h1", f"{name}-switch"])
     assert not inhabitants(name)
     assert not Path("/run/thinwire", f"{name}.json").exists()
-    until(lambda: not workers_of(tmp_path), "the workers to leave")
+    assert not workers_of(tmp_path)
 
 
 def workers_of(out: Path) -> list[int]:
