@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import gang
 import thinwire
@@ -557,6 +558,147 @@ def unused(rank: int) -> list[int]:
 def test_a_parameter_that_a_worker_did_not_use_counts_as_zero_there() -> None:
     first, second = gang.run(unused, 2)
     assert first == second
+
+
+# What users do in their loops.
+
+
+class Checkpointed(nn.Module):
+    """Blocks that are computed again in the backward pass, in a pass of their own."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Linear(64, 64) for _ in range(3)])
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1).requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True) if self.checkpointed else block(x)
+        return x[:, :10]
+
+
+def unusual_loops(rank: int) -> dict[str, Any]:
+    """Parameters, or their gap to a plain loop, for each of the things users do."""
+    found: dict[str, Any] = {}
+    for name in NAMES:
+        config, ends = _configs(2)[name], []
+        for checkpointed in (False, True):
+            model = Checkpointed(checkpointed)
+            optimizer = sgd(model)
+            replica = thinwire.attach(model, optimizer, config)
+            for step in range(2):
+                optimizer.zero_grad()
+                backward(replica, rank, step)
+                optimizer.step()
+            ends.append([p.detach().clone() for p in model.parameters()])
+            ends.append(replica.traffic.slow_bytes)
+        gap = max(float((p - q).abs().max()) for p, q in zip(ends[0], ends[2], strict=True))
+        found[f"checkpoint {name}"] = gap, ends[1] == ends[3]
+    found["rounded"] = [
+        _gradient_in_autocast(rank, config)
+        for config in (thinwire.PowerSGD(rank=1000, min_compression=0, group_size=1), thinwire.AllReduce())
+    ]
+    found["dropped"] = _topk_after_a_spike(rank)
+    found["decay"] = _decay_set_later(rank, thinwire.TopK(density=1.0, masking=False, group_size=1))
+    found["plain decay"] = _decay_set_later(rank, thinwire.AllReduce())
+    model = nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Linear(8, 2))
+    replica = thinwire.attach(model, sgd(model), thinwire.PowerSGD(group_size=1))
+    with pytest.raises(thinwire.ConfigError, match=r"'0.weight' has a sparse gradient.*sparse=False"):
+        replica(torch.tensor([1, 2])).sum().backward()
+    found["head"] = _overflow_of_a_head(rank)
+    return found
+
+
+def _gradient_in_autocast(rank: int, config: Any) -> Tensor:
+    model = mlp()
+    replica = thinwire.attach(model, sgd(model), config)
+    x, y = images(rank, 0)
+    with torch.autocast("cpu", torch.bfloat16):
+        F.cross_entropy(replica(x), y).backward()
+    assert model[1].weight.grad is not None
+    return model[1].weight.grad.clone()
+
+
+def _topk_after_a_spike(rank: int) -> tuple[float, float]:
+    """The gradient after one that was dropped, with the spike kept out of everything, and the usual one."""
+    norms = []
+    for drops in (False, True):
+        model = mlp()
+        optimizer = sgd(model)
+        replica = thinwire.attach(model, optimizer, thinwire.TopK(density=1.0, group_size=1))
+        if drops:
+            backward(replica, rank, 0)
+            optimizer.zero_grad(set_to_none=rank == 0)
+        backward(replica, rank, 1)
+        norms.append(float(torch.stack([p.grad.norm() for p in model.parameters()]).norm()))
+    return norms[0], norms[1]
+
+
+def _decay_set_later(rank: int, config: Any) -> float:
+    model = mlp()
+    optimizer = torch.optim.SGD(list(model.parameters())[:2], 0.05, momentum=0.9)
+    replica = thinwire.attach(model, optimizer, config)
+    for step in range(4):
+        if step == 2:
+            optimizer.param_groups[0]["weight_decay"] = 0.5
+            optimizer.add_param_group({"params": list(model.parameters())[2:], "lr": 0.05})
+        optimizer.zero_grad()
+        backward(replica, rank, step)
+        optimizer.step()
+    return float(torch.stack([p.detach().norm() for p in model.parameters()]).sum())
+
+
+def _overflow_of_a_head(rank: int) -> list[tuple[int, float]]:
+    """The optimizer holds the last layer alone, and one worker overflows."""
+    found = []
+    for config in ALL:
+        model = mlp()
+        optimizer = torch.optim.SGD(list(model.parameters())[-2:], 0.05)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        replica = thinwire.attach(model, optimizer, config, scaler=scaler)
+        for step in range(4):
+            x, y = images(rank, step)
+            loss = F.cross_entropy(replica(x), y) * (float("inf") if step == 3 and rank == 1 else 1.0)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        found.append((checksum(list(model.parameters())), scaler.get_scale()))
+    return found
+
+
+def test_what_users_do_in_their_loops() -> None:
+    results = gang.run(unusual_loops, 4)
+    for found in results:
+        checked = {name: value for name, value in found.items() if name.startswith("checkpoint")}
+        assert len(checked) == 4 and all(gap < 1e-6 and same for gap, same in checked.values()), checked
+        torch.testing.assert_close(*found["rounded"], rtol=1e-4, atol=1e-6)
+        usual, after = found["dropped"]
+        assert after == pytest.approx(usual, rel=1e-4)
+        assert found["decay"] == pytest.approx(found["plain decay"], rel=1e-5)
+        assert found["head"] == results[0]["head"] and {scale for _, scale in found["head"]} == {4.0}
+
+
+def counted_by_each(rank: int) -> list[float]:
+    """Slow bytes of gradients: equal for all workers of a node, also for one that carries no share."""
+    found = []
+    for config in _configs(2).values():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), *[nn.Linear(64, 3) if i == 0 else nn.Linear(3, 3) for i in range(5)])
+        model.append(nn.Linear(3, 500))
+        replica = thinwire.attach(model, sgd(model), config)
+        backward(replica, rank, 0)
+        found.append(replica.traffic.by_purpose["gradients"]["slow_bytes"])
+    return found
+
+
+@pytest.mark.parametrize("workers", [3, 4])
+def test_workers_of_a_node_count_the_same(workers: int) -> None:
+    results = gang.run(counted_by_each, workers)
+    assert results[0] == results[1] and (workers == 3 or results[2] == results[3])
+    assert all(sent > 0 for sent in results[0])
 
 
 # Bad input.

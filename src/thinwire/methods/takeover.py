@@ -93,6 +93,8 @@ class Takeover:
 
 def with_momentum(g: Tensor, u: Tensor, taken: Taken, again: bool) -> Tensor:
     """What SGD would make of a gradient; `again` is one more of the same step. Changes the momentum `u`."""
+    if not taken.momentum:
+        return g
     torch.add(g, u, alpha=1.0 if again else taken.momentum, out=u)
     if taken.nesterov:
         return g + taken.momentum * (g if again else u)
