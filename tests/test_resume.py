@@ -11,6 +11,7 @@ import torch
 import gang
 import thinwire
 from thinwire import ConfigError, ThinwireError
+from thinwire.comm.codec import checksum
 from thinwire.store import atomic_folder, newest
 from worlds import ab, adamw, optimizer_values, small_model, train_step, values
 
@@ -129,6 +130,67 @@ def test_another_world_size_goes_on_from_a_merged_save_only(tmp_path: Path) -> N
     gang.run(save_at, 4, str(tmp_path))
     results = gang.run(load_elsewhere, 2, str(tmp_path))
     assert results[0] == results[1] and results[0][1] == "final"
+
+
+COMPRESSING = {
+    "int8": thinwire.AllReduce(wire="int8"),
+    "powersgd": thinwire.PowerSGD(rank=2),
+    "topk": thinwire.TopK(density=0.05),
+    "onebit": thinwire.OneBit(),
+}
+LAYOUTS = (1, 2, "world")
+MOVES = ((1, 2), (2, 1), ("world", 1), (1, "world"), ("alone", 2))
+SETTINGS = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
+
+
+def compressing(name: str, group_size: Any, **settings: Any) -> tuple[Any, Any]:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, **settings)
+    return thinwire.attach(model, optimizer, dataclasses.replace(COMPRESSING[name], group_size=group_size)), optimizer
+
+
+def save_compressing(rank: int, name: str, group_size: Any, folder: str) -> None:
+    replica, optimizer = compressing(name, group_size, **SETTINGS)
+    for step in range(2):
+        train_step(replica, optimizer, step, rank)
+    replica.save(folder)
+    replica.detach()
+
+
+def load_compressing(rank: int, name: str, group_size: Any, folder: str) -> tuple[int, int, dict[str, Any]]:
+    """What every worker has two steps later, what this one had not sent before them, and whose optimizer it is."""
+    replica, optimizer = compressing(name, group_size, momentum=0.5)
+    replica.load(folder)
+    unsent = checksum(replica._method.own_tensors().values())
+    for step in range(2, 4):
+        train_step(replica, optimizer, step, rank)
+    replica.detach()
+    return values(replica), unsent, {key: optimizer.param_groups[0][key] for key in SETTINGS}
+
+
+def move(rank: int, folder: str) -> dict[Any, tuple[int, int, dict[str, Any]]]:
+    for name in COMPRESSING:
+        for layout in LAYOUTS:
+            save_compressing(rank, name, layout, f"{folder}/{name}-{layout}")
+    return {
+        (name, old, new): load_compressing(rank, name, new, f"{folder}/{name}-{old}")
+        for name in COMPRESSING
+        for old, new in MOVES
+    }
+
+
+def test_other_groups_go_on_from_what_was_compressed(tmp_path: Path) -> None:
+    for name in COMPRESSING:
+        save_compressing(0, name, None, f"{tmp_path}/{name}-alone")
+    everyone = gang.run(move, 4, str(tmp_path))
+    for (name, old, new), (model, unsent, settings) in everyone[0].items():
+        others = [found[name, old, new] for found in everyone]
+        assert all(other[0] == model for other in others), (name, old, new)
+        assert settings == SETTINGS, (name, old, new)
+        if name == "powersgd" and new == 2:  # members of one group hold the same errors, all of them
+            assert others[1][1] == unsent and others[2][1] == others[3][1]
+    for name in COMPRESSING:
+        assert load_compressing(0, name, None, f"{tmp_path}/{name}-1")[2] == SETTINGS
 
 
 def test_a_save_of_something_else_is_refused(tmp_path: Path) -> None:

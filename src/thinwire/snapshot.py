@@ -36,7 +36,8 @@ def save(method: Method, scaler: Any, folder: Path | str) -> None:
             suffix = _suffix(method)
             write_tensors(aside / f"model{suffix}.safetensors", _distinct(method.model.state_dict()))
             write_tensors(aside / f"method{suffix}.safetensors", method.tensors())
-            _write_optimizer(aside, suffix, method.optimizer)
+            with method.users_optimizer():
+                _write_optimizer(aside, suffix, method.optimizer)
         own = {"method": method.own_state(), "ledger": method.wire.ledger.state(), "scaler": _scale(scaler)}
         write_json(aside / f"worker-rank{topology.rank}.json", own)
         if kept := method.own_tensors():
@@ -53,7 +54,8 @@ def load(method: Method, scaler: Any, folder: Path | str) -> None:
     method.load_state(state["method"])
     suffix = "" if state["spans_world"] else _suffix(method)  # one group's save may be gone on with by several
     method.model.load_state_dict(_all_keys(method.model, read_tensors(folder / f"model{suffix}.safetensors")))
-    _read_optimizer(folder, suffix, method.optimizer)
+    with method.users_optimizer():
+        _read_optimizer(folder, suffix, method.optimizer)
     method.load_tensors(_on_device(method, folder / f"method{suffix}.safetensors"))
     _load_own(method, scaler, state, folder)
     method.rewrap()
@@ -66,7 +68,7 @@ def _common(method: Method, scaler: Any, traffic: dict[str, Any]) -> dict[str, A
         "config": describe(method.config),
         "world_size": method.topology.world_size,
         "spans_world": method.spans_world,
-        "groups": [list(group) for group in method.topology.groups],
+        "groups": _groups(method),
         "method": method.state(),
         "scaler": _scale(scaler),
         "traffic": traffic,
@@ -82,7 +84,7 @@ def _check(method: Method, state: Mapping[str, Any]) -> None:
     if state["method_name"] != name:
         raise ConfigError(f"the save is of method {state['method_name']!r}, attached is {name!r}; attach the same one")
     size, now = state["world_size"], method.topology.world_size
-    if not state["spans_world"] and (size != now or state["groups"] != [list(g) for g in method.topology.groups]):
+    if not state["spans_world"] and (size != now or state["groups"] != _groups(method)):
         raise ConfigError(
             f"the save is from the middle of a group phase of {size} workers in groups {state['groups']}, "
             f"here are {now} in other groups; go on with the same layout, or save in a phase that spans the world"
@@ -102,26 +104,31 @@ def _scale(scaler: Any) -> dict[str, Any] | None:
 def _load_own(method: Method, scaler: Any, state: Mapping[str, Any], folder: Path) -> None:
     """This worker's counters, ledger and scale; a world of another size starts from the nodes' mean."""
     topology = method.topology
-    scale = state["scaler"]
     if state["world_size"] == topology.world_size:
         own = read_json(folder / f"worker-rank{topology.rank}.json")
-        method.load_own_state(own["method"])
-        method.wire.ledger.load_state(own["ledger"])
-        method.load_own_tensors(_on_device(method, folder / f"worker-rank{topology.rank}.safetensors"))
-        scale = own["scaler"]
+        counters, ledger, scale = own["method"], own["ledger"], own["scaler"]
     else:
-        files = [folder / f"worker-rank{rank}.safetensors" for rank in range(state["world_size"])]
-        method.load_others_tensors([_on_device(method, file) for file in files])
-        method.load_own_state(read_json(folder / "worker-rank0.json")["method"])
-        method.wire.ledger.load_state(state["traffic"])
+        counters = read_json(folder / "worker-rank0.json")["method"]
+        ledger, scale = state["traffic"], state["scaler"]
+    method.load_own_state(counters)
+    method.wire.ledger.load_state(ledger)
     if scaler is not None and scale:
         scaler.load_state_dict(scale)
+    files = [folder / f"worker-rank{rank}.safetensors" for rank in range(state["world_size"])]
+    if state["groups"] == _groups(method):
+        method.load_own_tensors(_on_device(method, files[topology.rank]))
+    else:
+        method.load_others_tensors([_on_device(method, file) for file in files])
 
 
 def _on_device(method: Method, file: Path) -> dict[str, Tensor]:
     """A file's tensors where the model is; none if there is no such file."""
     device = next(method.model.parameters()).device
     return {name: t.to(device) for name, t in read_tensors(file).items()} if file.is_file() else {}
+
+
+def _groups(method: Method) -> list[list[int]]:
+    return [list(group) for group in method.topology.groups]
 
 
 def _suffix(method: Method) -> str:

@@ -17,7 +17,7 @@ A method changes the model and its optimizer in place, and talks to other worker
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -155,6 +155,10 @@ class Method(ABC):
         """What a checkpoint keeps of this worker alone, as tensors."""
         return {}
 
+    def users_optimizer(self) -> AbstractContextManager[None]:
+        """Around a checkpoint's look at the optimizer, which has all of its user's settings there."""
+        return nullcontext()
+
     def load_state(self, state: dict[str, Any]) -> None:
         """Bring counters, phase and the model's shape to those of `state`; values follow."""
         self.step = state["step"]
@@ -174,7 +178,7 @@ class Method(ABC):
         assert not tensors, "a method that saves tensors must load them"
 
     def load_others_tensors(self, everyone: list[dict[str, Tensor]]) -> None:
-        """Go on, in a world of another size, from what each worker of the old one gave as `own_tensors`."""
+        """Go on, in other groups, from what each worker of the old ones gave as `own_tensors`."""
         assert not any(everyone), "a method that saves tensors must load them"
 
     def release(self) -> None:

@@ -78,8 +78,8 @@ class PowerSGDMethod(Compressing):
         return {f"q.{i}": q.contiguous() for i, q in self.qs.items()}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take them back."""
-        self.qs = {i: tensors[f"q.{i}"] for i in self.qs}
+        """Take them back; a save of one group has none."""
+        self.qs = {i: tensors.get(f"q.{i}", q) for i, q in self.qs.items()}
 
     def own_tensors(self) -> dict[str, Tensor]:
         """This group's errors."""
@@ -91,10 +91,10 @@ class PowerSGDMethod(Compressing):
             error.copy_(tensors[f"error.{i}"])
 
     def load_others_tensors(self, everyone: list[dict[str, Tensor]]) -> None:
-        """Every group starts from the mean of the old errors."""
+        """Every group starts from the mean of the old errors; one group alone had none."""
         for i, error in self.errors.items():
-            if everyone[0]:
-                error.copy_(torch.stack([tensors[f"error.{i}"] for tensors in everyone]).mean(0))
+            old = [tensors[f"error.{i}"] for tensors in everyone if tensors]
+            error.copy_(torch.stack(old).mean(0) if old else torch.zeros_like(error))
 
 
 def _write_product(p: Tensor, q: Tensor, gradient: Tensor) -> Tensor:
