@@ -27,7 +27,8 @@ def digits() -> Recipe:
     """A small CNN with BatchNorm on 8×8 digits; a run takes seconds.
 
     Learning rate and weight decay are the best of plain training on 300 digits of the training part
-    (`benchmarks/tune_recipe.py`), where everything between 0.01 and 5 is equal within the noise.
+    (`benchmarks/tune_recipe.py`), where everything between 0.01 and 5 is equal within the noise. What suits single
+    methods was found there too (`benchmarks/rivals`).
     """
     return Recipe(
         name="digits",
@@ -40,6 +41,12 @@ def digits() -> Recipe:
         batch=64,
         clip=1.0,
         eval_every=25,
+        suited={
+            "powersgd": Suited({"rank": 1}),
+            "localsgd": Suited({"every": 48}),
+            "diloco": Suited({"every": 24, "outer_lr": 0.4, "warmup": 0.05}),
+            "topk": Suited({"density": 0.001, "warmup": 0.05}),
+        },
     )
 
 
@@ -47,7 +54,7 @@ def shakespeare() -> Recipe:
     """A character GPT of 0.8 million parameters on Tiny Shakespeare; a run takes minutes.
 
     Learning rate and weight decay are the best of plain training on 32,768 characters of the training part
-    (`benchmarks/tune_recipe.py`, one seed).
+    (`benchmarks/tune_recipe.py`, one seed), and so is what suits single methods (`benchmarks/rivals`).
     """
     return Recipe(
         name="shakespeare",
@@ -60,6 +67,14 @@ def shakespeare() -> Recipe:
         batch=32,
         clip=1.0,
         eval_every=100,
+        suited={
+            "ab": Suited({"merge": "trained"}),
+            "powersgd": Suited({"rank": 16, "start_step": 0.05}),
+            "localsgd": Suited({"every": 4, "warmup": 0.05}),
+            "diloco": Suited({"every": 12, "outer_momentum": 0.5, "warmup": 0.05}),
+            "topk": Suited({"density": 0.05, "warmup": 0.05}),
+            "onebit": Suited({"warmup": 0.05}),
+        },
     )
 
 
