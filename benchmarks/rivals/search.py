@@ -87,7 +87,9 @@ def choose(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         own = [row for row in usable if row["method"] == method]
         near = [row for row in own if better * (row["mean"] - whole["mean"]) >= -margin]
         found[method] = (
-            min(near, key=lambda row: row["bytes"]) if near else max(own, key=lambda row: better * row["mean"])
+            min(near, key=lambda row: (row["bytes"], -better * row["mean"]))
+            if near
+            else max(own, key=lambda row: better * row["mean"])
         )
     return found
 
