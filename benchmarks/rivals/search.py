@@ -27,15 +27,14 @@ TOLERANCE = {"accuracy": 0.005, "perplexity": 0.02}
 
 
 class Setting(NamedTuple):
-    """A method, its settings and the learning rate of SGD, if not the recipe's own optimizer."""
+    """A method, its settings, and another optimizer or learning rate than the recipe's, as `validation.py` names them."""
 
     method: str
     settings: tuple[str, ...] = ()
-    sgd: float | None = None
+    optimizer: str = ""
 
     def __str__(self) -> str:
-        own = [self.method, *self.settings, *([] if self.sgd is None else [f"SGD {self.sgd}"])]
-        return " ".join(own)
+        return " ".join([self.method, *self.settings, *([self.optimizer] if self.optimizer else [])])
 
 
 def grid() -> list[Setting]:
@@ -51,8 +50,11 @@ def grid() -> list[Setting]:
     found += [Setting("topk", (f"density={d}", f"warmup={w}")) for d, w in product((0.001, 0.01, 0.05), (0.05, 0.2))]
     found += [Setting("onebit", (f"warmup={w}",)) for w in (0, 0.05, 0.2)]
     for rate in (0.03, 0.1, 0.3):
-        found += [Setting("allreduce", (), rate), Setting("onebit", ("warmup=0.05",), rate)]
-        found += [Setting("topk", (f"density={d}", "warmup=0.05"), rate) for d in (0.001, 0.01)]
+        found += [Setting("allreduce", (), f"sgd_{rate}"), Setting("onebit", ("warmup=0.05",), f"sgd_{rate}")]
+        found += [Setting("topk", (f"density={d}", "warmup=0.05"), f"sgd_{rate}") for d in (0.001, 0.01)]
+    for rate in (0.001, 0.002):
+        found += [Setting("onebit", ("warmup=0.05",), f"lr_{rate}")]
+        found += [Setting("topk", ("density=0.05", "warmup=0.05"), f"lr_{rate}")]
     return found
 
 
@@ -107,7 +109,7 @@ def _row(setting: Setting, summaries: list[dict[str, Any] | None]) -> dict[str, 
 
 
 def _run(given: argparse.Namespace, setting: Setting, seed: int) -> dict[str, Any] | None:
-    recipe = given.recipe if setting.sgd is None else f"{given.recipe}_sgd_{setting.sgd}"
+    recipe = f"{given.recipe}_{setting.optimizer}" if setting.optimizer else given.recipe
     with tempfile.TemporaryDirectory() as out:
         about = {"recipe": f"{HERE / 'validation.py'}:{recipe}", "method": setting.method, "seed": seed, "out": out}
         about |= {"settings": setting.settings, "steps": given.steps, "workers": given.workers}

@@ -1,6 +1,7 @@
 """Recipes judged on a part of their *training* data, for choosing settings; what runs report on is not looked at.
 
-`digits` and `shakespeare` are the recipes as they are, `digits_sgd_0.1` has SGD with momentum at that learning rate.
+`digits` and `shakespeare` are the recipes as they are, `digits_sgd_0.1` has SGD with momentum at that learning rate,
+`digits_lr_0.001` the recipe's own optimizer at that one.
 """
 
 from collections.abc import Callable
@@ -14,17 +15,19 @@ from thinwire.recipes import Recipe, named
 from thinwire.train.data import Images, Source, Text
 
 VALIDATION = {Images: 300, Text: 32_768}
-RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
+RATES = {"sgd": (0.01, 0.03, 0.1, 0.3, 1.0), "lr": (0.0005, 0.001, 0.002, 0.003)}
 
 
-def _validated(name: str, rate: float | None = None) -> Recipe:
+def _validated(name: str, kind: str = "", rate: float = 0.0) -> Recipe:
     recipe = named(name)
 
     def source(folder: Path | None) -> Source:
         return _without_heldout(recipe.source(folder))
 
     changed = replace(recipe, name=f"{name}-validation", source=source, suited={}, eval_every=recipe.steps)
-    return changed if rate is None else replace(changed, optimizer=partial(SGD, lr=rate, momentum=0.9))
+    if kind == "sgd":
+        return replace(changed, optimizer=partial(SGD, lr=rate, momentum=0.9))
+    return replace(changed, optimizer=partial(recipe.optimizer, lr=rate)) if kind else changed
 
 
 def _without_heldout(source: Source) -> Source:
@@ -35,11 +38,12 @@ def _without_heldout(source: Source) -> Source:
     return replace(source, train_ids=source.train_ids[:-size], heldout_ids=source.train_ids[-size:])
 
 
-def _function(name: str, rate: float | None) -> Callable[[], Recipe]:
-    return lambda: _validated(name, rate)
+def _function(name: str, kind: str = "", rate: float = 0.0) -> Callable[[], Recipe]:
+    return lambda: _validated(name, kind, rate)
 
 
 for _name in ("digits", "shakespeare"):
-    globals()[_name] = _function(_name, None)
-    for _rate in RATES:
-        globals()[f"{_name}_sgd_{_rate}"] = _function(_name, _rate)
+    globals()[_name] = _function(_name)
+    for _kind, _rates in RATES.items():
+        for _rate in _rates:
+            globals()[f"{_name}_{_kind}_{_rate}"] = _function(_name, _kind, _rate)
