@@ -440,6 +440,67 @@ def become_several(rank: int, folder: str) -> list[str]:
     return found
 
 
+# Freezing.
+
+
+def change_flags(rank: int, config: Any, folder: str) -> list[str]:
+    """What is said when parameters are frozen or unfrozen while they are attached; detached, they may be."""
+    model = small.mlp()
+    model[3].weight.requires_grad_(False)
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, config)
+    small.step(replica, optimizer, rank, 0)
+    model[3].requires_grad_(True)
+    calls = [lambda: replica.save(folder)] + ([] if replica.spans_world else [replica.finish])
+    said = [said_by(call) for call in calls]
+    model[3].weight.requires_grad_(False)
+    small.step(replica, optimizer, rank, 1)
+    model[1].requires_grad_(False)
+    said.append(said_by(lambda: small.step(replica, optimizer, rank, 2)))
+    replica.detach()
+    if not isinstance(config, thinwire.AB):  # which leaves its factors behind
+        replica = thinwire.attach(model, optimizer, config)
+        before = model[1].weight.clone()
+        for number in range(4):
+            small.step(replica, optimizer, rank, number)
+        assert torch.equal(before, model[1].weight)
+    return said
+
+
+def said_by(call: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        call()
+    return str(caught.value)
+
+
+def every_change(rank: int, folder: str) -> list[list[str]]:
+    configs = [thinwire.AllReduce(), thinwire.AllReduce(wire="int8"), thinwire.PowerSGD(rank=2), small.ab(warmup=1)]
+    configs += [LocalSGD(every=3, wire="bf16"), DiLoCo(every=2)]
+    return [change_flags(rank, config, folder) for config in configs]
+
+
+def test_what_is_trained_cannot_change_on_the_way(tmp_path: Path) -> None:
+    for found in gang.run(every_change, 2, str(tmp_path / "save")):
+        for i, said in enumerate(found):
+            assert len(said) == 2 + (i > 2)
+            assert all("parameter '3.weight' was unfrozen after step 1" in message for message in said[:-1])
+            assert "parameter '1.weight' and 1 more was frozen after step 2" in said[-1]
+            assert "detach(), freeze or unfreeze, and attach() again" in said[-1]
+
+
+def test_alone_anything_may_be_frozen() -> None:
+    for config in (thinwire.AllReduce(), LocalSGD(every=2), DiLoCo(every=2), DiLoCo(every=2, delay=1)):
+        model = small.mlp()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        replica = thinwire.attach(model, optimizer, config)
+        for number in range(12):
+            if number == 5:
+                model[1].weight.requires_grad_(False)
+                before = model[1].weight.clone()
+            small.step(replica, optimizer, 0, number)
+        assert torch.equal(model[1].weight, before)
+
+
 # Divergence.
 
 

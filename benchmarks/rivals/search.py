@@ -27,7 +27,7 @@ TOLERANCE = {"accuracy": 0.005, "perplexity": 0.02}
 
 
 class Setting(NamedTuple):
-    """A method, its settings, and another optimizer or learning rate than the recipe's, as `validation.py` names them."""
+    """A method, its settings, and another optimizer or learning rate than the recipe's, as in `validation.py`."""
 
     method: str
     settings: tuple[str, ...] = ()

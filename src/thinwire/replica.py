@@ -111,6 +111,7 @@ class Replica(nn.Module):
         if self.spans_world:
             yield self
             return
+        self._refuse_other_flags()
         with contextlib.ExitStack() as stack:
             with self.traffic.everything_is("evaluate"), self._unrounded():
                 self._method.wire.barrier("merged()")
@@ -123,6 +124,8 @@ class Replica(nn.Module):
             raise ThinwireError("finish() has run already: the replica is the finished model, replica.module")
         if cutoff is not None:
             check_cutoff(cutoff, zero_allowed=True)
+        if not self.spans_world:
+            self._refuse_other_flags()
         self._method.wire.barrier("finish()")
         with self._unrounded():
             self._method.finish(cutoff)
@@ -161,12 +164,14 @@ class Replica(nn.Module):
     def save(self, folder: Path | str) -> None:
         """Write model, optimizer, method and ledger to a folder all workers see; collective."""
         self._refuse_finished("save()")
+        self._refuse_other_flags()
         self._method.wire.barrier("save()")
         snapshot.save(self._method, self._scaler, folder)
 
     def load(self, folder: Path | str) -> None:
         """Go on from what `save` wrote; collective."""
         self._refuse_finished("load()")
+        self._refuse_other_flags()
         self._method.wire.barrier("load()")
         snapshot.load(self._method, self._scaler, folder)
 
@@ -264,6 +269,7 @@ class Replica(nn.Module):
                 "replica was not called in train() mode; call replica(x), not the model, and not in eval()"
             )
         self._was_called = False
+        self._refuse_other_flags()
         self.traffic.times.end_step()
         with self._unrounded():
             self._method.after_step()
@@ -294,6 +300,9 @@ class Replica(nn.Module):
         own = [name for name, module in self.module.named_modules() if weight_was_read(module)]
         for name in {name for told in self.wire.tell(own) for name in told}:
             mark_as_read(self.module.get_submodule(name))
+
+    def _refuse_other_flags(self) -> None:
+        self._method.replicated.refuse_other_flags(self.step)
 
     def _refuse_finished(self, call: str) -> None:
         if self._finished:

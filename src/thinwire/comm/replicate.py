@@ -58,6 +58,8 @@ class Replicated:
         self._backwards = 0
         self._awaits_backward = False
         self._accumulating = False
+        self._named: dict[str, nn.Parameter] = {}
+        self._flags: list[bool] = []
         self._refuse_own_options()
 
     def wrap(self, members: Ranks) -> None:
@@ -66,6 +68,8 @@ class Replicated:
         self.members, self._buckets, self._backwards = members, [], 0
         if self.wire.topology.world_size == 1 or self.wire.is_dry:
             return
+        self._named = dict(self.model.named_parameters())
+        self._flags = [p.requires_grad for p in self._named.values()]
         group = self.wire.process_group(members)
         for module in self._synced_norms():
             # By itself it is the world, even while groups train apart.
@@ -92,7 +96,20 @@ class Replicated:
             self._ddp = None
         for watch in self._watches:
             watch.remove()
-        self._watches = []
+        self._watches, self._named, self._flags = [], {}, []
+
+    def refuse_other_flags(self, step: int) -> None:
+        """The same parameters must be trained as when the model was wrapped; alone, a worker may freeze any."""
+        now = [p.requires_grad for p in self._named.values()]
+        if now == self._flags:
+            return
+        changed = [name for name, was, flag in zip(self._named, self._flags, now, strict=True) if flag != was]
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        what = "unfrozen" if self._named[changed[0]].requires_grad else "frozen"
+        raise ConfigError(
+            f"parameter {changed[0]!r}{more} was {what} after step {step}, but workers exchange what they trained when "
+            "they were attached; undo it, or detach(), freeze or unfreeze, and attach() again"
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass, prepared for a backward pass that averages gradients."""

@@ -174,9 +174,9 @@ class DiLoCoMethod(Apart):
         """Train from the outer values, or from a mixture with the group's own."""
         if mix == 0:
             part.level = self.step
-            unpack_into(part.outer, part.parameters)
-        else:
-            unpack_into(torch.lerp(part.outer, flat(part.parameters), mix), part.parameters)
+        values = torch.lerp(part.outer, flat(part.parameters), mix) if mix else part.outer
+        # Outer momentum must not move what a lone worker has frozen meanwhile.
+        unpack_into(values, [p if p.requires_grad else torch.empty_like(p) for p in part.parameters])
 
     def _take(self, part: Part) -> Tensor:
         """The mean of how far groups came."""
