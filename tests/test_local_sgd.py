@@ -420,14 +420,25 @@ def test_resuming_equals_never_having_stopped(tmp_path: Path) -> None:
         assert all(lent == finished for _, _, lent, finished in (found[name][0] for name in SAVED))
 
 
-def test_a_lone_group_may_become_several(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: Any) -> list[tuple[list[str], list[list[str]]]]:
+    """What two workers found in one job: a lone worker's saves gone on with, and what they heard of frozen layers."""
+    folder = tmp_path_factory.mktemp("lone")
     for config in (LocalSGD(every=4, wire="bf16"), DiLoCo(every=4)):
         replica, optimizer = build(config)
         for number in range(3):
             small.step(replica, optimizer, 0, number)
-        replica.save(tmp_path / type(config).__name__)
-    everyone = gang.run(become_several, 2, str(tmp_path))
-    assert everyone[0] == everyone[1] and len(everyone[0]) == 2
+        replica.save(folder / type(config).__name__)
+    return gang.run(become_two, 2, str(folder))
+
+
+def become_two(rank: int, folder: str) -> tuple[list[str], list[list[str]]]:
+    return become_several(rank, folder), every_change(rank, f"{folder}/save")
+
+
+def test_a_lone_group_may_become_several(two: Any) -> None:
+    (first, _), (second, _) = two
+    assert first == second and len(first) == 2
 
 
 def become_several(rank: int, folder: str) -> list[str]:
@@ -479,8 +490,8 @@ def every_change(rank: int, folder: str) -> list[list[str]]:
     return [change_flags(rank, config, folder) for config in configs]
 
 
-def test_what_is_trained_cannot_change_on_the_way(tmp_path: Path) -> None:
-    for found in gang.run(every_change, 2, str(tmp_path / "save")):
+def test_what_is_trained_cannot_change_on_the_way(two: Any) -> None:
+    for _, found in two:
         for i, said in enumerate(found):
             assert len(said) == 2 + (i > 2)
             assert all("parameter '3.weight' was unfrozen after step 1" in message for message in said[:-1])
