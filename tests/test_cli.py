@@ -176,14 +176,18 @@ def test_a_killed_worker_ends_the_run_and_other_settings_are_not_resumed(tmp_pat
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path):
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "thinwire", "run", "digits", "--method", "allreduce"]
-    command += ["--workers", "2", "--steps", "5000", "--out", str(out)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        until(lambda: _records_seen(out) > 0, "the first step")
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode != 0 and "Traceback" not in err
+    words = ["run", "digits", "--method", "allreduce", "--workers", 2, "--steps", 5000, "--out", out]
+    process = _start(tmp_path / "said", *words)
+    until(lambda: _records_seen(out) > 0, "the first step")
+    os.kill(process.pid, signal.SIGINT)
+    process.join(LIMIT_S)
+    assert process.exitcode == 1 and "Traceback" not in (tmp_path / "said").read_text()
     assert not _processes(str(out))
+
+
+def test_the_package_is_a_command():
+    done = subprocess.run([sys.executable, "-m", "thinwire", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "count every byte" in done.stdout
 
 
 def test_compare_sets_methods_side_by_side(compared):

@@ -37,7 +37,7 @@ needs_hosts = pytest.mark.skipif(reason is not None, reason=f"hosts cannot be ma
 EXTRA = """allreduce:wire=bf16 allreduce:wire=int8 ab:wire=bf16 powersgd:rank=16 localsgd:every=6:wire=bf16
     diloco:every=6:wire=int8 topk:density=0.2"""
 VARIANTS = [*METHODS, *(label for label in EXTRA.split() if label.split(":")[0] in METHODS)]
-STEPS = 24
+STEPS = 16
 
 
 def job_of(variant: Variant, out: Path) -> Job:
@@ -97,22 +97,23 @@ def test_a_flat_ring_over_pairs_puts_one_and_a_half_of_the_gradients_on_every_li
 def test_the_command_measures_and_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(SOURCES))
     monkeypatch.setattr(compute, "_LEAST_S", 0.1)
-    words = ["--methods", "allreduce,ab", "--rates", "1Gbit", "--steps", "20", "--name", f"twbench{os.getpid()}"]
+    words = ["--methods", "ab", "--rates", "1Gbit", "--steps", "20", "--name", f"twbench{os.getpid()}"]
     result = CliRunner().invoke(main, ["netbench", "digits", "--out", str(tmp_path), *words])
     assert result.exit_code == 0, result.output
-    plain, low_rank = json.loads((tmp_path / "netbench.json").read_text())["rates"][0]["methods"]
-    for row, name in ((plain, "allreduce"), (low_rank, "ab")):
-        assert row["method"] == name and name in result.output
-        assert row["planned"]["steps_by_phase"] and row["planned"]["seconds_per_step"] > 0
-        # Counters of the hosts themselves hold every phase, and starting and ending the job.
-        outside = [host["sent_bytes"] for host in row["hosts"]]
-        assert sum(outside) / len(outside) >= row["whole"]["kernel_bytes"] > row["whole"]["ledger_bytes"] > 0
-        assert 0 <= row["stolen"] <= 1 and row["step_s"] > 0
-        assert_agreement(json.loads((Path(row["out"]) / "summary.json").read_text())["traffic"])
-    assert plain["speedup"] == 1.0 and low_rank["speedup"] > 0
-    assert plain["planned"]["slow_bytes_range"] is None
-    for row, planned in ((plain, plain["planned"]), (low_rank, low_rank["planned_with_ranks"])):
-        assert planned["traffic"]["slow_bytes"] == row["whole"]["ledger_bytes"]
+    found = json.loads((tmp_path / "netbench.json").read_text())
+    (row,) = found["rates"][0]["methods"]
+    assert row["method"] == "ab" and "ab" in result.output
+    assert row["planned"]["steps_by_phase"] and row["planned"]["seconds_per_step"] > 0
+    # Counters of the hosts themselves hold every phase, and starting and ending the job.
+    outside = [host["sent_bytes"] for host in row["hosts"]]
+    assert sum(outside) / len(outside) >= row["whole"]["kernel_bytes"] > row["whole"]["ledger_bytes"] > 0
+    assert 0 <= row["stolen"] <= 1 and row["step_s"] > 0 and row["speedup"] is None
+    assert_agreement(json.loads((Path(row["out"]) / "summary.json").read_text())["traffic"])
+    assert row["planned_with_ranks"]["traffic"]["slow_bytes"] == row["whole"]["ledger_bytes"]
+    # Plain all-reduce ran as well, to calibrate by.
+    plain = json.loads((tmp_path / "calibration" / "summary.json").read_text())
+    assert found["calibration"]["slowdown"] > 0 and plain["nodes"] == [[0], [1]]
+    assert_agreement(plain["traffic"])
 
 
 # Nothing is left behind.
@@ -131,23 +132,19 @@ def long_bench(out: str, name: str) -> None:
 
 
 @needs_hosts
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_killed_while_workers_train_it_leaves_nothing(how: signal.Signals, tmp_path: Path) -> None:
+def test_killed_while_workers_train_it_leaves_nothing(tmp_path: Path) -> None:
     name = f"twkill{os.getpid()}"
     process = gang.start(long_bench, str(tmp_path), name)
     until(lambda: list(tmp_path.glob("*/records.jsonl")) or not process.is_alive(), "the first step")
     assert process.is_alive()
     workers = workers_of(tmp_path)
     assert workers
-    os.kill(process.pid, how)
-    process.join(30)
-    assert not process.is_alive()
-    if how == signal.SIGKILL:
-        until(lambda: not workers_of(tmp_path), "the workers to leave with their launcher")
-        assert sorted(hosts.clean()) == sorted([f"{name}-h0", f"{name}-h1", f"{name}-switch"])
+    os.kill(process.pid, signal.SIGKILL)
+    until(lambda: not workers_of(tmp_path), "the workers to leave with their launcher")
+    process.join()
+    assert sorted(hosts.clean()) == sorted([f"{name}-h0", f"{name}-h1", f"{name}-switch"])
     assert not inhabitants(name)
     assert not Path("/run/thinwire", f"{name}.json").exists()
-    assert not workers_of(tmp_path)
 
 
 def workers_of(out: Path) -> list[int]:
