@@ -148,3 +148,24 @@ def test_a_bare_sequential_is_compiled_whole() -> None:
     replica = thinwire.attach(model, optimizer, thinwire.AllReduce(), compile={"backend": backend})
     assert replica(torch.randn(3, 8)).shape == (3, 4)
     assert len(graphs) == 1 and set(replica.state_dict()) == {f"{i}.{p}" for i in (0, 2, 4) for p in ("weight", "bias")}
+
+
+def compressed(rank: int) -> list[float]:
+    """Gaps to the plain run of each way of compiling, for a method that acts at the end of a backward pass."""
+    small.strict()
+    ends, backend = [], {"backend": "eager"}
+    for way in ("plain", "compile=", "torch.compile"):
+        model = small.net()
+        optimizer = small.sgd(model, lr=0.01)
+        settings = backend if way == "compile=" else None
+        replica = thinwire.attach(model, optimizer, thinwire.PowerSGD(rank=2), compile=settings)
+        called = torch.compile(replica, **backend) if way == "torch.compile" else replica
+        for number in range(3):
+            small.step(called, optimizer, rank, number)
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    return [float((end - ends[0]).abs().max()) for end in ends[1:]]
+
+
+def test_compressed_methods_compile_too() -> None:
+    for gaps in gang.run(compressed, 2):
+        assert max(gaps) < 1e-5

@@ -119,10 +119,10 @@ class Replicated:
                 self._rehearse_backward()
             elif self._over_norms > 1 and not self.wire.is_dry:
                 self._count_norms()
-            return self._watched(self.model(*args, **kwargs))
+            return self.model(*args, **kwargs)
         self._awaits_backward = self._awaits_backward or self.syncs
         self._count_norms()
-        return self._watched(self._ddp(*args, **kwargs))
+        return self._ddp(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -152,8 +152,8 @@ class Replicated:
         if self.after_backward is not None:
             self.after_backward()
 
-    def _watched(self, outputs: Any) -> Any:
-        """Outputs whose gradients are the first thing that a backward pass of them computes.
+    def watch(self, outputs: Any) -> None:
+        """Notice a backward pass by the gradients of outputs, the first thing that it computes.
 
         A parameter's gradient may come in a pass within the pass, as checkpoints have them, which ends too early.
         """
@@ -161,7 +161,6 @@ class Replicated:
             for t in tree_leaves(outputs):
                 if isinstance(t, torch.Tensor) and t.requires_grad:
                     t.register_hook(self._see_output)
-        return outputs
 
     def _see_output(self, gradient: torch.Tensor) -> None:
         if not self._is_due and self.before_backward is not None:

@@ -69,6 +69,7 @@ class Method(ABC):
         self.found_ranks: dict[str, int] = {}
         # Counters must not be traced: every step would look like another program to torch.compile.
         self.forward = torch.compiler.disable(self.forward, recursive=False)  # type: ignore[method-assign]
+        self.watch = torch.compiler.disable(self.replicated.watch)
         self.observed = torch.zeros(2, dtype=torch.float64)  # sum of losses, how many
         self.layers: list[Layer] = []
         self.kept: list[Kept] = []
@@ -110,7 +111,9 @@ class Method(ABC):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """A training batch through the model."""
         self.forwards += self.replicated.syncs
-        return self.replicated.forward(*args, **kwargs)
+        outputs = self.replicated.forward(*args, **kwargs)
+        self.watch(outputs)
+        return outputs
 
     def observe(self, loss: float | Tensor) -> None:
         """Hear of a training loss; never waits for the device."""
