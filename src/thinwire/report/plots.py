@@ -37,8 +37,9 @@ def draw(runs: list[Run], rows: list[dict[str, Any]], path: Path) -> None:
     for axes, below, beside in ((over_steps, "steps", metric), (over_bytes, "slow-link bytes a node (MB)", "")):
         dress(axes, below, beside, legend=not crowded)
         axes.set_xlim(left=0)
-    if _spreads([row["slow_bytes_mean"] for row in rows]):
-        _logarithmic(over_bytes)
+    totals = [row["slow_bytes_mean"] for row in rows]
+    if _spreads(totals):
+        _logarithmic(over_bytes, least=min(totals) / 1e6)
     if crowded:
         _legend_below(figure, over_bytes)
     if metric == "accuracy":
@@ -99,11 +100,13 @@ def _spreads(amounts: list[float]) -> bool:
     return 0 < _LARGE * min(amounts) < max(amounts)
 
 
-def _logarithmic(axes: Axes) -> None:
+def _logarithmic(axes: Axes, least: float) -> None:
+    """From a twentieth of the least total on: a method that has sent next to nothing yet would take the whole axis."""
     from matplotlib.ticker import FuncFormatter
 
     axes.set_xscale("log")
     axes.autoscale(axis="x")
+    axes.set_xlim(left=max(least / 20, axes.get_xlim()[0]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
