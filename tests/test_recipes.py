@@ -12,6 +12,7 @@ from thinwire.cli import main
 from thinwire.errors import ConfigError
 from thinwire.jobs import Job
 from thinwire.recipes import RECIPES, named
+from thinwire.settings import from_strings
 from thinwire.train.checkpoint import _random_state, _restore_random
 from thinwire.train.recorder import Recorder
 from thinwire.train.schedule import cosine
@@ -110,8 +111,8 @@ def test_the_optimizer_and_the_clipping_that_suit_a_method_are_its_own(tuned):
     assert plain.suited_to("allreduce") == plain
     assert _job(tuned, "ab").trained.clip == 0.5 and _job(tuned, "allreduce").trained.clip == 1.0
     # A method with clipping of its own is given the recipe's.
-    assert config.from_strings(config.TopK, {}, **plain.defaults("topk")).clip == plain.clip == 1.0
-    assert config.from_strings(config.TopK, {"clip": "none"}, **plain.defaults("topk")).clip is None
+    assert from_strings(config.TopK, {}, **plain.defaults("topk")).clip == plain.clip == 1.0
+    assert from_strings(config.TopK, {"clip": "none"}, **plain.defaults("topk")).clip is None
 
 
 def test_a_run_tells_its_optimizer_and_is_not_resumed_with_another(tuned, tmp_path):
