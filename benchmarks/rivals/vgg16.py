@@ -58,7 +58,7 @@ TABLE = [
     "localsgd --set every=24 warmup=0.05",
     "diloco --set every=24 outer_lr=1.0 outer_momentum=0.5 warmup=0.05",
     "allreduce --optimizer sgd --lr 0.3",
-    "powersgd --optimizer sgd --lr 0.3 --set rank=4",
+    "powersgd --optimizer sgd --lr 0.1 --set rank=4",
     "topk --optimizer sgd --lr 0.3 --set density=0.01 warmup=0.1",
     "onebit --optimizer sgd --lr 0.1 --set warmup=0.05",
 ]
