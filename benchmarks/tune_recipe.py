@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rivals.validation import without_heldout
 from safetensors.torch import load_file
 from torch.optim import AdamW
 
@@ -25,9 +26,6 @@ from thinwire.factor.decompose import decompose
 from thinwire.factor.matrix import view_of
 from thinwire.recipes import named
 from thinwire.train import fit
-from thinwire.train.data import Images, Source, Text
-
-VALIDATION = {Images: 300, Text: 32_768}
 
 
 def main() -> None:
@@ -48,7 +46,7 @@ def _measure(given: argparse.Namespace, lr: float, decay: float) -> dict[str, An
     kept = {k: v for k, v in recipe.optimizer.keywords.items() if k not in ("lr", "weight_decay")}  # type: ignore[attr-defined]
     optimizer = partial(AdamW, lr=lr, weight_decay=decay, **kept)
     recipe = replace(
-        recipe, optimizer=optimizer, source=lambda folder: _without_heldout(named(given.recipe).source(folder))
+        recipe, optimizer=optimizer, source=lambda folder: without_heldout(named(given.recipe).source(folder))
     )
     found, shares = [], []
     for seed in range(given.seeds):
@@ -65,14 +63,6 @@ def _measure(given: argparse.Namespace, lr: float, decay: float) -> dict[str, An
         "std": round(spread, 5),
         "rank": round(statistics.mean(shares), 3),
     }
-
-
-def _without_heldout(source: Source) -> Source:
-    size = VALIDATION[type(source)]
-    if isinstance(source, Images):
-        return replace(source, train_rows=source.train_rows[:-size], heldout_rows=source.train_rows[-size:])
-    assert isinstance(source, Text)
-    return replace(source, train_ids=source.train_ids[:-size], heldout_ids=source.train_ids[-size:])
 
 
 def _share_above_cutoff(model: Path) -> float:

@@ -22,7 +22,7 @@ def _validated(name: str, kind: str = "", rate: float = 0.0) -> Recipe:
     recipe = named(name)
 
     def source(folder: Path | None) -> Source:
-        return _without_heldout(recipe.source(folder))
+        return without_heldout(recipe.source(folder))
 
     changed = replace(recipe, name=f"{name}-validation", source=source, suited={}, eval_every=recipe.steps)
     if kind == "sgd":
@@ -30,7 +30,8 @@ def _validated(name: str, kind: str = "", rate: float = 0.0) -> Recipe:
     return replace(changed, optimizer=partial(recipe.optimizer, lr=rate)) if kind else changed
 
 
-def _without_heldout(source: Source) -> Source:
+def without_heldout(source: Source) -> Source:
+    """The last part of the training data in the place of what runs report on."""
     size = VALIDATION[type(source)]
     if isinstance(source, Images):
         return replace(source, train_rows=source.train_rows[:-size], heldout_rows=source.train_rows[-size:])

@@ -182,33 +182,20 @@ class PowerSGD:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalSGD:
-    """Groups train alone and average their parameters now and then (arXiv 1805.09767, 1808.07217)."""
-
-    every: int = 24
-    """Steps between two averages."""
+class _Warmed:
+    """What methods share that begin with a warm-up."""
 
     warmup: float = 0
     """Steps of plain all-reduce before: a whole number, or a fraction of `total_steps` below 1."""
-
-    moments: Literal["keep", "average", "reset"] = "keep"
-    """What becomes of the optimizer's state at an average: each group keeps its own, all take the mean, or it starts
-    again."""
-
-    wire: Literal["fp32", "bf16"] = "fp32"
-    """What parameters are rounded to while they travel; bf16 carries the difference to the last average."""
 
     total_steps: int | None = None
     """Optimizer steps of the whole run, where `warmup` is a fraction of it."""
 
     group_size: GroupSize = None
-    """Workers to a group, which averages its gradients at every step: None is one node a group."""
+    """Workers to a group, which averages its gradients as they are at every step: None is one node a group."""
 
     def __post_init__(self) -> None:
-        check_whole(self, "every", 1)
         check_length(self, "warmup")
-        check_choice(self, "moments", ("keep", "average", "reset"))
-        check_choice(self, "wire", ("fp32", "bf16"))
         check_group_size(self.group_size)
 
     @property
@@ -218,7 +205,28 @@ class LocalSGD:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiLoCo:
+class LocalSGD(_Warmed):
+    """Groups train alone and average their parameters now and then (arXiv 1805.09767, 1808.07217)."""
+
+    every: int = 24
+    """Steps between two averages."""
+
+    moments: Literal["keep", "average", "reset"] = "keep"
+    """What becomes of the optimizer's state at an average: each group keeps its own, all take the mean, or it starts
+    again."""
+
+    wire: Literal["fp32", "bf16"] = "fp32"
+    """What parameters are rounded to while they travel; bf16 carries the difference to the last average."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole(self, "every", 1)
+        check_choice(self, "moments", ("keep", "average", "reset"))
+        check_choice(self, "wire", ("fp32", "bf16"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo(_Warmed):
     """Groups train alone; the mean of how far they came is a gradient for an outer Nesterov step (arXiv 2311.08105).
 
     `fragments` above 1 is the streaming variant (arXiv 2501.18512): a part of the model at a time, sent while training
@@ -246,22 +254,12 @@ class DiLoCo:
     mix: float = 0.5
     """Share of a group's own values when a part comes back that was sent `delay` steps before; 0 takes none of them."""
 
-    warmup: float = 0
-    """Steps of plain all-reduce before: a whole number, or a fraction of `total_steps` below 1."""
-
-    total_steps: int | None = None
-    """Optimizer steps of the whole run, where `warmup` is a fraction of it."""
-
-    group_size: GroupSize = None
-    """Workers to a group, which averages its gradients at every step: None is one node a group."""
-
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_whole(self, "every", 1)
         check_whole(self, "fragments", 1)
         check_whole(self, "delay", 0)
-        check_length(self, "warmup")
         check_choice(self, "wire", ("fp32", "bf16", "int8"))
-        check_group_size(self.group_size)
         if not (is_number(self.outer_lr) and self.outer_lr > 0):
             raise ConfigError(f"`outer_lr`={self.outer_lr!r} must be a number above 0; the paper has 0.7")
         check_share(self, "outer_momentum", "the paper has 0.9")
@@ -276,14 +274,9 @@ class DiLoCo:
                 f"`delay`={self.delay} must be below `every`={self.every}: a part must be back before it is sent again"
             )
 
-    @property
-    def warmup_length(self) -> int:
-        """Warm-up in steps."""
-        return length(self.warmup, self.total_steps or 1)
-
 
 @dataclass(frozen=True, kw_only=True)
-class TopK:
+class TopK(_Warmed):
     """Only the largest accumulated gradients travel: Deep Gradient Compression (arXiv 1712.01887)."""
 
     density: float = 0.001
@@ -301,47 +294,17 @@ class TopK:
     clip: float | None = None
     """Largest norm of a gradient; each of N groups clips at `clip`/√N, before anything is accumulated."""
 
-    total_steps: int | None = None
-    """Optimizer steps of the whole run, where `warmup` is a fraction of it."""
-
-    group_size: GroupSize = None
-    """Workers to a group, inside which gradients are averaged as they are: None is one node a group."""
-
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not (is_number(self.density) and 0 < self.density <= 1):
             raise ConfigError(f"`density`={self.density!r} must be above 0 and at most 1: a share, such as 0.001")
-        check_length(self, "warmup")
         if self.momentum is not None:
             check_share(self, "momentum", "None takes it over from the optimizer")
         check_bool(self, "masking")
         if self.clip is not None and not (is_number(self.clip) and self.clip > 0):
             raise ConfigError(f"`clip`={self.clip!r} must be a norm above 0, or None for no clipping")
-        check_group_size(self.group_size)
-
-    @property
-    def warmup_length(self) -> int:
-        """Warm-up in steps."""
-        return length(self.warmup, self.total_steps or 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneBit:
+class OneBit(_Warmed):
     """A bit an element and two scales a column, with error feedback: 1-bit SGD (Seide et al., Interspeech 2014)."""
-
-    warmup: float = 0
-    """Steps of plain all-reduce before: a whole number, or a fraction of `total_steps` below 1."""
-
-    total_steps: int | None = None
-    """Optimizer steps of the whole run, where `warmup` is a fraction of it."""
-
-    group_size: GroupSize = None
-    """Workers to a group, inside which gradients are averaged as they are: None is one node a group."""
-
-    def __post_init__(self) -> None:
-        check_length(self, "warmup")
-        check_group_size(self.group_size)
-
-    @property
-    def warmup_length(self) -> int:
-        """Warm-up in steps."""
-        return length(self.warmup, self.total_steps or 1)
