@@ -132,6 +132,15 @@ def test_a_run_tells_its_optimizer_and_is_not_resumed_with_another(tuned, tmp_pa
     assert result.exit_code == 2 and "holds a finished run with `lr`=0.05, not 0.25" in result.output
 
 
+def test_a_plan_has_the_optimizer_that_suits_a_method(tuned):
+    words = [tuned, "--methods", "ab:moments=average,allreduce", "--compute", "1ms", "--json"]
+    ours, usual = json.loads(CliRunner().invoke(main, ["plan", *words]).output)["methods"]
+    plain = json.loads(CliRunner().invoke(main, ["plan", "digits", "--steps", "20", *words[1:]]).output)["methods"]
+    assert usual["memory_bytes"] == plain[1]["memory_bytes"] > ours["memory_bytes"]  # SGD keeps one moment, not two
+    moments = [row["traffic"]["by_purpose"]["moments"]["slow_bytes"] for row in (ours, plain[0])]
+    assert 0 < moments[0] < moments[1]
+
+
 def test_a_method_that_nobody_knows_cannot_be_suited(tuned):
     with pytest.raises(ConfigError, match="unknown method in `suited` of the recipe digits 'adam', choose from"):
         named(tuned.replace(":tuned", ":unknown"))

@@ -199,7 +199,10 @@ def layout_group_size(configs: Iterable[Any]) -> int | None:
 def _forecaster(
     subject: Subject, layout: Layout, watch: Stopwatch, nodes: int = ALL_NODES
 ) -> Callable[[Any, foresight.Foresight], Forecast]:
-    return lambda config, foresee: Forecast(subject, config, layout, foresee, watch, watch.decomposing, nodes)
+    def forecast(config: Any, foresee: foresight.Foresight) -> Forecast:
+        return Forecast(subject.suited_to(config), config, layout, foresee, watch, watch.decomposing, nodes)
+
+    return forecast
 
 
 def _recorded(subject: Subject, folder: Path) -> foresight.Recorded:

@@ -5,9 +5,9 @@ Every step that is unlike the one before it is taken; the quiet ones between the
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +25,7 @@ from thinwire.errors import ConfigError
 from thinwire.factor.convert import Layer
 from thinwire.methods.agree import decomposers
 from thinwire.methods.base import Ground, Method, optimizer_parameters
-from thinwire.methods.registry import make
+from thinwire.methods.registry import make, name_of
 from thinwire.plan.foresight import Foresight, factors
 from thinwire.replica import Replica
 
@@ -58,6 +58,13 @@ class Subject:
     """The recipe it comes from."""
     eval_every: int | None = None
     """Steps between evaluations; None for a run without them."""
+    suited: Mapping[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = field(default_factory=dict)
+    """Other optimizers, by the methods that have one of their own."""
+
+    def suited_to(self, config: Any) -> "Subject":
+        """The same with the optimizer of this config's method."""
+        own = self.suited.get(name_of(config))
+        return self if own is None else replace(self, optimizer=own)
 
     @cached_property
     def without_values(self) -> nn.Module:
