@@ -21,7 +21,7 @@ from small import mlp, net
 from thinwire.comm.codec import checksum
 from thinwire.comm.coders import Bits, Int8, Rows, cut, elements, pack_signs, unpack_signs
 from thinwire.comm.compressed import unsent
-from thinwire.methods.topk import largest
+from thinwire.methods.largest import largest
 from worlds import batch, optimizer_values, small_model, train_step, values
 
 ALL = [

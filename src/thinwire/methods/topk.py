@@ -25,11 +25,10 @@ from thinwire.comm.coders import Rows, cut, elements
 from thinwire.config import TopK
 from thinwire.methods.base import Ground
 from thinwire.methods.compressing import Compressing, Piece, pieces, sum_plain
+from thinwire.methods.largest import largest
 from thinwire.methods.takeover import Taken, Takeover, with_momentum
 
 _STAGES, _FIRST_DENSITY = 4, 0.25
-# Below this a plain top-k is fast enough.
-_SMALL = 1 << 15
 
 
 class TopKMethod(Compressing):
@@ -313,34 +312,3 @@ def _like(flat: Tensor, tensors: Sequence[Tensor], which: Sequence[int]) -> list
     found = [torch.empty_like(tensors[i]) for i in which]
     unpack_into(flat, found)
     return found
-
-
-def largest(values: Tensor, count: int, scratch: Tensor | None = None) -> Tensor:
-    """Places of the `count` values with the largest size; `scratch` is room for as many values.
-
-    On a CPU a top-k over millions costs more than a step may take. A sample gives a threshold that a few more than
-    `count` values pass; the largest of these are the largest of all.
-    """
-    if count == len(values):
-        return torch.arange(count, device=values.device)
-    if values.device.type != "cpu" or len(values) < _SMALL:
-        return values.abs().topk(count, sorted=False).indices
-    sizes = torch.abs(values, out=None if scratch is None else scratch[: len(values)])
-    stride = max(1, min(len(values) // 8192, count // 8))
-    sample = sizes[::stride]
-    wanted = min(len(sample), math.ceil(1.25 * count / stride) + 8)
-    passing = _at_least(sizes, sample.topk(wanted, sorted=True).values[-1])
-    if len(passing) < count:
-        return sizes.topk(count, sorted=False).indices
-    return passing[sizes[passing].topk(count, sorted=False).indices]
-
-
-def _at_least(sizes: Tensor, threshold: Tensor) -> Tensor:
-    """Places of what reaches a threshold, where little does: first columns that have any, then which."""
-    height = 16
-    rest = len(sizes) % height
-    grid = sizes[: len(sizes) - rest].view(height, -1)
-    columns = torch.nonzero(grid.amax(0) >= threshold).flatten()
-    row, column = torch.nonzero(grid[:, columns] >= threshold, as_tuple=True)
-    last = torch.nonzero(sizes[len(sizes) - rest :] >= threshold).flatten() + len(sizes) - rest
-    return torch.cat([row * grid.shape[1] + columns[column], last])
