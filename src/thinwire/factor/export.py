@@ -5,7 +5,6 @@ Linear and convolutions become two layers in an `nn.Sequential`. Where other cod
 parametrization by an `nn.Linear`: small at rest, multiplied out when read.
 """
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from thinwire.factor.layers import (
     unfactor_weight,
     weight_was_read,
 )
+from thinwire.factor.program import refuse_onnx, write_programs
 
 _READS_WEIGHTS_OF_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
@@ -109,23 +109,34 @@ def _marked(module: Any) -> Any:
     return module
 
 
-def write(model: nn.Module, folder: Path | str, example_input: Any = None) -> Path:
+def write(model: nn.Module, folder: Path | str, example_input: Any = None, *, onnx: bool = False) -> Path:
     """Write a finished model: `model.safetensors`, `layers.json`, `load.py`, and `program.pt2` with an example.
 
     `load.py` needs torch and safetensors alone and puts the weights into a model built by your own code;
-    `program.pt2` is the model itself, for `torch.export.load`.
+    `program.pt2` is the model itself, for `torch.export.load`, and `model.onnx` the same for other runtimes. The
+    example is a tensor, a tuple of arguments or a mapping of them by name.
     """
+    if onnx:
+        refuse_onnx(example_input)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {k: t.detach().cpu().contiguous().clone() for k, t in model.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors")
+    save_file(_distinct(model), folder / "model.safetensors")
     layers = {name: told for name, module in model.named_modules() if (told := _describe(module)) is not None}
     parameters = sum(p.numel() for p in model.parameters())
     (folder / "layers.json").write_text(json.dumps({"parameters": parameters, "layers": layers}, indent=1) + "\n")
     (folder / "load.py").write_text((Path(__file__).parent / "load_exported.py").read_text())
     if example_input is not None:
-        _write_program(model, folder / "program.pt2", example_input)
+        write_programs(model, folder, example_input, onnx=onnx)
     return folder
+
+
+def _distinct(model: nn.Module) -> dict[str, Tensor]:
+    """Everything the model holds; tied weights once, under the first of their names."""
+    first: dict[Any, str] = {}
+    state = model.state_dict()
+    for name, t in state.items():
+        first.setdefault((t.data_ptr(), t.shape, t.stride()) if t.numel() else name, name)
+    return {name: state[name].detach().cpu().contiguous().clone() for name in first.values()}
 
 
 def _describe(module: nn.Module) -> dict[str, Any] | None:
@@ -157,12 +168,3 @@ def _arguments(layer: Any) -> dict[str, Any]:
         keys = ("in_features", "out_features")
     arguments = {key: getattr(layer, key) for key in keys}
     return {"class": type(layer).__name__, "arguments": {**arguments, "bias": layer.bias is not None}}
-
-
-def _write_program(model: nn.Module, path: Path, example: Any) -> None:
-    batch = torch.export.Dim.AUTO
-    example = example.detach().cpu()
-    # A batch of one would be taken for a constant.
-    example = torch.cat([example, example])[: max(2, len(example))]
-    program = torch.export.export(copy.deepcopy(model).cpu().eval(), (example,), dynamic_shapes=({0: batch},))
-    torch.export.save(program, path)

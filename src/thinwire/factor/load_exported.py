@@ -7,9 +7,10 @@ Every layer that became low-rank is replaced by the plain torch.nn layers it is 
 
 import json
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 
@@ -21,16 +22,29 @@ def load(model: nn.Module, folder: str | Path = ".") -> nn.Module:
             for weight, shape in told["weights"].items():
                 _parametrize(model.get_submodule(name), weight, shape)
         else:
-            model = _replace(model, name, nn.Sequential(*(_layer(part) for part in told["parts"])))
-    model.load_state_dict(load_file(folder / "model.safetensors"))
+            model = _replace(model, name, _pair(told["parts"]))
+    _fill(model, load_file(folder / "model.safetensors"))
     return model
 
 
-def _layer(part: dict) -> nn.Module:
-    return getattr(nn, part["class"])(**part["arguments"])
+def _fill(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    own = model.state_dict()
+    filled = {own[name].data_ptr() for name in tensors if name in own}
+    missing = [name for name in missing if own[name].data_ptr() not in filled]  # tied weights are written once
+    if missing or unexpected:
+        raise ValueError(f"these weights are of another model: missing {missing[:4]}, unexpected {unexpected[:4]}")
+
+
+def _pair(parts: list[dict]) -> nn.Module:
+    pair: Any = nn.Sequential(*(getattr(nn, part["class"])(**part["arguments"]) for part in parts))
+    pair.low_rank = True  # Thinwire knows its own by this, and can make them smaller still
+    return pair
 
 
 def _replace(model: nn.Module, name: str, new: nn.Module) -> nn.Module:
+    old = model.get_submodule(name)
+    new.to(next(old.parameters())).train(old.training)
     if not name:
         return new
     parent, _, child = name.rpartition(".")
@@ -40,8 +54,9 @@ def _replace(model: nn.Module, name: str, new: nn.Module) -> nn.Module:
 
 def _parametrize(module: nn.Module, name: str, shape: list[int]) -> None:
     weight = getattr(module, name)
-    spread: nn.Module = nn.Linear(shape[1], weight[0].numel(), bias=False)
+    spread: Any = nn.Linear(shape[1], weight[0].numel(), bias=False)
     if weight.dim() > 2:
         spread = nn.Sequential(spread, nn.Unflatten(1, tuple(weight.shape[1:])))
+    spread.to(weight).low_rank = True
     setattr(module, name, nn.Parameter(weight.new_zeros(shape)))
     parametrize.register_parametrization(module, name, spread, unsafe=True)

@@ -1,0 +1,104 @@
+"""A finished model as a program that runs without its own code: `program.pt2`, and `model.onnx` where asked for."""
+
+import copy
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from thinwire.errors import ConfigError
+
+log = logging.getLogger("thinwire")
+
+_LARGEST_FILE = 1_900_000_000
+"""Bytes; a protobuf holds no more than 2 GiB, and larger weights lie beside it."""
+
+
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How a model is called with these inputs: a tensor, a tuple of arguments, or a mapping of them by name."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
+
+
+def refuse_onnx(example: Any) -> None:
+    """Raise where ONNX cannot be written, before anything else is."""
+    missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"writing ONNX needs the package {' and '.join(missing)}: pip install 'thinwire[onnx]'")
+    if example is None:
+        raise ConfigError("writing ONNX needs an example of the model's input, and none is known; give one")
+
+
+def write_programs(model: nn.Module, folder: Path, example: Any, *, onnx: bool) -> None:
+    """Write the model as it runs on `example`, for batches of any size.
+
+    Not every model can be traced. Then there is no program, and the other files are what there is.
+    """
+    try:
+        program = _trace(copy.deepcopy(model).cpu().eval(), example)
+        torch.export.save(program, folder / "program.pt2")
+        if onnx:
+            _write_onnx(program, folder / "model.onnx")
+    except Exception as error:  # of any kind: the model's own code is run by torch's compiler
+        if onnx:
+            raise ConfigError(
+                f"the model cannot be written as ONNX: {_told(error)}; leave ONNX out to have the other files"
+            ) from error
+        log.warning("no program.pt2: torch.export cannot follow this model (%s)", _told(error))
+
+
+def _trace(model: nn.Module, example: Any) -> torch.export.ExportedProgram:
+    args, keywords = arguments(tree_map(_batch, example))
+    shapes: Any = tree_map(_shape, keywords) if keywords else tree_map(_shape, args)
+    return torch.export.export(model, args, keywords, dynamic_shapes=shapes)
+
+
+def _batch(value: Any) -> Any:
+    """On the CPU, and two examples at least: a batch of one would be taken for a constant."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    value = value.detach().cpu()
+    return torch.cat([value, value])[: max(2, len(value))]
+
+
+def _shape(value: Any) -> Any:
+    return {0: torch.export.Dim.AUTO} if isinstance(value, Tensor) and value.dim() else None
+
+
+def _write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
+    # Not optimized here: that would multiply factors out for good. The runtime does it for itself when it loads.
+    with _quiet():
+        found = torch.onnx.export(program, (), dynamo=True, verbose=False, optimize=False)
+    assert found is not None
+    for node in found.model.graph.all_nodes():
+        node.metadata_props.clear()  # lines of source with their paths, a third of a small file
+    weights = sum(t.numel() * t.element_size() for t in program.state_dict.values())
+    found.save(path, external_data=weights > _LARGEST_FILE)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No notices of torch about its own future, nor about packages that nobody asked for."""
+    notices = logging.getLogger("torch.onnx")
+    level = notices.level
+    notices.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+    notices.setLevel(level)
+
+
+def _told(error: BaseException) -> str:
+    """The first line of what went wrong in the first place."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
