@@ -1,0 +1,195 @@
+"""How far the bases of a model's weights move: Stability and similarity (dissertation, Eq. 4.6 and 4.7).
+
+A tall weight W (m, n) of rank r is P H with P = U Vᵀ from its compact SVD, the orthogonal factor of its polar
+decomposition, and Q R with R (n, n) upper triangular. P is the basis, R mixes.
+
+    stability    S = tr(Pᵢ Pⱼᵀ) / min(rᵢ, rⱼ)      1 for the same basis, 0 for independent ones, −1 for opposite ones
+    printed      tr(Pᵢ Pⱼᵀ) / m                    Eq. 4.6 to the letter: n/m, not 1, for the same basis
+    similarity   D = 1 − √ mean (Rᵢ − Rⱼ)²         1 for the same R, unbounded below
+
+S does not change when either matrix is scaled by a positive number, when both are turned from the left or from the
+right by the same orthogonal matrix, or when both are transposed. D does not change when either matrix is turned from
+the left; it does when they are scaled. Eq. 4.7 divides by m n; here the mean is over R's own n × n elements, and R's
+diagonal is made positive, without which R is not unique. Where leading columns of W depend on one another it is not
+unique even so.
+"""
+
+import fnmatch
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.checks import check_whole, patterns
+from thinwire.errors import ConfigError
+from thinwire.factor.convert import warn_of_idle_patterns
+from thinwire.factor.forms import Chain, Layers, Source, bare, label_of, read, shape_of, tall
+
+Matrix = Tensor | Sequence[Tensor]
+"""A matrix, or factors whose product it is."""
+Measures = dict[str, float]
+
+
+class Basis(NamedTuple):
+    """What of a matrix (m, n) is compared."""
+
+    polar: Tensor
+    """U Vᵀ (m, n), over the singular values that are not zero."""
+    mixing: Tensor
+    """R (n, n) with a positive diagonal."""
+    rank: int
+
+    def kept(self) -> "Basis":
+        """In fp32 on the CPU."""
+        return Basis(self.polar.float().cpu(), self.mixing.float().cpu(), self.rank)
+
+
+def basis_of(matrix: Matrix) -> Basis:
+    """The basis of a matrix, reckoned in fp64.
+
+    Of factors only the first one's QR is as tall as the matrix. Singular values up to eps·max(m, n) of the largest
+    count as zero, with the eps of fp32 unless the matrix is of fp64; so rank k factors have rank k at most.
+    """
+    chain = tall((matrix,) if isinstance(matrix, Tensor) else tuple(matrix))
+    m, n = shape_of(chain)
+    first, *rest = (f.detach().double() for f in chain)
+    if not all(torch.isfinite(f).all() for f in (first, *rest)):
+        return Basis(first.new_full((m, n), torch.nan), first.new_full((n, n), torch.nan), n)
+    q, core = torch.linalg.qr(first)
+    for factor in rest:
+        core = core @ factor  # (k, n)
+    u, sigma, vt = torch.linalg.svd(core, full_matrices=False)
+    eps = torch.finfo(torch.float64 if chain[0].dtype == torch.float64 else torch.float32).eps
+    rank = int((sigma > eps * max(m, n) * sigma[0]).sum())
+    polar = q @ (u[:, :rank] @ vt[:rank])  # (m, k) @ (k, n)
+    return Basis(polar, _mixing(core), rank)
+
+
+def _mixing(core: Tensor) -> Tensor:
+    r = torch.linalg.qr(core, mode="r").R  # (min(k, n), n)
+    mixing = r.new_zeros(r.shape[1], r.shape[1])
+    mixing[: len(r)] = r * torch.where(r.diagonal() < 0, -1.0, 1.0)[:, None]
+    return mixing
+
+
+def stability(before: Matrix, after: Matrix, *, printed: bool = False) -> float:
+    """How alike the bases of two matrices are, −1 to 1 (Eq. 4.6 by ranks); `printed` divides by m instead."""
+    found = _measure(*_bases(before, after))
+    return found["stability_printed" if printed else "stability"]
+
+
+def similarity(before: Matrix, after: Matrix) -> float:
+    """How alike the mixing matrices R are, at most 1 (Eq. 4.7)."""
+    return _measure(*_bases(before, after))["similarity"]
+
+
+def _bases(before: Matrix, after: Matrix) -> tuple[Basis, Basis]:
+    one, other = basis_of(before), basis_of(after)
+    if one.polar.shape != other.polar.shape:
+        shapes = f"{tuple(one.polar.shape)} and {tuple(other.polar.shape)}"
+        raise ConfigError(f"matrices of different shapes, {shapes}, have no basis in common; compare a layer to itself")
+    return one, other
+
+
+def _measure(before: Basis, after: Basis) -> Measures:
+    trace = (before.polar.double() * after.polar.double()).sum()
+    rank = min(before.rank, after.rank)
+    # Without a basis a matrix is like nothing but another without one.
+    by_rank = (trace / rank).clamp(-1, 1).item() if rank else float(before.rank == after.rank)
+    apart = (before.mixing.double() - after.mixing.double()).square().mean().sqrt()
+    printed = trace.item() / len(before.polar)
+    return {"stability": by_rank, "stability_printed": printed, "similarity": 1 - apart.item()}
+
+
+def compare(before: Source, after: Source) -> dict[str, Measures]:
+    """Both measures for every layer of two models, state dicts or paths, in the model's order, layers by name.
+
+    A path is a safetensors file or the folder of a run, a finished model, a checkpoint or a save; of one written
+    while groups trained apart, the first group's model is taken. Any layer may be full in one and factored in the
+    other. Embeddings are left out where one of the two is a model: files do not tell them from layers.
+    """
+    one, other = read(before), read(after)
+    _join(one, other.chains())
+    _join(other, one.chains())
+    left_out = one.left_out | other.left_out
+    ours, theirs = ({k: c for k, c in side.chains().items() if k not in left_out} for side in (one, other))
+    _check_alike(ours, theirs)
+    order = theirs if other.ordered and not one.ordered else ours
+    return {label_of(key): _measure(basis_of(ours[key]), basis_of(theirs[key])) for key in order}
+
+
+def _join(layers: Layers, others: dict[str, Chain]) -> None:
+    """Take a Sequential of two weights for one layer where the other model has one of its name."""
+    own = layers.chains()
+    for key in others:
+        name = key.removesuffix("weight").removesuffix(".")
+        if key not in own and key.endswith("weight") and layers.has_pair(name):
+            layers.sequentials.add(name)
+
+
+def _check_alike(ours: dict[str, Chain], theirs: dict[str, Chain]) -> None:
+    if not (ours or theirs):
+        raise ConfigError("there is no weight of two dimensions or more to compare; give models or their state dicts")
+    wrong = [f"`{label_of(key)}` is only in the first" for key in ours if key not in theirs]
+    wrong += [f"`{label_of(key)}` is only in the second" for key in theirs if key not in ours]
+    for key in (key for key in ours if key in theirs):
+        shapes = shape_of(ours[key]), shape_of(theirs[key])
+        if shapes[0] != shapes[1]:
+            wrong.append(f"`{label_of(key)}` is {shapes[0]} in the first and {shapes[1]} in the second")
+    if wrong:
+        more = f" and {len(wrong) - 6} more" if len(wrong) > 6 else ""
+        told = ", ".join(wrong[:6]) + more
+        raise ConfigError(f"the two are not the same architecture: {told}; compare two states of one model")
+
+
+class Stability:
+    """Watches a model while it trains: how far each layer's basis and mixing matrix moved since an earlier look.
+
+        watch = Stability(model, every=100, back=5)     # before training: the first look is at step 0
+        ...
+        optimizer.step()
+        if record := watch.look(step):                  # None unless there is something to compare with
+            ...
+
+    Works for any method: give the replica, a DDP or the bare model. Weights of two dimensions or more are watched in
+    the order of registration, in whatever form they are, through changes of rank too; embeddings and what `keep`
+    matches are not. While groups train apart each holds a model of its own, and this watches this worker's.
+    Nothing is sent, and nothing in training changes.
+
+    It keeps at most `back` snapshots in the CPU's memory, each with m·n + n² numbers in fp32 for an (m, n) weight:
+    the size of the model, and at most twice that. They are not saved: after a resume looks begin anew.
+    """
+
+    def __init__(
+        self, model: nn.Module, every: int = 100, back: int = 1, keep: Sequence[str] = (), *, step: int = 0
+    ) -> None:
+        self.model = model
+        self.every, self.back, self.keep = every, back, patterns(keep)
+        for name in ("every", "back"):
+            check_whole(self, name, 1)
+        warn_of_idle_patterns(bare(model), self.keep)
+        self.snapshots: deque[tuple[int, dict[str, Basis]]] = deque(maxlen=back)
+        self.look(step)
+
+    def look(self, step: int) -> dict[str, Any] | None:
+        """After optimizer step `step`: every `every` steps, the model against itself `back` looks before, if known."""
+        if step % self.every or (self.snapshots and self.snapshots[-1][0] == step):
+            return None
+        now = self._bases()
+        record = None
+        if len(self.snapshots) == self.back:
+            earlier, then = self.snapshots[0]
+            both = [label for label in now if label in then and now[label].polar.shape == then[label].polar.shape]
+            layers = {label: _measure(then[label], now[label]) for label in both}
+            record = {"step": step, "before": earlier, "layers": layers}
+        self.snapshots.append((step, now))
+        return record
+
+    def _bases(self) -> dict[str, Basis]:
+        chains = read(self.model).chains()
+        return {label_of(key): basis_of(chain).kept() for key, chain in chains.items() if not self._is_kept(key)}
+
+    def _is_kept(self, key: str) -> bool:
+        return any(fnmatch.fnmatch(name, pattern) for name in (key, label_of(key)) for pattern in self.keep)
