@@ -2,6 +2,7 @@
 
 from thinwire.config import AB, AllReduce, DiLoCo, LocalSGD, OneBit, PowerSGD, TopK
 from thinwire.errors import ConfigError, DisagreementError, DivergedError, ThinwireError
+from thinwire.factor.stability import Stability
 from thinwire.replica import Replica, attach
 
 __version__ = "0.1.0"
@@ -17,6 +18,7 @@ __all__ = [
     "OneBit",
     "PowerSGD",
     "Replica",
+    "Stability",
     "ThinwireError",
     "TopK",
     "attach",
