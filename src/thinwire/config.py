@@ -147,6 +147,85 @@ class AB:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OIALR:
+    """Bases frozen once they are stable, the square matrix between them trained, ranks falling (dissertation of
+    D. Coquelin, chapter 4).
+
+    `delay` and `frequency` below 1 are fractions of `total_steps`, from 1 on whole steps.
+    """
+
+    total_steps: int
+    """Optimizer steps of the whole run."""
+
+    delay: float = 1 / 3
+    """Full-rank training before weights become U S Vᵀ; without `warmup`, steps before the first update of the bases."""
+
+    frequency: float = 0.0333
+    """Steps between two updates of the bases, in which ranks may fall."""
+
+    cutoff: float = 0.1
+    """Singular values up to this share of the largest are dropped at an update."""
+
+    layer_fraction: float = 0.1
+    """By how many of the layers, as a share of all, each update reaches further from the last one towards the first."""
+
+    max_shrink: float = 0.5
+    """The largest share of a layer's ranks that one update may drop; 1 drops all that the cutoff says."""
+
+    warmup: bool = True
+    """Whether training begins at full rank; False makes weights U S Vᵀ at once."""
+
+    moments: Literal["carry", "reset"] = "carry"
+    """What becomes of the optimizer's state when bases change: turned into the new ones, or it starts again."""
+
+    keep_first: bool = False
+    """Leave the first layer full."""
+
+    keep_last: bool = True
+    """Leave the last layer full."""
+
+    keep: tuple[str, ...] = ()
+    """Name patterns (as in a shell) of layers to leave full."""
+
+    wire: Literal["fp32", "bf16"] = "fp32"
+    """What gradients are rounded to while they travel."""
+
+    group_size: GroupSize = None
+    """Workers to a node, where one machine stands for several; they share the decompositions out."""
+
+    def __post_init__(self) -> None:
+        check_total(self.total_steps)
+        check_fraction(self, "delay", zero_allowed=True)
+        check_fraction(self, "frequency", zero_allowed=False)
+        check_cutoff(self.cutoff, zero_allowed=True)
+        for name in ("layer_fraction", "max_shrink"):
+            value = getattr(self, name)
+            if not (is_number(value) and 0 < value <= 1):
+                raise ConfigError(f"`{name}`={value!r} must be above 0 and at most 1: a share")
+        check_choice(self, "moments", ("carry", "reset"))
+        check_choice(self, "wire", ("fp32", "bf16"))
+        for name in ("warmup", "keep_first", "keep_last"):
+            check_bool(self, name)
+        check_group_size(self.group_size)
+        object.__setattr__(self, "keep", patterns(self.keep))
+        if self.warmup and self.delay_length >= self.total_steps:
+            raise ConfigError(
+                f"`delay`={self.delay} leaves nothing of `total_steps`={self.total_steps} for training at low rank; "
+                "use a smaller one, such as a third"
+            )
+
+    @property
+    def delay_length(self) -> int:
+        """The delay in steps."""
+        return length(self.delay, self.total_steps)
+
+    @property
+    def update_length(self) -> int:
+        """Steps from one update of the bases to the next, at least one."""
+        return max(1, length(self.frequency, self.total_steps))
+
+
+@dataclass(frozen=True, kw_only=True)
 class PowerSGD:
     """Gradients between groups as low-rank products, with error feedback (arXiv 1905.13727)."""
 

@@ -51,6 +51,10 @@ class Job:
     """Steps between evaluations instead of the recipe's."""
     model: bool = True
     """Whether to write the finished model."""
+    stability: int | None = None
+    """Steps between looks at the bases."""
+    stability_back: int = 1
+    """Looks between the two states that are compared."""
     seats: tuple[Seat, ...] = (Seat(),)
     """Where the workers run, an equal part on each."""
 
@@ -101,6 +105,8 @@ class Job:
                 resume=self.resume,
                 save_every=self.save_every,
                 model=self.model,
+                stability=self.stability,
+                stability_back=self.stability_back,
             )
             if inside_job():
                 leave()
@@ -149,6 +155,8 @@ class Job:
             "--data": self.data,
             "--save-every": self.save_every,
             "--eval-every": self.eval_every,
+            "--stability": self.stability,
+            "--stability-back": self.stability_back,
         }
         for flag, value in optional.items():
             words += [] if value is None else [flag, str(value)]

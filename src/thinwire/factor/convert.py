@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from thinwire.factor import layers as factored
-from thinwire.factor.matrix import MatrixView, view_of
+from thinwire.factor.matrix import MatrixView, product, view_of
 
 # Their weights are looked up, not multiplied.
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -53,8 +53,8 @@ class Layer:
         return self.module._parameters[self.parameter]  # type: ignore[return-value]
 
     @property
-    def factors(self) -> tuple[nn.Parameter, nn.Parameter]:
-        """A (m, k) and B (k, n); only while the layer is factored."""
+    def factors(self) -> tuple[nn.Parameter, ...]:
+        """A (m, k) and B (k, n), or U (m, k), S (k, k) and Vᵀ (k, n); only while the layer is factored."""
         return factored.factors_of(self.module, self.parameter)
 
     @property
@@ -64,15 +64,14 @@ class Layer:
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """What stands for this weight now: (W,) or (A, B)."""
+        """What stands for this weight now: (W,), (A, B) or (U, S, Vᵀ)."""
         return self.factors if self.is_factored else (self.weight,)
 
     def matrix(self) -> Tensor:
         """The weight as a tall matrix (m, n), whatever its present shape."""
         with torch.no_grad():
             if self.is_factored:
-                a, b = self.factors
-                return a @ b
+                return product(self.factors)
             return self.view.to_matrix(self.weight.detach())
 
 
@@ -123,11 +122,13 @@ def _matches(layer: Layer, pattern: str) -> bool:
     return fnmatch.fnmatch(layer.name, pattern) or fnmatch.fnmatch(layer.key, pattern)
 
 
-def to_factors(layer: Layer, a: Tensor, b: Tensor) -> None:
-    """Make a full layer factored."""
-    like = layer.weight
-    new_a, new_b = factored.new_parameter(a, like), factored.new_parameter(b, like)
-    factored.factor_weight(layer.module, layer.parameter, new_a, new_b)
+def to_factors(layer: Layer, *values: Tensor) -> None:
+    """Give a layer two factors, both trained, or three, of which only the middle one is; full or factored before."""
+    like = layer.parameters[0]
+    trains = (True, True) if len(values) == 2 else (False, True, False)
+    new = [factored.new_parameter(value, like, trains=t) for value, t in zip(values, trains, strict=True)]
+    change = factored.replace_factors if layer.is_factored else factored.factor_weight
+    change(layer.module, layer.parameter, new)
 
 
 def to_full(layer: Layer) -> None:

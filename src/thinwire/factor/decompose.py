@@ -27,6 +27,35 @@ class Factors(NamedTuple):
     sigma: Tensor
 
 
+class Basis(NamedTuple):
+    """W ≈ U S Vᵀ with orthonormal columns in U (m, k) and V (n, k), in fp64, and every singular value of W.
+
+    S (k, k) is upper-triangular and diagonal to within what the Gram matrix leaves open; it is trained as a whole
+    matrix, so nothing needs it to be exactly diagonal, while U and V stay orthonormal however small a singular value.
+    """
+
+    u: Tensor
+    s: Tensor
+    vt: Tensor
+    sigma: Tensor
+
+
+def find_basis(matrix: Tensor, cutoff: float, *, least: int = 1) -> Basis:
+    """Bases of a tall matrix, cut where singular values fall to `cutoff` of the largest; at least `least` are kept."""
+    exact = matrix.double()
+    found = _eigen(exact)
+    if found is None:  # a matrix of zeros, or one that eigh does not converge for
+        u, sigma, vt = torch.linalg.svd(exact, full_matrices=False)
+        vectors = vt.t()
+    else:
+        sigma, vectors = found
+    v = vectors[:, : max(least, rank_of(sigma, cutoff))]
+    v = v * _signs(v)
+    u, s = torch.linalg.qr(exact @ v)  # (m, k), (k, k): W V = U S, so W V Vᵀ = U S Vᵀ
+    flip = torch.where(s.diagonal() < 0, -1.0, 1.0).to(s)
+    return Basis(u * flip, s * flip[:, None], v.t(), sigma)
+
+
 def decompose(matrix: Tensor, cutoff: float, *, rank: int | None = None) -> Factors:
     """Factors of a tall matrix, cut where singular values fall to `cutoff` of the largest, or at `rank`."""
     found = _eigen(matrix)

@@ -23,6 +23,7 @@ from thinwire.factor.layers import (
     unfactor_weight,
     weight_was_read,
 )
+from thinwire.factor.matrix import product
 from thinwire.factor.program import refuse_onnx, write_programs
 
 _READS_WEIGHTS_OF_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -61,8 +62,8 @@ def _plain_layer(module: nn.Module, *, in_place: bool) -> nn.Module:
 
 def _sides(module: nn.Module, name: str = "weight") -> tuple[Tensor, Tensor]:
     """(rows, k) and (k, columns) of the flattened weight."""
-    a, b = factors_of(module, name)
-    left, right = factored_names(module)[name].sides(a.detach(), b.detach())
+    first, *rest = (p.detach() for p in factors_of(module, name))
+    left, right = factored_names(module)[name].sides(first, product(rest))
     return left, right
 
 

@@ -1,20 +1,21 @@
-"""Layers whose weight is two factors. A module changes its class and keeps its identity.
+"""Layers whose weight is factors. A module changes its class and keeps its identity.
 
-`factor_weight(module, "weight", a, b)` takes the parameter `weight` out of the module, puts `weight_a` and
+`factor_weight(module, "weight", [a, b])` takes the parameter `weight` out of the module, puts `weight_a` and
 `weight_b` in, and swaps the module's class for a subclass of its own class in which `weight` is a read-only
-property (A·B on demand). Hooks, names and references survive. Classes with a forward pass of their own here
-(Linear, Conv1d/2d/3d, transformers' Conv1D) use the two thin factors where that costs fewer operations;
-every other class, MultiheadAttention among them, reads the property and so multiplies out.
+property (A·B on demand); three factors are `weight_u`, `weight_s` and `weight_vt`. Hooks, names and references
+survive. Classes with a forward pass of their own here (Linear, Conv1d/2d/3d, transformers' Conv1D) use the factors
+one after the other, folded or multiplied out, whichever costs fewest operations; every other class,
+MultiheadAttention among them, reads the property and so multiplies out.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire.factor.matrix import MatrixView, view_of
+from thinwire.factor.matrix import MatrixView, product, view_of
 
 _CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.Conv1d: F.conv1d,
@@ -23,12 +24,21 @@ _CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
 }
 
 
-def factor_weight(module: nn.Module, name: str, a: nn.Parameter, b: nn.Parameter) -> None:
-    """Replace the parameter `name` of `module` by the factors `a` and `b`."""
+FORMS = {2: ("a", "b"), 3: ("u", "s", "vt")}
+"""What is added to a weight's name for each of its factors, by how many there are."""
+
+
+def factor_weight(module: nn.Module, name: str, factors: Sequence[nn.Parameter]) -> None:
+    """Replace the parameter `name` of `module` by factors."""
     view = view_of(module._parameters[name])  # type: ignore[arg-type]
     names = {**factored_names(module), name: view}
-    _exchange(module, [name], {f"{name}_a": a, f"{name}_b": b})
+    _exchange(module, [name], _named(name, factors))
     _set_factored(module, names)
+
+
+def replace_factors(module: nn.Module, name: str, factors: Sequence[nn.Parameter]) -> None:
+    """Put other factors in the place of those that are there."""
+    _exchange(module, _factor_names(module, name), _named(name, factors))
 
 
 def unfactor_weight(module: nn.Module, name: str, weight: nn.Parameter) -> None:
@@ -36,7 +46,16 @@ def unfactor_weight(module: nn.Module, name: str, weight: nn.Parameter) -> None:
     names = factored_names(module)
     del names[name]
     _set_factored(module, names)
-    _exchange(module, [f"{name}_a", f"{name}_b"], {name: weight})
+    _exchange(module, _factor_names(module, name), {name: weight})
+
+
+def _named(name: str, factors: Sequence[nn.Parameter]) -> dict[str, nn.Parameter]:
+    return {f"{name}_{suffix}": p for suffix, p in zip(FORMS[len(factors)], factors, strict=True)}
+
+
+def _factor_names(module: nn.Module, name: str) -> list[str]:
+    suffixes = next(form for form in FORMS.values() if f"{name}_{form[0]}" in module._parameters)
+    return [f"{name}_{suffix}" for suffix in suffixes]
 
 
 def _exchange(module: nn.Module, old: list[str], new: dict[str, nn.Parameter]) -> None:
@@ -52,9 +71,9 @@ def factored_names(module: nn.Module) -> dict[str, MatrixView]:
     return dict(getattr(module, "_factored", {}))
 
 
-def factors_of(module: nn.Module, name: str) -> tuple[nn.Parameter, nn.Parameter]:
-    """A and B of a factored weight."""
-    return module._parameters[f"{name}_a"], module._parameters[f"{name}_b"]  # type: ignore[return-value]
+def factors_of(module: nn.Module, name: str) -> tuple[nn.Parameter, ...]:
+    """A and B of a factored weight, or U, S and Vᵀ."""
+    return tuple(module._parameters[factor] for factor in _factor_names(module, name))  # type: ignore[misc]
 
 
 def mark_as_read(module: nn.Module) -> None:
@@ -116,9 +135,9 @@ def _make_class(dense: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modul
 def _product(name: str) -> property:
     def weight(self: nn.Module) -> Tensor:
         mark_as_read(self)
-        return self._factored[name].rebuild(self._parameters[f"{name}_a"], self._parameters[f"{name}_b"])  # type: ignore[index,union-attr]
+        return self._factored[name].rebuild(*factors_of(self, name))  # type: ignore[index,union-attr]
 
-    weight.__doc__ = f"`{name}_a` times `{name}_b`, computed at every reading."
+    weight.__doc__ = f"The product of the factors of `{name}`, computed at every reading."
     return property(weight)
 
 
@@ -156,35 +175,59 @@ def thin_is_cheaper(view: MatrixView, rank: int, uses: int) -> bool:
     return thin < full
 
 
+def cheapest_of_three(view: MatrixView, rank: int, uses: int, *, trains: bool) -> int:
+    """How many products U S Vᵀ is best applied by: 3 one after the other, 2 with S Vᵀ folded, or 1 multiplied out.
+
+    In training the pass back counts too. There only S has a gradient, which costs uses·k² through three factors, and
+    that of the whole folded or multiplied-out matrix otherwise.
+    """
+    m, n = view.tall
+    thin, fold, whole = rank * (m + n), rank * rank * n, rank * rank * n + rank * m * n
+    if trains:
+        costs = {
+            3: uses * (2 * thin + 3 * rank * rank),
+            2: uses * (2 * thin + rank * n) + 2 * fold,
+            1: uses * 3 * m * n + 2 * whole,
+        }
+    else:
+        costs = {3: uses * (thin + rank * rank), 2: uses * thin + fold, 1: uses * m * n + whole}
+    return min(costs, key=lambda count: costs[count])
+
+
+def _chain(self: Any, uses: int) -> tuple[Tensor, ...]:
+    """What stands for the flattened weight, from (rows, k) to (k, columns): the way that costs least."""
+    view: MatrixView = self._factored["weight"]
+    factors: tuple[Tensor, ...] = factors_of(self, "weight")
+    rank = factors[0].shape[1]
+    if len(factors) == 2:
+        count = 2 if thin_is_cheaper(view, rank, uses) else 1
+    else:
+        count = cheapest_of_three(view, rank, uses, trains=torch.is_grad_enabled())
+    return view.sides(*factors[: count - 1], product(factors[count - 1 :]))
+
+
 def _linear_forward(self: Any, input: Tensor) -> Tensor:
-    view = self._factored["weight"]
-    a, b = self.weight_a, self.weight_b
-    if not thin_is_cheaper(view, a.shape[1], input.numel() // max(1, input.shape[-1])):
-        return F.linear(input, view.rebuild(a, b), self.bias)
-    left, right = view.sides(a, b)  # (out, k), (k, in)
-    return F.linear(F.linear(input, right), left, self.bias)
+    left, *rest = _chain(self, input.numel() // max(1, input.shape[-1]))
+    for right in reversed(rest):
+        input = F.linear(input, right)
+    return F.linear(input, left, self.bias)
 
 
 def _conv1d_forward(self: Any, input: Tensor) -> Tensor:
-    view = self._factored["weight"]
-    a, b = self.weight_a, self.weight_b
-    if not thin_is_cheaper(view, a.shape[1], input.numel() // max(1, input.shape[-1])):
-        return input @ view.rebuild(a, b) + self.bias
-    left, right = view.sides(a, b)  # (in, k), (k, out)
-    return (input @ left) @ right + self.bias
+    for matrix in _chain(self, input.numel() // max(1, input.shape[-1])):  # (in, k), …, (k, out)
+        input = input @ matrix
+    return input + self.bias
 
 
 def _conv_forward(self: Any, input: Tensor) -> Tensor:
-    view = self._factored["weight"]
-    a, b = self.weight_a, self.weight_b
-    left, right = view.sides(a, b)  # (out, k), (k, in·kernel)
+    shape = self._factored["weight"].shape
     positions = input.numel() // max(1, self.in_channels) // _stride_product(self)
-    if not thin_is_cheaper(view, a.shape[1], positions):
-        return self._conv_forward(input, view.rebuild(a, b), self.bias)
-    kernel = right.reshape(-1, *view.shape[1:])  # (k, in, *kernel)
-    point = left.reshape(view.rows, -1, *(1 for _ in view.shape[2:]))  # (out, k, 1, …)
-    hidden = self._conv_forward(input, kernel, None)
-    return _convolution(self)(hidden, point, self.bias)
+    *points, right = _chain(self, positions)  # (out, k), …, (k, in·kernel)
+    hidden = self._conv_forward(input, right.reshape(-1, *shape[1:]), None if points else self.bias)
+    for i in reversed(range(len(points))):
+        point = points[i].reshape(*points[i].shape, *(1 for _ in shape[2:]))  # (out, k, 1, …)
+        hidden = _convolution(self)(hidden, point, None if i else self.bias)
+    return hidden
 
 
 def _stride_product(conv: Any) -> int:
@@ -198,13 +241,12 @@ def _convolution(conv: nn.Module) -> Callable[..., Tensor]:
     return next(f for cls, f in _CONVOLUTIONS.items() if isinstance(conv, cls))
 
 
-def new_parameter(values: Tensor, like: nn.Parameter) -> nn.Parameter:
-    """A trainable parameter on the same device as `like`, with its own memory."""
-    return nn.Parameter(values.detach().to(device=like.device, dtype=like.dtype).clone(), requires_grad=True)
+def new_parameter(values: Tensor, like: nn.Parameter, *, trains: bool = True) -> nn.Parameter:
+    """A parameter on the same device as `like`, with its own memory."""
+    return nn.Parameter(values.detach().to(device=like.device, dtype=like.dtype).clone(), requires_grad=trains)
 
 
 def rebuilt(module: nn.Module, name: str) -> Tensor:
     """The full weight of a factored layer, detached."""
-    a, b = factors_of(module, name)
     with torch.no_grad():
-        return factored_names(module)[name].rebuild(a, b).contiguous()
+        return factored_names(module)[name].rebuild(*factors_of(module, name)).contiguous()

@@ -5,6 +5,7 @@ So the factors of `W = A B` are A (m, k) and B (k, n) with m ≥ n, and A is nev
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,18 +47,26 @@ class MatrixView:
         flat = matrix.t() if self.transposed else matrix
         return flat.reshape(self.shape)
 
-    def sides(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors of the flattened weight as the layer uses it: (rows, k) and (k, columns)."""
-        return (b.t(), a.t()) if self.transposed else (a, b)
+    def sides(self, *factors: Tensor) -> tuple[Tensor, ...]:
+        """Factors of the flattened weight as the layer uses it: from (rows, k) to (k, columns)."""
+        return tuple(f.t() for f in reversed(factors)) if self.transposed else factors
 
-    def rebuild(self, a: Tensor, b: Tensor) -> Tensor:
-        """The weight that two factors stand for."""
-        return self.to_weight(a @ b)  # (m, k) @ (k, n)
+    def rebuild(self, *factors: Tensor) -> Tensor:
+        """The weight that factors stand for."""
+        return self.to_weight(product(factors))
 
     def is_smaller(self, rank: int) -> bool:
         """Whether factors of this rank hold fewer numbers than the weight."""
         m, n = self.tall
         return rank * (m + n) < m * n
+
+
+def product(factors: Sequence[Tensor]) -> Tensor:
+    """(m, k) @ … @ (k, n), from the right: what stands there is the smaller."""
+    found = factors[-1]
+    for factor in reversed(factors[:-1]):
+        found = factor @ found
+    return found
 
 
 def view_of(weight: Tensor | torch.Size) -> MatrixView:

@@ -7,7 +7,12 @@ and second moments with elementwise squares of the same matrices (an approximati
     re-cut      m_A' = m_A Dᵀ         v_A' = v_A (Dᵀ)²        m_B' = Cᵀ m_B         v_B' = (Cᵀ)² v_B
     to full     m_W = m_A (B⁺)ᵀ  or  (A⁺)ᵀ m_B
 
-with D = B' B⁺ and C = A⁺ A'. All matrices here are tall views, so transposed layers need no case of their own.
+with D = B' B⁺ and C = A⁺ A'. With W = U S Vᵀ, U and V fixed, g_S = Uᵀ g_W V:
+
+    from full   m_S = Uᵀ m_W V        v_S = (Uᵀ)² v_W V²
+    re-cut      m_S' = Pᵀ m_S Q       v_S' = (Pᵀ)² v_S Q²     with P = Uᵀ U', Q = Vᵀ V'
+
+All matrices here are tall views, so transposed layers need no case of their own.
 """
 
 import warnings
@@ -27,15 +32,20 @@ State = dict[str, Any]
 Map = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
 
 
-def exchange(optimizer: Optimizer, old: Sequence[nn.Parameter], new: Sequence[nn.Parameter]) -> None:
-    """Put `new` where `old` stood, in the same parameter group; the old ones' state is dropped."""
+def exchange(
+    optimizer: Optimizer, old: Sequence[nn.Parameter], new: Sequence[nn.Parameter], suffixes: Sequence[str] = ()
+) -> None:
+    """Put `new` where `old` stood, in the same parameter group; the old ones' state is dropped.
+
+    `suffixes` are added to the weight's name for each factor, where the optimizer keeps names; none for a full weight.
+    """
     gone = {id(p) for p in old}
     for group in optimizer.param_groups:
         places = [i for i, p in enumerate(group["params"]) if id(p) in gone]
         if places:
             _put(group["params"], places, list(new))
             if "param_names" in group:
-                _put(group["param_names"], places, _names(group["param_names"][places[0]], len(new)))
+                _put(group["param_names"], places, _names(group["param_names"][places[0]], suffixes))
             break
     for p in old:
         optimizer.state.pop(p, None)
@@ -48,8 +58,9 @@ def _put(values: list[Any], places: Sequence[int], new: list[Any]) -> None:
     values[:] = [*kept[: places[0]], *new, *kept[places[0] :]]
 
 
-def _names(old: str, count: int) -> list[str]:
-    return [f"{old}_a", f"{old}_b"] if count == 2 else [old.removesuffix("_a")]
+def _names(old: str, suffixes: Sequence[str]) -> list[str]:
+    weight = old.removesuffix("_a").removesuffix("_s")
+    return [f"{weight}_{suffix}" for suffix in suffixes] or [weight]
 
 
 def reset(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
@@ -100,6 +111,18 @@ def recut_b(state: State, a: Tensor, new_a: Tensor) -> State:
     """State of B' from that of B, when A B became A' B'."""
     c = torch.linalg.pinv(a) @ new_a  # (k, m) @ (m, k')
     return transport(state, lambda moment, power: power(c).t() @ moment)
+
+
+def middle_from_full(state: State, view: MatrixView, u: Tensor, vt: Tensor) -> State:
+    """State of S from that of W, when W became U S Vᵀ."""
+    return transport(state, lambda moment, power: power(u).t() @ view.to_matrix(moment) @ power(vt).t())
+
+
+def recut_middle(state: State, old: Sequence[Tensor], new: Sequence[Tensor]) -> State:
+    """State of S' from that of S, when U S Vᵀ became U' S' V'ᵀ."""
+    left = old[0].t() @ new[0]  # (k, m) @ (m, k')
+    right = old[-1] @ new[-1].t()  # (k, n) @ (n, k')
+    return transport(state, lambda moment, power: power(left).t() @ moment @ power(right))
 
 
 def transport(state: State, onto: Map) -> State:

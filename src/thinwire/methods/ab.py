@@ -11,7 +11,6 @@ A group phase begins only if all of it fits before `total_steps`; what is left i
 
 import math
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -22,10 +21,10 @@ from torch import Tensor, nn
 from thinwire.config import AB
 from thinwire.errors import ConfigError
 from thinwire.factor import moments
-from thinwire.factor.convert import Layer, find_layers, to_factors, to_full, warn_of_idle_patterns
-from thinwire.factor.usage import OrderOfUse
+from thinwire.factor.convert import Layer, to_factors, to_full
 from thinwire.methods.ab_timetable import timetable
-from thinwire.methods.base import Ground, Method, optimizer_parameters
+from thinwire.methods.base import Ground
+from thinwire.methods.factoring import Factoring
 from thinwire.methods.merging import average_buffers, average_moments, average_parameters, put_back, refuse_diverged
 
 
@@ -37,7 +36,7 @@ class Weights(NamedTuple):
     rest: float
 
 
-class ABMethod(Method):
+class ABMethod(Factoring):
     """Low-rank factors, trained apart and merged."""
 
     phases = ("warmup", "groups", "rebound", "final")
@@ -47,43 +46,19 @@ class ABMethod(Method):
         super().__init__(config, ground)
         self.segments = timetable(config)
         self.index = 0
-        self.usage = OrderOfUse(ground.model)
         self.lr_start: int | None = None
         self.base: list[Tensor] = []
-        self._warned = False
 
     def attach(self) -> None:
         """Begin with the first phase; a warm-up of no steps begins with the groups."""
-        self._find_layers()
-        if not self.layers:
-            reasons = ", ".join(f"{kept.name} ({kept.why})" for kept in self.kept) or "it has no weight matrices"
-            raise ConfigError(
-                f"nothing to factor in this model: {reasons}; a small model may want keep_first=False or "
-                "keep_last=False"
-            )
-        warn_of_idle_patterns(self.model, self.config.keep)
-        self.usage.watch()
-        self.replicated.wrap(self.topology.world)
+        super().attach()
         self._follow_timetable()
 
     def after_step(self) -> None:
         """Count it, agree on the buffers, and change phase where the timetable says so."""
-        self.step += 1
-        self._agree_on_order()
-        self.replicated.hand_on_buffers()
+        super().after_step()
         self._follow_timetable()
-        if self.step > self.config.total_steps and not self._warned:
-            warnings.warn(
-                f"step {self.step} is beyond total_steps={self.config.total_steps}: "
-                f"training stays in phase {self.phase!r}",
-                stacklevel=2,
-            )
-            self._warned = True
-
-    @property
-    def gradient_wire(self) -> str:
-        """Gradients are rounded as merges are."""
-        return self.config.wire
+        self.warn_beyond_the_end()
 
     @property
     def spans_world(self) -> bool:
@@ -113,8 +88,8 @@ class ABMethod(Method):
         """Merge if groups are apart, then cut every layer at the cutoff."""
         if self.phase == "groups":
             self._merge()
-        self._agree_on_order()
-        self._find_layers()
+        self.agree_on_order()
+        self.find_layers()
         self._cut(self.config.cutoff if cutoff is None else cutoff)
         self.replicated.unwrap()
 
@@ -124,11 +99,6 @@ class ABMethod(Method):
         with put_back(self.model):
             self._average(self._weigh())
             yield
-
-    def release(self) -> None:
-        """Let go of the model, and of its layers' order."""
-        super().release()
-        self.usage.stop()
 
     # Phases.
 
@@ -144,8 +114,8 @@ class ABMethod(Method):
 
     def _split(self) -> None:
         """Steps 2 and 3: decompose, freeze what this group does not train, average gradients inside the group."""
-        self._find_layers()
-        self._make_room()
+        self.find_layers()
+        self.make_room()
         for layer, factors in self.agreed_factors(self.config.cutoff):
             self._to_factors(layer, *factors)
         self._freeze()
@@ -156,12 +126,11 @@ class ABMethod(Method):
     def _merge(self) -> None:
         """Step 4: one model again, full-rank, with the optimizer in the same state everywhere."""
         weights = self._weigh()
-        self._make_room()
-        states = {layer.key: self._state_of_full(layer) for layer in self.layers if layer.is_factored}
+        self.make_room()
+        states = {layer.key: self._state_of_full(layer) for layer in self.factored}
         self._average(weights)
-        for layer in self.layers:
-            if layer.is_factored:
-                self._to_full(layer, states[layer.key])
+        for layer in self.factored:
+            self._to_full(layer, states[layer.key])
         if self.config.moments == "reset":
             moments.reset(self.optimizer, self.parameters())
         else:
@@ -169,13 +138,6 @@ class ABMethod(Method):
         self.base = []
         self.replicated.wrap(self.topology.world)
         self.ground.after_merge()
-
-    def _make_room(self) -> None:
-        """Gradients that the last step used up and the wrapper's buckets, before both shapes are in memory."""
-        self.replicated.unwrap()
-        for layer in self.layers:
-            for p in layer.parameters:
-                p.grad = None
 
     def _weigh(self) -> Weights:
         """This group's weights in a merge; a group that diverged stops the run here, by name."""
@@ -208,7 +170,7 @@ class ABMethod(Method):
 
     def _merged_parameters(self) -> list[tuple[nn.Parameter, str]]:
         """What a merge averages and by which weight; parameters the user froze are the same everywhere."""
-        kinds = {id(p): kind for x in self.layers if x.is_factored for p, kind in zip(x.factors, "ab", strict=True)}
+        kinds = {id(p): kind for x in self.factored for p, kind in zip(x.factors, "ab", strict=True)}
         return [(p, kinds.get(id(p), "rest")) for p in self.parameters() if p.requires_grad or id(p) in kinds]
 
     def _copy_base(self) -> list[Tensor]:
@@ -219,29 +181,12 @@ class ABMethod(Method):
 
     # Layers.
 
-    def _find_layers(self) -> None:
-        c = self.config
-        self.layers, self.kept = find_layers(
-            self.model,
-            trained=optimizer_parameters(self.optimizer),
-            order=self.usage.order,
-            keep_first=c.keep_first,
-            keep_last=c.keep_last,
-            keep=c.keep,
-        )
-
-    def _agree_on_order(self) -> None:
-        """From now on the order of use is known; rank 0's counts, who may have evaluated alone."""
-        if self.usage.is_watching:
-            self.usage.stop()
-            self.usage.order = self.wire.tell(self.usage.order)[0]
-
     def _to_factors(self, layer: Layer, a: Tensor, b: Tensor) -> None:
         weight = layer.weight
         state = self.optimizer.state.get(weight, {})
         to_factors(layer, a, b)
         new_a, new_b = layer.factors
-        moments.exchange(self.optimizer, [weight], [new_a, new_b])
+        moments.exchange(self.optimizer, [weight], [new_a, new_b], ("a", "b"))
         if self.config.moments == "carry" and state:
             state_a, state_b = moments.factors_from_full(state, layer.view, a, b)
             trained, carried = (new_a, state_a) if self.trains == "a" else (new_b, state_b)
@@ -266,30 +211,24 @@ class ABMethod(Method):
         self.lr_start = self.step
 
     def _freeze(self) -> None:
-        for layer in self.layers:
-            if layer.is_factored:
-                a, b = layer.factors
-                a.requires_grad_(self.trains == "a")
-                b.requires_grad_(self.trains == "b")
+        for layer in self.factored:
+            a, b = layer.factors
+            a.requires_grad_(self.trains == "a")
+            b.requires_grad_(self.trains == "b")
 
     # Checkpoints.
 
     def state(self) -> dict[str, Any]:
         """Place in the timetable, order of use, ranks and the learning rate's rebound."""
-        ranks = {layer.key: layer.rank for layer in self.layers if layer.is_factored}
-        more = {"index": self.index, "order": self.usage.order, "lr_start": self.lr_start, "ranks": ranks}
-        return {**super().state(), **more}
+        return {**super().state(), "index": self.index, "lr_start": self.lr_start}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go to a place in the timetable and give the model the shape it had there."""
         super().load_state(state)
-        for layer in self.layers:
-            if layer.is_factored:
-                self._to_full(layer, {})
-        self.index, self.usage.order = state["index"], state["order"]
-        if self.step:
-            self._agree_on_order()
-        self._find_layers()
+        for layer in self.factored:
+            self._to_full(layer, {})
+        self.index = state["index"]
+        self.load_order(state)
         for layer in self.layers:
             rank = state["ranks"].get(layer.key)
             if rank is not None:

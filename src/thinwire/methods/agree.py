@@ -1,5 +1,7 @@
 """One decomposition on all workers: shared out inside a node, compared between groups, mended where it differs."""
 
+import itertools
+import math
 from collections.abc import Callable
 
 import torch
@@ -9,16 +11,18 @@ from thinwire.comm.codec import all_finite
 from thinwire.comm.collectives import Wire
 from thinwire.comm.topology import Topology
 from thinwire.errors import DivergedError
+from thinwire.factor import decompose
 from thinwire.factor.convert import Layer
-from thinwire.factor.decompose import decompose_if_smaller
 
-Factors = tuple[Tensor, Tensor]
+Factors = tuple[Tensor, ...]
 
 
 def agreed_factors(
-    layers: list[Layer], wire: Wire, cutoff: float, find: Callable[[Layer, float], Factors | None]
+    layers: list[Layer], wire: Wire, find: Callable[[Layer], Factors | None], count: int = 2
 ) -> list[tuple[Layer, Factors]]:
-    """Factors of every layer that they make smaller, bit for bit the same on all workers; collective.
+    """The `count` factors that `find` gives of every layer, bit for bit the same on all workers; collective.
+
+    Layers of which it gives None are left out.
 
     1. Members of a group inside one node decompose a share of the layers each and hand the factors around.
     2. All workers compare a checksum a layer.
@@ -29,13 +33,13 @@ def agreed_factors(
     with wire.ledger.times.decomposing():
         # Nothing is handed around on a dry wire, so there everyone finds all.
         mine = (None, wire.topology.member)
-        found = [find(layer, cutoff) if wire.is_dry or owner in mine else None for layer, owner in owners]
+        found = [find(layer) if wire.is_dry or owner in mine else None for layer, owner in owners]
     for member in sorted({owner for _, owner in owners if owner is not None}):
         its = [i for i, (_, owner) in enumerate(owners) if owner == member]
-        _hand_around(layers, found, its, wire, member)
+        _hand_around(layers, found, its, wire, member, count)
     different = wire.differing([f or () for f in found], "checksums")
     if different:
-        _hand_around(layers, found, different, wire, None)
+        _hand_around(layers, found, different, wire, None, count)
     return [(layer, factors) for layer, factors in zip(layers, found, strict=True) if factors is not None]
 
 
@@ -49,9 +53,25 @@ def _refuse_diverged(layers: list[Layer]) -> None:
             )
 
 
+def find_basis(layer: Layer, cutoff: float, max_shrink: float) -> Factors:
+    """U, S and Vᵀ of a layer: of its weight, or of its S alone, folded into its bases, where it has them already.
+
+    An update may drop `max_shrink` of the layer's ranks at most.
+    """
+    if not layer.is_factored:
+        u, s, vt, _ = decompose.find_basis(layer.matrix(), cutoff)
+    else:
+        old_u, old_s, old_vt = (p.detach().double() for p in layer.factors)
+        least = math.ceil((1 - max_shrink) * len(old_s))
+        u, s, vt, _ = decompose.find_basis(old_s, cutoff, least=max(1, least))
+        u, vt = old_u @ u, vt @ old_vt
+    dtype = layer.parameters[0].dtype
+    return tuple(t.to(dtype).contiguous() for t in (u, s, vt))
+
+
 def find_factors(layer: Layer, cutoff: float) -> Factors | None:
     """Factors of a layer by decomposing it; None where they would not be smaller."""
-    factors = decompose_if_smaller(layer.matrix(), cutoff)
+    factors = decompose.decompose_if_smaller(layer.matrix(), cutoff)
     return (factors.a, factors.b) if factors is not None else None
 
 
@@ -76,11 +96,11 @@ def decomposers(topology: Topology) -> int:
 
 def _cost(layer: Layer) -> int:
     m, n = layer.view.tall
-    return m * n * n
+    return m * (layer.rank or n) ** 2
 
 
 def _hand_around(
-    layers: list[Layer], found: list[Factors | None], which: list[int], wire: Wire, member: int | None
+    layers: list[Layer], found: list[Factors | None], which: list[int], wire: Wire, member: int | None, count: int
 ) -> None:
     """Overwrite `found[which]` by those of a member of the group, or of rank 0 of the world."""
     first = layers[0].parameters[0]
@@ -96,7 +116,7 @@ def _hand_around(
     send([ranks])
     for i, rank in zip(which, ranks.tolist(), strict=True):
         if rank != _rank(found[i]):
-            found[i] = empty_factors(layers[i], rank) if rank else None
+            found[i] = empty_factors(layers[i], rank, count) if rank else None
     tensors = [t for i in which for t in found[i] or ()]
     if tensors:
         send(tensors)
@@ -106,8 +126,8 @@ def _rank(factors: Factors | None) -> int:
     return factors[0].shape[1] if factors else 0
 
 
-def empty_factors(layer: Layer, rank: int) -> Factors:
+def empty_factors(layer: Layer, rank: int, count: int = 2) -> Factors:
     """Factors without values, where the layer's own weight is."""
     m, n = layer.view.tall
-    like = layer.parameters[0]
-    return like.new_empty(m, rank), like.new_empty(rank, n)
+    sizes = [m, *[rank] * (count - 1), n]
+    return tuple(layer.parameters[0].new_empty(rows, columns) for rows, columns in itertools.pairwise(sizes))

@@ -29,7 +29,7 @@ from thinwire.comm.collectives import Wire
 from thinwire.comm.replicate import Replicated
 from thinwire.errors import DisagreementError
 from thinwire.factor.convert import Kept, Layer, find_layers, to_factors
-from thinwire.methods.agree import agreed_factors, find_factors
+from thinwire.methods.agree import agreed_factors, find_basis, find_factors
 
 
 @dataclass
@@ -43,8 +43,10 @@ class Ground:
     has_scaler: bool = False
     after_merge: Callable[[], None] = lambda: None
     """Called when workers that trained apart are one again."""
-    find_factors: Callable[[Layer, float], tuple[Tensor, Tensor] | None] = find_factors
+    find_factors: Callable[[Layer, float], tuple[Tensor, ...] | None] = find_factors
     """A layer's factors at a cutoff, or None where they would not be smaller; a rehearsal foresees them instead."""
+    find_basis: Callable[[Layer, float, float], tuple[Tensor, ...]] = find_basis
+    """A layer's U, S and Vᵀ at a cutoff, with the share of its ranks that may be dropped at most; foreseen likewise."""
     scale: Callable[[], float] = lambda: 1.0
     """What the GradScaler multiplies losses by now."""
 
@@ -220,11 +222,11 @@ class Method(ABC):
                 "same kind of hardware; go back to a checkpoint"
             )
 
-    def agreed_factors(self, cutoff: float) -> list[tuple[Layer, tuple[Tensor, Tensor]]]:
+    def agreed_factors(self, cutoff: float) -> list[tuple[Layer, tuple[Tensor, ...]]]:
         """Factors of every layer that they make smaller, the same on all workers; collective."""
-        found = agreed_factors(self.layers, self.wire, cutoff, self.ground.find_factors)
+        found = agreed_factors(self.layers, self.wire, lambda layer: self.ground.find_factors(layer, cutoff))
         self.decompositions += 1
-        self.found_ranks = {layer.label: a.shape[1] for layer, (a, _) in found}
+        self.found_ranks = {layer.label: factors[0].shape[1] for layer, factors in found}
         return found
 
     def _set_phase(self, phase: str) -> None:

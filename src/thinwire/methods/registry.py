@@ -9,6 +9,7 @@ from thinwire.methods.allreduce import AllReduceMethod
 from thinwire.methods.base import Ground, Method
 from thinwire.methods.diloco import DiLoCoMethod
 from thinwire.methods.local_sgd import LocalSGDMethod
+from thinwire.methods.oialr import OIALRMethod
 from thinwire.methods.onebit import OneBitMethod
 from thinwire.methods.powersgd import PowerSGDMethod
 from thinwire.methods.topk import TopKMethod
@@ -25,6 +26,9 @@ class Entry(NamedTuple):
 METHODS: dict[str, Entry] = {
     "allreduce": Entry(config.AllReduce, AllReduceMethod, "gradients averaged at every step (PyTorch's DDP)"),
     "ab": Entry(config.AB, ABMethod, "groups train low-rank factors alone and merge (AB training)"),
+    "oialr": Entry(
+        config.OIALR, OIALRMethod, "bases frozen once stable, the small matrix between them trained (OIALR)"
+    ),
     "localsgd": Entry(config.LocalSGD, LocalSGDMethod, "groups train alone and average parameters now and then"),
     "diloco": Entry(config.DiLoCo, DiLoCoMethod, "groups train alone; outer Nesterov steps by how far they came"),
     "powersgd": Entry(config.PowerSGD, PowerSGDMethod, "gradients as low-rank products, with error feedback"),

@@ -2,6 +2,7 @@
 
 import bisect
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,7 +64,14 @@ class Recorded:
         return lambda i: abs(self.progress[i] - progress)
 
 
-def factors(layer: Layer, rank: int | None) -> tuple[Tensor, Tensor] | None:
+def basis(layer: Layer, rank: int | None, max_shrink: float) -> tuple[Tensor, ...]:
+    """U, S and Vᵀ without values: of that rank, or as near as one update comes to it; all that there is if None."""
+    now = layer.rank or min(layer.view.tall)
+    least = math.ceil((1 - max_shrink) * now)
+    return empty_factors(layer, now if rank is None else min(now, max(1, least, rank)), 3)
+
+
+def factors(layer: Layer, rank: int | None) -> tuple[Tensor, ...] | None:
     """Factors of that rank without values; None where they would not be smaller."""
     if rank is None or not layer.view.is_smaller(rank):
         return None

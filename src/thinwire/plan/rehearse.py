@@ -26,7 +26,7 @@ from thinwire.factor.convert import Layer
 from thinwire.methods.agree import decomposers
 from thinwire.methods.base import Ground, Method, optimizer_parameters
 from thinwire.methods.registry import make, name_of
-from thinwire.plan.foresight import Foresight, factors
+from thinwire.plan.foresight import Foresight, basis, factors
 from thinwire.replica import Replica
 
 # A shape that no optimizer's state has for another reason.
@@ -130,11 +130,15 @@ def rehearse(subject: Subject, config: Any, topology: Topology, foresee: Foresig
     wire.changing = _statistics(model)
     found = Rehearsal(wire.ledger, wire.calls, wire.exchanges, sharers=decomposers(topology))
 
-    def find_factors(layer: Layer, cutoff: float) -> tuple[Tensor, Tensor] | None:
+    def find_factors(layer: Layer, cutoff: float) -> tuple[Tensor, ...] | None:
         found.decomposed[layer.view.tall] += 1
         return factors(layer, foresee(layer, method.step / subject.steps))
 
-    method = make(config, Ground(model, optimizer, wire, find_factors=find_factors))
+    def find_basis(layer: Layer, cutoff: float, max_shrink: float) -> tuple[Tensor, ...]:
+        found.decomposed[(layer.rank, layer.rank) if layer.rank else layer.view.tall] += 1
+        return basis(layer, foresee(layer, method.step / subject.steps) if cutoff else None, max_shrink)
+
+    method = make(config, Ground(model, optimizer, wire, find_factors=find_factors, find_basis=find_basis))
     _Stage(subject, method, Replica(method), wire, found).play()
     return found
 

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from thinwire.comm.topology import join
 from thinwire.errors import ConfigError
+from thinwire.factor.stability import Stability
 from thinwire.replica import Replica, attach
 from thinwire.train import checkpoint
 from thinwire.train.data import Batches, Source, share
@@ -40,6 +41,8 @@ class _Run:
     recorder: Recorder
     earlier_s: float
     """Seconds spent before the run was resumed."""
+    watch: Stability | None = None
+    """Looks at the bases, on rank 0."""
     started: float = dataclasses.field(default_factory=time.monotonic)
     decompositions: int = 0
     """How many of them have been noted."""
@@ -49,6 +52,11 @@ class _Run:
         if self.decompositions != self.replica.decompositions:
             self.decompositions = self.replica.decompositions
             self.recorder.write("ranks", step=self.replica.step, ranks=self.replica.found_ranks)
+
+    def note_stability(self) -> None:
+        """One line whenever the bases were compared."""
+        if self.watch and (record := self.watch.look(self.replica.step)):
+            self.recorder.write("stability", **record)
 
     @property
     def wall_s(self) -> float:
@@ -65,20 +73,26 @@ def fit(
     resume: bool = False,
     save_every: int | None = None,
     model: bool = True,
+    stability: int | None = None,
+    stability_back: int = 1,
 ) -> dict[str, Any]:
     """Train `recipe` with the method of `config` and write records, summary and model to `out`; collective.
 
     Joins the job it is started in (torchrun, srun) or trains alone. Returns the summary. With `resume` it
     goes on from `out/checkpoint` if there is one, which `save_every` writes every so many steps. Without `model` the
-    finished model is not written.
+    finished model is not written. With `stability` rank 0 looks at its bases every so many steps while the others
+    wait, and notes how far they moved since `stability_back` looks before; a resumed run begins its looks anew.
     """
     join()
     run = _prepare(recipe, config, Path(out), seed, data, resume)
+    if stability and run.replica.topology.rank == 0:
+        run.watch = Stability(run.replica, stability, stability_back, step=run.replica.step)
     run.note_ranks()
     batches = Batches(size=run.source.train_size, batch=recipe.batch, seed=seed)
     figures: dict[str, float] = {}
     for step in range(run.replica.step, recipe.steps):
         _train_step(run, batches.indices(step))
+        run.note_stability()
         done = step + 1
         if done % recipe.eval_every == 0 or done == recipe.steps:
             figures = _evaluate(run)
@@ -213,7 +227,7 @@ def _bytes_so_far(run: _Run) -> dict[str, Any]:
 
 
 def _clear(out: Path) -> None:
-    for name in ("records.jsonl", "summary.json"):
+    for name in ("records.jsonl", "summary.json", "stability.png"):
         (out / name).unlink(missing_ok=True)
     for folder in (out / "model", *out.glob("checkpoint*")):
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,99 @@
+"""What methods share that turn layers into factors: which layers, in what order, and when the run is over."""
+
+import warnings
+from typing import Any
+
+from thinwire.errors import ConfigError
+from thinwire.factor.convert import Layer, find_layers, warn_of_idle_patterns
+from thinwire.factor.usage import OrderOfUse
+from thinwire.methods.base import Ground, Method, optimizer_parameters
+
+
+class Factoring(Method):
+    """A method whose layers change their shape; its config has `total_steps`, `keep`, `keep_first` and `keep_last`."""
+
+    def __init__(self, config: Any, ground: Ground) -> None:
+        super().__init__(config, ground)
+        self.usage = OrderOfUse(ground.model)
+        self._warned = False
+
+    def attach(self) -> None:
+        """Find the layers, and watch the order in which a forward pass uses them."""
+        self.find_layers()
+        if not self.layers:
+            reasons = ", ".join(f"{kept.name} ({kept.why})" for kept in self.kept) or "it has no weight matrices"
+            raise ConfigError(
+                f"nothing to factor in this model: {reasons}; a small model may want keep_first=False or "
+                "keep_last=False"
+            )
+        warn_of_idle_patterns(self.model, self.config.keep)
+        self.usage.watch()
+        self.replicated.wrap(self.topology.world)
+
+    def after_step(self) -> None:
+        """Count it and agree on the buffers."""
+        self.step += 1
+        self.agree_on_order()
+        self.replicated.hand_on_buffers()
+
+    @property
+    def gradient_wire(self) -> str:
+        """As the config says."""
+        return self.config.wire
+
+    def release(self) -> None:
+        """Let go of the model, and of its layers' order."""
+        super().release()
+        self.usage.stop()
+
+    def warn_beyond_the_end(self) -> None:
+        """Once, when there are more steps than the config has."""
+        if self.step > self.config.total_steps and not self._warned:
+            warnings.warn(
+                f"step {self.step} is beyond total_steps={self.config.total_steps}: "
+                f"training stays in phase {self.phase!r}",
+                stacklevel=3,
+            )
+            self._warned = True
+
+    def find_layers(self) -> None:
+        """Which layers there are to factor, in order of use, and which are kept; only while all are full."""
+        c = self.config
+        self.layers, self.kept = find_layers(
+            self.model,
+            trained=optimizer_parameters(self.optimizer),
+            order=self.usage.order,
+            keep_first=c.keep_first,
+            keep_last=c.keep_last,
+            keep=c.keep,
+        )
+
+    def agree_on_order(self) -> None:
+        """From now on the order of use is known; rank 0's counts, who may have evaluated alone."""
+        if self.usage.is_watching:
+            self.usage.stop()
+            self.usage.order = self.wire.tell(self.usage.order)[0]
+
+    def make_room(self) -> None:
+        """Drop gradients that the last step used up and the wrapper's buckets, before both shapes are in memory."""
+        self.replicated.unwrap()
+        for layer in self.layers:
+            for p in layer.parameters:
+                p.grad = None
+
+    @property
+    def factored(self) -> list[Layer]:
+        """The layers that are factors now."""
+        return [layer for layer in self.layers if layer.is_factored]
+
+    def state(self) -> dict[str, Any]:
+        """Order of use and ranks."""
+        ranks = {layer.key: layer.rank for layer in self.factored}
+        return {**super().state(), "order": self.usage.order, "ranks": ranks}
+
+    def load_order(self, state: dict[str, Any]) -> None:
+        """Take back the order of use, and find the layers by it; only while all are full."""
+        self.usage.order = state["order"]
+        if self.step:
+            self.agree_on_order()
+        self.find_layers()

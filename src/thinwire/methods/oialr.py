@@ -1,0 +1,151 @@
+"""OIALR, orthogonality-informed adaptive low-rank training (dissertation of D. Coquelin, section 4.3, Algorithm 1).
+
+    1. full rank for `delay` steps, until the bases of the weights are stable
+    2. every weight becomes U S Vᵀ: U and V are frozen, the square S is trained
+    3. every `frequency` steps S of the last layers is decomposed, its vectors are folded into U and V, and small
+       singular values are dropped; each time more layers are among the last ones
+
+Only S and what is not factored have gradients, so only they cross the wire.
+"""
+
+import math
+import sys
+from typing import Any
+
+import torch
+
+from thinwire.config import OIALR
+from thinwire.factor import moments
+from thinwire.factor.convert import Kept, Layer, to_factors, to_full
+from thinwire.factor.matrix import product
+from thinwire.methods.agree import agreed_factors, empty_factors
+from thinwire.methods.base import Ground
+from thinwire.methods.factoring import Factoring
+
+_FORM = 3  # U, S, Vᵀ
+
+
+class OIALRMethod(Factoring):
+    """The small matrices between frozen bases, trained by the whole world."""
+
+    phases = ("warmup", "lowrank")
+    config: OIALR
+
+    def __init__(self, config: OIALR, ground: Ground) -> None:
+        super().__init__(config, ground)
+        self.updates = 0
+
+    def attach(self) -> None:
+        """Begin at full rank, or at low rank at once."""
+        super().attach()
+        if not self.config.warmup or self.config.delay_length == 0:
+            self._begin()
+
+    def after_step(self) -> None:
+        """Count it, agree on the buffers; enter low rank, or update the bases, where it is time."""
+        super().after_step()
+        if self.phase == "warmup" and self.step >= self.config.delay_length:
+            self._begin()
+        elif self.phase == "lowrank" and self._is_due:
+            self._update()
+        self.warn_beyond_the_end()
+
+    @property
+    def quiet_until(self) -> int:
+        """The next update, or the end of the full-rank steps."""
+        delay, every = self.config.delay_length, self.config.update_length
+        if self.step < delay:
+            return delay if self.phase == "warmup" else delay + every
+        following = delay + ((self.step - delay) // every + 1) * every
+        return following if following < self.config.total_steps else sys.maxsize
+
+    def finish(self, cutoff: float | None) -> None:
+        """Cut every layer at the cutoff; those that two factors make smaller stay so, the others are multiplied out."""
+        cutoff = self.config.cutoff if cutoff is None else cutoff
+        self.agree_on_order()
+        if self.phase == "warmup":
+            self.find_layers()
+            self._cut(cutoff)
+        else:
+            self._recut(self.layers, cutoff, max_shrink=1.0)
+            self._fold(cutoff)
+            self.check_agreement()
+        self.replicated.unwrap()
+
+    @property
+    def _is_due(self) -> bool:
+        # An update at the very end would cut what nothing trains again; `finish` cuts there anyway.
+        since = self.step - self.config.delay_length
+        return since > 0 and since % self.config.update_length == 0 and self.step < self.config.total_steps
+
+    def _begin(self) -> None:
+        """Every weight becomes U S Vᵀ, at its full rank: nothing that the model computes changes."""
+        self.check_counters()
+        self.find_layers()
+        self._recut(self.layers, 0.0)
+        self._set_phase("lowrank")
+
+    def _update(self) -> None:
+        """New bases for the last layers, of which there are more each time."""
+        self.check_counters()
+        self.updates += 1
+        reached = math.ceil(len(self.layers) * self.config.layer_fraction * self.updates - 1e-9)
+        self._recut(self.layers[-reached:], self.config.cutoff)
+
+    def _recut(self, layers: list[Layer], cutoff: float, max_shrink: float | None = None) -> None:
+        shrink = self.config.max_shrink if max_shrink is None else max_shrink
+        self.make_room()
+        found = agreed_factors(layers, self.wire, lambda layer: self.ground.find_basis(layer, cutoff, shrink), _FORM)
+        for layer, factors in found:
+            self._to_basis(layer, factors)
+        self.decompositions += 1
+        self.found_ranks = {layer.label: layer.rank for layer in self.factored if layer.rank}
+        self.replicated.wrap(self.topology.world)
+
+    def _to_basis(self, layer: Layer, factors: tuple[Any, ...]) -> None:
+        """Give a layer these U, S and Vᵀ; the optimizer has S in place of what it trained of the layer before."""
+        before = layer.factors if layer.is_factored else None
+        trained = before[1] if before else layer.weight
+        state = self.optimizer.state.get(trained, {})
+        to_factors(layer, *factors)
+        u, middle, vt = layer.factors
+        moments.exchange(self.optimizer, [trained], [middle], ("s",))
+        if self.config.moments == "carry" and state:
+            if before:
+                carried = moments.recut_middle(state, [p.detach() for p in before], [u.detach(), vt.detach()])
+            else:
+                carried = moments.middle_from_full(state, layer.view, u.detach(), vt.detach())
+            self.optimizer.state[middle] = carried
+
+    def _fold(self, cutoff: float) -> None:
+        """Two factors with equal shares of the singular values, or the full weight where they would not be smaller."""
+        for layer in self.factored:
+            u, s, vt = (p.detach() for p in layer.factors)
+            if layer.view.is_smaller(s.shape[0]):
+                root = s.diagonal().clamp_min(1e-30).sqrt()
+                root = torch.maximum(root, 1e-4 * root.max())
+                to_factors(layer, product((u, s)) / root, root[:, None] * vt)
+            else:
+                to_full(layer)
+                self.kept = [*self.kept, Kept(layer.key, f"rank too high at cutoff {cutoff}")]
+
+    # Checkpoints.
+
+    def state(self) -> dict[str, Any]:
+        """Updates so far, order of use and ranks."""
+        return {**super().state(), "updates": self.updates}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Give the model the shape it had."""
+        super().load_state(state)
+        for layer in self.factored:
+            middle = layer.factors[1]
+            to_full(layer)
+            moments.exchange(self.optimizer, [middle], [layer.weight])
+        self.updates = state["updates"]
+        self.load_order(state)
+        for layer in self.layers:
+            rank = state["ranks"].get(layer.key)
+            if rank is not None:
+                self._to_basis(layer, empty_factors(layer, rank, _FORM))
+        self.replicated.wrap(self.topology.world)
