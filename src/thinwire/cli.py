@@ -18,6 +18,7 @@ from rich.table import Table
 from thinwire.comm.topology import place
 from thinwire.commands.netbench import netbench
 from thinwire.commands.plan import plan
+from thinwire.commands.stability import stability
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.jobs import Job, variants
 from thinwire.launch import inside_job
@@ -25,6 +26,7 @@ from thinwire.methods.registry import METHODS
 from thinwire.recipes import RECIPES, named
 from thinwire.report import compare as compare_runs
 from thinwire.report import draw, read_run, read_runs, table
+from thinwire.report.heatmap import draw_stability
 from thinwire.report.live import Progress, following
 from thinwire.report.tables import figure, ratio, size
 
@@ -63,6 +65,8 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--save-every", type=click.IntRange(1), metavar="N", help="Save every N steps."),
         click.option("--no-model", "model", flag_value=False, default=True, help="Do not write the finished model."),
         click.option("--eval-every", type=click.IntRange(1), metavar="N", help="Evaluate every N steps."),
+        click.option("--stability", type=click.IntRange(1), metavar="N", help="Look at the bases every N steps."),
+        click.option("--stability-back", type=click.IntRange(1), metavar="K", help="Against K looks before; 1."),
         click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and nothing else."),
         click.option("--quiet", is_flag=True, help="No progress line."),
     ]
@@ -101,6 +105,9 @@ def run(recipe: str, method: str, as_json: bool, quiet: bool, out: Path | None, 
         click.echo(json.dumps(summary, indent=2))
     elif not quiet and _speaks():
         _tell(summary, folder)
+    # Workers that the launcher started leave the picture to it.
+    if job.stability and _speaks() and not (quiet and inside_job()):
+        _draw_stability([folder], silent=quiet or as_json)
 
 
 @main.command()
@@ -207,6 +214,14 @@ def _report(folder: Path, places: list[Path], as_json: bool) -> None:
     draw(runs, rows, folder / "comparison.png")
     if not as_json:
         click.echo(f"picture: {folder / 'comparison.png'}")
+    _draw_stability(places, silent=as_json)
+
+
+def _draw_stability(places: list[Path], *, silent: bool) -> None:
+    """A picture beside the records of every run that looked at its bases."""
+    for folder in places:
+        if (picture := draw_stability(read_run(folder))) and not silent:
+            click.echo(f"picture: {picture}")
 
 
 def _speaks() -> bool:
@@ -217,6 +232,7 @@ def _speaks() -> bool:
 
 main.add_command(plan)
 main.add_command(netbench)
+main.add_command(stability)
 
 
 if __name__ == "__main__":

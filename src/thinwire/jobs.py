@@ -83,6 +83,11 @@ class Job:
                     f"a batch of {self.trained.batch} cannot be shared by {self.workers} workers; "
                     f"use at most {self.trained.batch}"
                 )
+        if self.stability and self.stability * self.stability_back > self.trained.steps:
+            raise ConfigError(
+                f"`--stability {self.stability} --stability-back {self.stability_back}` leaves nothing to compare "
+                f"in a run of {self.trained.steps} steps; look more often"
+            )
         if self.data is not None:
             self.trained.source(self.data)
         if self.resume and (saved := checkpoint.find(self.out / "checkpoint")):

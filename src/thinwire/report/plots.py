@@ -51,16 +51,22 @@ def draw(runs: list[Run], rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path)
 
 
-def two_panels() -> tuple[Figure, tuple[Axes, Axes]]:
-    """An empty picture with two panels that share their upright axis."""
+def blank(width: float, height: float) -> Figure:
+    """An empty picture, so many inches large."""
     # Loaded here: it takes a second, and is an extra that only pictures need.
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("drawing needs matplotlib: pip install 'thinwire[plot]'") from error
-    figure = Figure(figsize=(11, 4.4), dpi=130, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
+    return figure
+
+
+def two_panels() -> tuple[Figure, tuple[Axes, Axes]]:
+    """An empty picture with two panels that share their upright axis."""
+    figure = blank(11, 4.4)
     left, right = figure.subplots(1, 2, sharey=True)
     return figure, (left, right)
 

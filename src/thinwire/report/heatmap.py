@@ -1,0 +1,121 @@
+"""The picture of a run's bases: stability and similarity of every layer over the steps (as Figure 4.2)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from thinwire.report.plots import blank
+from thinwire.report.records import Run, read_records
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_NAME = "stability.png"
+_PANELS = (
+    ("stability", "Stability of the bases", "viridis", "#31688e"),
+    ("similarity", "Similarity of the mixing matrices", "magma", "#b63679"),
+)
+_MOST_LABELS = 24
+_LONGEST_LABEL = 32
+_OUTLIERS = 0.01
+"""The share of cells below which colours are not spread: one bad cell would leave one colour for all others."""
+
+
+def draw_stability(run: Run) -> Path | None:
+    """Write the picture beside the run's records and return its place; None if the run did not look at its bases."""
+    records = [r for r in read_records(run.folder / "records.jsonl") if r["kind"] == "stability" and r["layers"]]
+    if not records:
+        return None
+    labels = list(dict.fromkeys(label for r in records for label in r["layers"]))
+    edges, columns = _columns([r["step"] for r in records])
+    tall = min(6.5, max(2.0, 0.24 * len(labels)))
+    figure = blank(12, tall + 2.4)
+    # A heat map, its colour bar, and again; a mean below each heat map.
+    grid = figure.add_gridspec(2, 4, height_ratios=(tall, 1.2), width_ratios=(30, 1, 30, 1))
+    for place, panel in enumerate(_PANELS):
+        cells = _cells(records, panel[0], labels, columns, len(edges) - 1)
+        heat, bar, below = (figure.add_subplot(grid[at]) for at in ((0, 2 * place), (0, 2 * place + 1), (1, 2 * place)))
+        _heat_map(figure, heat, bar, edges, cells, panel)
+        _mean_line(below, edges, cells, panel[3])
+        below.sharex(heat)
+        _name_layers(heat, labels if place == 0 else [])
+        below.set_ylabel("mean" if place == 0 else "")
+    figure.suptitle(_title(run, records))
+    path = run.folder / _NAME
+    figure.savefig(path)
+    return path
+
+
+def _title(run: Run, records: list[dict[str, Any]]) -> str:
+    about = run.summary
+    apart = records[-1]["step"] - records[-1]["before"]
+    since = f"{apart} steps" if apart > 1 else "a step"
+    return f"{about['recipe']}, {about['method']}, seed {about['seed']}: every layer against itself {since} before"
+
+
+def _columns(steps: list[int]) -> tuple[np.ndarray, list[int]]:
+    """Edges of one column a look, and the column of each; where a resumed run has no look its column stays empty."""
+    every = min(np.diff(steps), default=steps[0])
+    columns = [int(step - steps[0]) // int(every) for step in steps]
+    return steps[0] + every * (np.arange(columns[-1] + 2) - 0.5), columns
+
+
+def _cells(
+    records: list[dict[str, Any]], measure: str, labels: list[str], columns: list[int], width: int
+) -> np.ndarray:
+    cells = np.full((len(labels), width), np.nan)
+    row = {label: i for i, label in enumerate(labels)}
+    for column, record in zip(columns, records, strict=True):
+        for label, measures in record["layers"].items():
+            cells[row[label], column] = measures[measure]
+    return cells
+
+
+def _heat_map(
+    figure: Figure, axes: Axes, bar: Axes, edges: np.ndarray, cells: np.ndarray, panel: tuple[str, str, str, str]
+) -> None:
+    known = cells[np.isfinite(cells)]
+    low = float(np.quantile(known, _OUTLIERS)) if known.size else 0.0
+    rows, shown = np.arange(len(cells) + 1) - 0.5, np.ma.masked_invalid(cells)
+    drawn = axes.pcolormesh(edges, rows, shown, cmap=panel[2], vmin=min(low, 0.9999), vmax=1)
+    axes.set_facecolor("#e8e8e8")
+    if len(cells) <= _MOST_LABELS:
+        axes.hlines(rows[1:-1], edges[0], edges[-1], color="white", linewidth=0.8)
+    axes.set_title(panel[1], fontsize="medium")
+    axes.invert_yaxis()  # nearest the input at the top
+    axes.tick_params(axis="x", labelbottom=False, length=0)
+    axes.spines[:].set_visible(False)
+    figure.colorbar(drawn, cax=bar, extend="min" if known.size and known.min() < low else "neither")
+    bar.tick_params(labelsize="small")
+    bar.locator_params(axis="y", nbins=6)
+
+
+def _mean_line(axes: Axes, edges: np.ndarray, cells: np.ndarray, colour: str) -> None:
+    known = np.isfinite(cells)
+    mean = np.full(cells.shape[1], np.nan)
+    some = known.any(axis=0)
+    mean[some] = np.nanmean(np.where(known, cells, np.nan)[:, some], axis=0)
+    centres = (edges[:-1] + edges[1:]) / 2
+    axes.plot(centres, mean, color=colour, linewidth=1.8, marker="o" if len(mean) <= 30 else None, markersize=3)
+    axes.set_xlabel("steps")
+    axes.locator_params(axis="y", nbins=4)
+    axes.locator_params(axis="x", nbins=8, integer=True)
+    axes.grid(True, color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _name_layers(axes: Axes, labels: list[str]) -> None:
+    """Every layer's name, or evenly spread ones where they would run into one another."""
+    apart = -(-len(labels) // _MOST_LABELS)
+    shown = range(0, len(labels), apart or 1)
+    axes.set_yticks(list(shown), [_short(labels[i]) for i in shown], fontsize="small")
+    axes.tick_params(axis="y", length=0)
+
+
+def _short(label: str) -> str:
+    return label if len(label) <= _LONGEST_LABEL else "…" + label[1 - _LONGEST_LABEL :]
