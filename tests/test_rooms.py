@@ -31,6 +31,7 @@ ORDER = [
         "train",
         "recipes",
         "report",
+        "squeeze",
         "plan",
         "tune",
         "launch",

@@ -4,6 +4,7 @@ from thinwire.config import AB, OIALR, AllReduce, DiLoCo, LocalSGD, OneBit, Powe
 from thinwire.errors import ConfigError, DisagreementError, DivergedError, ThinwireError
 from thinwire.factor.stability import Stability
 from thinwire.replica import Replica, attach
+from thinwire.squeeze import Compressed, compress
 
 __version__ = "0.1.0"
 
@@ -11,6 +12,7 @@ __all__ = [
     "AB",
     "OIALR",
     "AllReduce",
+    "Compressed",
     "ConfigError",
     "DiLoCo",
     "DisagreementError",
@@ -23,4 +25,5 @@ __all__ = [
     "ThinwireError",
     "TopK",
     "attach",
+    "compress",
 ]

@@ -1,0 +1,135 @@
+"""How far to cut the layers of a model: by a cutoff, by a rank, or by the size of the whole."""
+
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from thinwire.checks import check_cutoff, is_number
+from thinwire.errors import ConfigError
+from thinwire.factor.convert import Layer
+from thinwire.factor.decompose import Factors, decompose, rank_of
+
+_POINTS = 101
+"""Cutoffs at which the whole model's size is reckoned, from 0 to 1."""
+_FINE = 1e-9
+"""How exactly the cutoff that meets a size is found; singular values are no more exact."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One layer and its decomposition, as far as factors are smaller than the weight: never more memory than it has."""
+
+    layer: Layer
+    factors: Factors
+    own: int | None
+    """The rank that it has already."""
+
+    @classmethod
+    def of(cls, layer: Layer, own: int | None = None) -> "Part":
+        """Decompose a layer, which may be known to have a rank of its own."""
+        matrix = layer.matrix()
+        if not torch.isfinite(matrix).all():
+            raise ConfigError(f"`{layer.key}` has values that are not finite, and so no singular values; mend it first")
+        m, n = layer.view.tall
+        factors = decompose(matrix, 0.0, rank=min((m * n - 1) // (m + n), own or n))
+        factors.sigma[own or n :] = 0  # what is left of them is rounding
+        return cls(layer, factors, own)
+
+    @property
+    def full_rank(self) -> int:
+        return self.own or self.layer.view.tall[1]
+
+    @property
+    def present(self) -> int:
+        """Numbers that the layer's weight is made of now."""
+        m, n = self.layer.view.tall
+        return m * n if self.own is None else self.own * (m + n)
+
+    def size(self, rank: int) -> int:
+        """The same at a rank; a layer whose factors would not be smaller stays full."""
+        m, n = self.layer.view.tall
+        return rank * (m + n) if self.layer.view.is_smaller(rank) else m * n
+
+    def rank_at(self, cutoff: float) -> int:
+        """The rank that a cutoff leaves."""
+        return rank_of(self.factors.sigma, cutoff)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """All that may be cut of a model, and how many numbers it holds."""
+
+    parameters: int
+    parts: Sequence[Part]
+
+    def size(self, ranks: Sequence[int]) -> int:
+        """What the model would hold at these ranks."""
+        cut = sum(part.size(rank) for part, rank in zip(self.parts, ranks, strict=True))
+        return self.parameters - sum(part.present for part in self.parts) + cut
+
+    def ranks_at(self, cutoff: float) -> list[int]:
+        """The ranks that a cutoff leaves."""
+        return [part.rank_at(cutoff) for part in self.parts]
+
+    def size_at(self, cutoff: float) -> int:
+        """What the model would hold at this cutoff."""
+        return self.size(self.ranks_at(cutoff))
+
+    def sizes(self) -> tuple[tuple[float, int], ...]:
+        """The same over all cutoffs."""
+        cutoffs = [i / (_POINTS - 1) for i in range(_POINTS)]
+        return tuple((cutoff, self.size_at(cutoff)) for cutoff in cutoffs)
+
+
+Chosen = tuple[list[int], float | None]
+"""A rank for each part, and the cutoff they follow from, if they do."""
+
+
+def chooser(cutoff: Any, rank: Any, target: Any) -> Callable[[Whole], Chosen]:
+    """How ranks are chosen by the one of these that is given; checked here, before anything is decomposed."""
+    given = [name for name, value in (("cutoff", cutoff), ("rank", rank), ("target", target)) if value is not None]
+    if len(given) != 1:
+        told = f"{' and '.join(given)} are given" if given else "none is given"
+        raise ConfigError(f"give one of `cutoff`, `rank` and `target`: {told}; cutoff=0.15 is a start")
+    if cutoff is not None:
+        check_cutoff(cutoff, zero_allowed=True)
+        return lambda whole: (whole.ranks_at(cutoff), cutoff)
+    if rank is not None:
+        _check_rank(rank)
+        return lambda whole: ([_limited(part, rank) for part in whole.parts], None)
+    if not (is_number(target) and target > 1):
+        raise ConfigError(f"`target`={target!r} must be above 1: how many times fewer parameters, try 2")
+    return lambda whole: _within(whole, target)
+
+
+def _check_rank(rank: Any) -> None:
+    whole = isinstance(rank, numbers.Integral) and not isinstance(rank, bool) and int(rank) >= 1
+    if not (whole or (is_number(rank) and 0 < rank < 1)):
+        raise ConfigError(
+            f"`rank`={rank!r} must be a whole number from 1 on, or a share of each layer's full rank between 0 and 1"
+        )
+
+
+def _limited(part: Part, rank: float) -> int:
+    most = rank if rank >= 1 else max(1, round(rank * part.layer.view.tall[1]))
+    return min(int(most), part.full_rank)
+
+
+def _within(whole: Whole, target: float) -> Chosen:
+    """The smallest cutoff, and so the least lost, that leaves at most 1/target of the model."""
+    wanted, least = whole.parameters / target, whole.size_at(1.0)
+    if least > wanted:
+        best = math.floor(100 * whole.parameters / least) / 100
+        raise ConfigError(
+            f"`target`={target!r} cannot be reached: with rank 1 in every layer that may be cut the model is "
+            f"{best:g} times smaller; ask for no more than that, or keep fewer layers full"
+        )
+    low, high = 0.0, 1.0
+    while high - low > _FINE:
+        middle = (low + high) / 2
+        low, high = (low, middle) if whole.size_at(middle) <= wanted else (middle, high)
+    return whole.ranks_at(high), high

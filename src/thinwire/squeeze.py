@@ -1,0 +1,267 @@
+"""`compress`: a trained model made smaller, whoever trained it.
+
+1. copy the model, and multiply out what Thinwire made low-rank before
+2. find its layers, in their order of use
+3. decompose each as far as factors are smaller than the weight
+4. choose the ranks: by a cutoff, by a rank, or by the size of the whole
+5. cut there, and put plain torch.nn layers in their places
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from thinwire.checks import patterns
+from thinwire.errors import ConfigError
+from thinwire.factor import export
+from thinwire.factor.convert import Kept, Layer, find_layers, to_factors, warn_of_idle_patterns
+from thinwire.factor.program import arguments
+from thinwire.factor.ranks import Part, Whole, chooser
+from thinwire.factor.reopen import Pair, layer_of, to_dense
+from thinwire.factor.usage import OrderOfUse
+from thinwire.replica import Replica
+
+Batches = Iterable[tuple[Any, Tensor]]
+Evaluate = Callable[[nn.Module], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compressed:
+    """A model made smaller, and what became of its layers."""
+
+    model: nn.Module
+    """The small model, in plain torch.nn layers."""
+    ranks: Mapping[str, int]
+    """The rank of every layer that is low-rank now."""
+    spectra: Mapping[str, Tensor]
+    """All singular values of every layer that was decomposed, largest first."""
+    kept: tuple[Kept, ...]
+    """Weights that stay full, and why."""
+    cutoff: float | None
+    """Share of the largest singular value at which layers were cut; None where ranks were given."""
+    parameters_before: int
+    """Numbers that the given model holds."""
+    parameters_after: int
+    """Numbers that the small one holds."""
+    sizes: tuple[tuple[float, int], ...] = field(repr=False)
+    """What the model would hold at other cutoffs, as pairs of cutoff and parameters."""
+    before: float | None = None
+    """The given model's accuracy on `data`, or what `evaluate` said of it."""
+    after: float | None = None
+    """The same of the small model."""
+    example: Any = field(default=None, repr=False)
+    """An input of the model, if one is known."""
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer parameters."""
+        return self.parameters_before / self.parameters_after
+
+    def plot(self, path: Path | str) -> None:
+        """Draw the layers' singular values with the cuts, and the model's size over the cutoff."""
+        from thinwire.report.spectra import draw  # what pictures need is loaded with the first of them
+
+        values = {label: sigma.tolist() for label, sigma in self.spectra.items()}
+        draw(Path(path), values, self.ranks, self.sizes, self.parameters_after, self.cutoff)
+
+    def save(self, folder: Path | str, *, onnx: bool = False) -> Path:
+        """Write the small model for people who do not have Thinwire; see `thinwire.factor.export.write`."""
+        return export.write(self.model, folder, example_input=self.example, onnx=onnx)
+
+
+def compress(
+    model: nn.Module,
+    *,
+    cutoff: float | None = None,
+    rank: float | None = None,
+    target: float | None = None,
+    keep_first: bool = True,
+    keep_last: bool = True,
+    keep: Sequence[str] = (),
+    data: Batches | None = None,
+    evaluate: Evaluate | None = None,
+    example: Any = None,
+) -> Compressed:
+    """A smaller copy of `model` in plain torch.nn layers; the model itself is left as it is.
+
+    Give one of `cutoff` (a share of the largest singular value), `rank` (a whole number, the most for every layer, or a
+    share of each layer's full rank) and `target` (how many times fewer parameters). Figures before and after come from
+    `data`, batches (x, y) of a classifier, or from `evaluate(model)`. `example` is an input: a tensor, a tuple of
+    arguments or a mapping of them by name. It tells which layer is first and which last, and whose weights other code
+    reads; without one the first batch or `evaluate` does.
+    """
+    choose, keep = chooser(cutoff, rank, target), patterns(keep)
+    if data is not None and evaluate is not None:
+        raise ConfigError("give `data` or `evaluate`, not both: each says how the model is judged")
+    model = _bare(model)
+    if data is not None:
+        data, example = _with_first(data, example)
+    trial = None if example is None and evaluate is None else lambda small: _try(small, example, evaluate)
+    small, had = to_dense(copy.deepcopy(model))
+    with _all_trained(small):
+        order = _order_of_use(small, trial)
+        layers, kept = find_layers(
+            small, trained=small.parameters(), order=order, keep_first=keep_first, keep_last=keep_last, keep=keep
+        )
+        warn_of_idle_patterns(small, keep)
+    whole = Whole(_count(model), [Part.of(x, had[x.key][0].shape[1] if x.key in had else None) for x in layers])
+    ranks, cut_at = choose(whole)
+    small, made, full = _cut(small, whole.parts, ranks, had, trial)
+    before, after = _figures(model, small, data, evaluate)
+    return Compressed(
+        model=small,
+        ranks=made,
+        spectra={part.layer.label: part.factors.sigma.cpu() for part in whole.parts},
+        kept=(*(told for told in kept if told.name not in had), *full),
+        cutoff=cut_at,
+        parameters_before=whole.parameters,
+        parameters_after=_count(small),
+        sizes=whole.sizes(),
+        before=before,
+        after=after,
+        example=example,
+    )
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """The model inside what people wrap it in."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"compress() takes an nn.Module, not {type(model).__name__}")
+    if isinstance(model, Replica):
+        raise ConfigError("compress() takes a model, not a replica: give it replica.finish(), or replica.module")
+    while isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        model = model.module
+    return getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+
+
+def _with_first(data: Batches, example: Any) -> tuple[Batches, Any]:
+    """All batches, the first one's input being the example if there is none; `data` may be read only once."""
+    rest = iter(data)
+    first = next(rest, None)
+    if first is None:
+        raise ConfigError("`data` has no batches; give (x, y) batches, and not an iterator that is used up")
+    return itertools.chain([first], rest), first[0] if example is None else example
+
+
+def _try(model: nn.Module, example: Any, evaluate: Evaluate | None) -> None:
+    """One pass through the model, for those who watch it."""
+    with _judged(model):
+        if example is not None:
+            _outputs(model, example)
+        elif evaluate is not None:
+            evaluate(model)
+
+
+@contextmanager
+def _all_trained(model: nn.Module) -> Iterator[None]:
+    """A finished model is often frozen: its layers are found as if it were not."""
+    frozen = [p for p in model.parameters() if p.is_floating_point() and not p.requires_grad]
+    for p in frozen:
+        p.requires_grad_(True)
+    yield
+    for p in frozen:
+        p.requires_grad_(False)
+
+
+def _order_of_use(model: nn.Module, trial: Callable[[nn.Module], None] | None) -> list[str]:
+    if trial is None:
+        return []
+    usage = OrderOfUse(model)
+    usage.watch()
+    trial(model)
+    usage.stop()
+    return usage.order
+
+
+def _cut(
+    model: nn.Module,
+    parts: Sequence[Part],
+    ranks: Sequence[int],
+    had: Mapping[str, Pair],
+    trial: Callable[[nn.Module], None] | None,
+) -> tuple[nn.Module, dict[str, int], list[Kept]]:
+    """The model in plain layers of these ranks, the ranks of all it has, and the weights that stay full after all."""
+    cut: dict[str, Layer] = {}
+    full = []
+    for part, rank in zip(parts, ranks, strict=True):
+        layer = part.layer
+        if not layer.view.is_smaller(rank):
+            full.append(Kept(layer.key, f"no smaller at rank {rank} of {part.full_rank}"))
+        elif rank != part.own:
+            cut[layer.key] = layer
+            _factor(layer, part.factors.a[:, :rank], part.factors.b[:rank])
+    for key in had.keys() - cut.keys():
+        cut[key] = layer_of(model, key)
+        _factor(cut[key], *had[key])
+    if trial is not None:
+        trial(model)  # notes whose weights other code reads
+    made = {layer.label: layer.rank or 0 for layer in cut.values()}
+    frozen = [layer.name for layer in cut.values() if not layer.factors[0].requires_grad]
+    plain = export.to_plain(model)
+    for name in frozen:
+        plain.get_submodule(name).requires_grad_(False)
+    return plain, made, full
+
+
+def _factor(layer: Layer, a: Tensor, b: Tensor) -> None:
+    trained = layer.weight.requires_grad
+    to_factors(layer, a, b)
+    for factor in layer.factors:
+        factor.requires_grad_(trained)
+
+
+def _figures(
+    model: nn.Module, small: nn.Module, data: Batches | None, evaluate: Evaluate | None
+) -> tuple[float | None, float | None]:
+    with _judged(model), _judged(small):
+        if evaluate is not None:
+            return float(evaluate(model)), float(evaluate(small))
+        return _accuracies(model, small, data) if data is not None else (None, None)
+
+
+def _accuracies(model: nn.Module, small: nn.Module, data: Batches) -> tuple[float, float]:
+    """Of both, in one pass over the data."""
+    hits, count = [0, 0], 0
+    for x, y in data:
+        for i, each in enumerate((model, small)):
+            found = _outputs(each, x).argmax(-1)
+            if found.shape != y.shape:
+                raise ConfigError(
+                    f"`data` has targets of shape {tuple(y.shape)} for outputs of classes {tuple(found.shape)}; "
+                    "it is for classifiers with classes last, give `evaluate` for other models"
+                )
+            hits[i] += int((found == y.to(found.device)).sum())
+        count += y.numel()
+    return hits[0] / count, hits[1] / count
+
+
+def _outputs(model: nn.Module, inputs: Any) -> Tensor:
+    """What the model says, on its own device; the logits of what transformers' models return."""
+    device = next(model.parameters()).device
+    args, keywords = arguments(tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs))
+    found = model(*args, **keywords)
+    return getattr(found, "logits", found)
+
+
+@contextmanager
+def _judged(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode and without gradients, and as it was afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with torch.no_grad():
+            yield model.eval()  # type: ignore[misc]
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
