@@ -2,15 +2,19 @@
 
 import copy
 import itertools
+import json
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import small
 import thinwire
+from thinwire.cli import main
 from thinwire.factor.convert import find_layers, to_factors
 from thinwire.factor.decompose import decompose
 from thinwire.factor.export import to_plain, write
@@ -262,27 +266,30 @@ def test_the_callback_keeps_few_snapshots_and_compares_with_the_right_one():
     assert all(basis.polar.dtype == torch.float32 for basis in watch.snapshots[0][1].values())
 
 
-def test_the_callback_watches_through_changes_of_rank_and_changes_nothing():
-    digests = []
-    for watching in (True, False):
-        model = small.net()
-        replica = thinwire.attach(model, optimizer := small.sgd(model), small.ab())
-        watch = Stability(replica, every=1) if watching else None
-        ranks = set()
-        for number in small.walk(replica, optimizer, 0):
-            ranks.add(replica.ranks().get("conv"))
-            record = watch.look(number + 1) if watch else None
-            assert record is None or list(record["layers"]) == ["stem", "conv", "middle", "head"]
-            assert (record is None) != watching
-            for measures in (record or {"layers": {}})["layers"].values():
-                assert 0.5 < measures["stability"] <= 1
-        digests.append(small.model_bits(model))
-        assert len(ranks) > 1
+OIALR = thinwire.OIALR(total_steps=small.STEPS, delay=4, frequency=3, cutoff=0.6, layer_fraction=1)
+
+
+@pytest.mark.parametrize("config", [small.ab(), OIALR], ids=lambda config: type(config).__name__)
+def test_the_callback_watches_through_changes_of_rank_and_changes_nothing(config):
+    plain, watched = small.net(), small.net()
+    _train(plain, config)
+    replica, watch, seen = _train(watched, config, watching=True)
+    assert small.model_bits(plain) == small.model_bits(watched)
+    assert len({ranks.get("conv") for ranks, _ in seen}) > 1
+    for _, record in seen:
+        assert list(record["layers"]) == ["stem", "conv", "middle", "head"]
+        assert all(0.5 < measures["stability"] <= 1 for measures in record["layers"].values())
+    assert "conv.0.weight" in replica.finish().state_dict()
+    assert list(watch.look(small.STEPS + 1)["layers"]) == ["stem", "conv", "middle", "head"]
+
+
+def _train(model: nn.Module, config, *, watching: bool = False):
+    replica = thinwire.attach(model, optimizer := small.sgd(model), config)
+    watch, seen = Stability(replica, every=1) if watching else None, []
+    for number in small.walk(replica, optimizer, 0):
         if watch:
-            finished = replica.finish()
-            assert any("conv.0.weight" in key for key in finished.state_dict())
-            assert watch.look(number + 2)["layers"].keys() == {"stem", "conv", "middle", "head"}
-    assert digests[0] == digests[1]
+            seen.append((replica.ranks(), watch.look(number + 1)))
+    return replica, watch, seen
 
 
 def test_tables_are_not_watched_and_wrappers_are_seen_through():
@@ -303,3 +310,54 @@ def test_tables_are_not_watched_and_wrappers_are_seen_through():
     finally:
         dist.destroy_process_group()
     assert list(wrapped.snapshots[0][1]) == list(bases)
+
+
+def _thinwire(*words, expect: int = 0) -> str:
+    result = CliRunner().invoke(main, [str(word) for word in words])
+    assert result.exit_code == expect, result.output
+    return result.output
+
+
+def _run(out: Path, *more) -> str:
+    return _thinwire("run", "digits", "--workers", 1, "--steps", 8, "--out", out, *more)
+
+
+def _records(run: Path, kind: str) -> list[dict]:
+    lines = [json.loads(line) for line in (run / "records.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def test_the_command_line_looks_draws_and_compares(tmp_path):
+    run, layers = tmp_path / "run", ["features.0", "features.4", "features.7", "hidden", "head"]
+    said = _run(run, "--method", "ab", "--set", "group_steps=2", "--stability", 2, "--save-every", 4)
+    picture = run / "stability.png"
+    assert f"picture: {picture}" in said
+    records = _records(run, "stability")
+    assert [(record["before"], record["step"]) for record in records] == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert all(list(record["layers"]) == layers for record in records)
+    picture.unlink()
+    assert f"picture: {picture}" in _thinwire("report", run)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    found = json.loads(_thinwire("stability", run / "checkpoint", run, "--json"))
+    assert set(found["layers"]) == set(layers)
+    # Steps 4 to 8 moved the model a little, and `finish` cut what was smallest.
+    assert 0.5 < found["mean"]["stability"] < 1 and 0 < found["mean"]["similarity"] < 1
+    assert "features.7" in (table := _thinwire("stability", run / "checkpoint", run)) and "mean" in table
+    assert "there is no model at" in _thinwire("stability", tmp_path, run, expect=2)
+    assert "leaves nothing to compare in a run of 8" in _thinwire(
+        *("run", "digits", "--method", "allreduce", "--steps", 8, "--stability", 3, "--stability-back", 3), expect=2
+    )
+
+
+def test_looking_changes_nothing_and_begins_anew_after_a_resume(tmp_path):
+    watched, plain = tmp_path / "watched", tmp_path / "plain"
+    flags = ["--method", "allreduce", "--quiet", "--no-model", "--save-every", 5]
+    _run(watched, *flags, "--stability", 2)
+    (watched / "summary.json").unlink()
+    _run(watched, *flags, "--stability", 2, "--resume")
+    _run(plain, *flags)
+    # Resumed at step 5: the look at 6 has none before it.
+    assert [line["step"] for line in _records(watched, "stability")] == [2, 4, 8]
+    assert (watched / "stability.png").exists() and not (plain / "stability.png").exists()
+    ours, theirs = ([line["loss"] for line in _records(run, "step")] for run in (watched, plain))
+    assert ours == theirs and len(ours) == 8

@@ -19,7 +19,7 @@ _PANELS = (
     ("stability", "Stability of the bases", "viridis", "#31688e"),
     ("similarity", "Similarity of the mixing matrices", "magma", "#b63679"),
 )
-_MOST_LABELS = 24
+_MOST_LABELS = 32
 _LONGEST_LABEL = 32
 _OUTLIERS = 0.01
 """The share of cells below which colours are not spread: one bad cell would leave one colour for all others."""
@@ -81,7 +81,7 @@ def _heat_map(
     known = cells[np.isfinite(cells)]
     low = float(np.quantile(known, _OUTLIERS)) if known.size else 0.0
     rows, shown = np.arange(len(cells) + 1) - 0.5, np.ma.masked_invalid(cells)
-    drawn = axes.pcolormesh(edges, rows, shown, cmap=panel[2], vmin=min(low, 0.9999), vmax=1)
+    drawn = axes.pcolormesh(edges, rows, shown, cmap=panel[2], vmin=min(low, 0.999), vmax=1)
     axes.set_facecolor("#e8e8e8")
     if len(cells) <= _MOST_LABELS:
         axes.hlines(rows[1:-1], edges[0], edges[-1], color="white", linewidth=0.8)
@@ -92,6 +92,7 @@ def _heat_map(
     figure.colorbar(drawn, cax=bar, extend="min" if known.size and known.min() < low else "neither")
     bar.tick_params(labelsize="small")
     bar.locator_params(axis="y", nbins=6)
+    bar.ticklabel_format(axis="y", useOffset=False)
 
 
 def _mean_line(axes: Axes, edges: np.ndarray, cells: np.ndarray, colour: str) -> None:
@@ -103,6 +104,7 @@ def _mean_line(axes: Axes, edges: np.ndarray, cells: np.ndarray, colour: str) ->
     axes.plot(centres, mean, color=colour, linewidth=1.8, marker="o" if len(mean) <= 30 else None, markersize=3)
     axes.set_xlabel("steps")
     axes.locator_params(axis="y", nbins=4)
+    axes.ticklabel_format(axis="y", useOffset=False)
     axes.locator_params(axis="x", nbins=8, integer=True)
     axes.grid(True, color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
