@@ -22,7 +22,9 @@ METHODS = {
     "allreduce": thinwire.AllReduce(),
     "ab": ab(total_steps=STEPS),
     "ab carry": ab(total_steps=STEPS, moments="carry", wire="bf16"),
+    "oialr": thinwire.OIALR(total_steps=STEPS, delay=4, frequency=3, cutoff=0.2, layer_fraction=0.5),
 }
+PHASES = {"allreduce": {"train"}, "oialr": {"warmup", "lowrank"}}
 
 
 def build(config: Any, seed: int = 0) -> tuple[Any, Any, Any]:
@@ -78,9 +80,9 @@ def test_resuming_equals_never_having_stopped(tmp_path: Path, workers: int, grou
     for method, (unbroken, resumed, phases) in (item for worker in found for item in worker.items()):
         for stop, result in zip(STOPS, resumed, strict=True):
             assert result[:4] == unbroken[:4], f"{method} resumed at {stop}"
-            # Sums of node means are whole bytes; a save itself adds a few of control.
-            assert result[4] == pytest.approx(unbroken[4], rel=0.01)
-        assert method == "allreduce" or set(phases) == {"warmup", "groups", "rebound", "final"}
+            # Sums of node means are whole bytes; a load tells the layers' order again and compares a few counters.
+            assert result[4] == pytest.approx(unbroken[4], rel=0.015)
+        assert set(phases) == PHASES.get(method, {"warmup", "groups", "rebound", "final"})
 
 
 def test_a_save_is_safetensors_and_json_and_whole(tmp_path: Path) -> None:

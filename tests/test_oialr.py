@@ -1,0 +1,468 @@
+"""OIALR: what entering low rank and updating the bases must not change, and what every worker must hold."""
+
+import copy
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gang
+import thinwire
+from thinwire.factor.decompose import find_basis
+from thinwire.factor.layers import cheapest_of_three
+from thinwire.factor.matrix import MatrixView
+from thinwire.methods.oialr import OIALRMethod
+from worlds import adamw, batch, optimizer_values, small_model, train_step, values
+
+STEPS = 20
+
+
+def oialr(**changes: Any) -> thinwire.OIALR:
+    """Full rank for 4 steps, then an update every 3; the first reaches half of the three layers."""
+    settings = {"total_steps": STEPS, "delay": 4, "frequency": 3, "cutoff": 0.1, "layer_fraction": 0.5}
+    return thinwire.OIALR(**{**settings, **changes})
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=0.01)
+
+
+def attached(config: thinwire.OIALR, make: Any = adamw, model: nn.Module | None = None) -> tuple[Any, Any]:
+    model = model or small_model()
+    optimizer = make(model)
+    return thinwire.attach(model, optimizer, config), optimizer
+
+
+def outputs(replica: Any) -> torch.Tensor:
+    replica.eval()
+    with torch.no_grad():
+        found = replica(batch(99, 0)[0])
+    replica.train()
+    return found
+
+
+def bases(replica: Any) -> list[tuple[torch.Tensor, ...]]:
+    return [layer.factors for layer in replica._method.factored]
+
+
+def off_orthonormal(replica: Any) -> float:
+    gaps = [t.double() @ t.double().t() - torch.eye(len(t)) for u, _, vt in bases(replica) for t in (u.t(), vt)]
+    return max(float(gap.abs().max()) for gap in gaps)
+
+
+# Laws.
+
+
+@pytest.mark.parametrize("shape", [(20, 7), (7, 7), (30, 1)])
+@pytest.mark.parametrize("kind", ["random", "rank 2", "zero", "tiny last value"])
+def test_a_basis_is_orthonormal_and_gives_the_matrix_back(shape: tuple[int, int], kind: str) -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(shape)
+    if kind == "rank 2":
+        matrix = torch.randn(shape[0], 2) @ torch.randn(2, shape[1])
+    elif kind == "zero":
+        matrix = torch.zeros(shape)
+    elif kind == "tiny last value":
+        u, sigma, vt = torch.linalg.svd(matrix, full_matrices=False)
+        sigma[-1] *= 1e-12
+        matrix = u * sigma @ vt
+    found = find_basis(matrix, 0.0, least=shape[1])
+    assert found.u.shape == shape and found.vt.shape == (shape[1], shape[1])
+    for t in (found.u.t(), found.vt):
+        torch.testing.assert_close(t @ t.t(), torch.eye(len(t), dtype=torch.float64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.u @ found.s @ found.vt, matrix.double(), rtol=0, atol=1e-12)
+
+
+def test_a_cut_basis_is_the_best_of_its_rank() -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(20, 9)
+    u, sigma, vt = torch.linalg.svd(matrix.double(), full_matrices=False)
+    found = find_basis(matrix, float(sigma[4] / sigma[0]) - 1e-9)
+    assert len(found.s) == 5
+    best = u[:, :5] * sigma[:5] @ vt[:5]
+    torch.testing.assert_close(found.u @ found.s @ found.vt, best, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [adamw, sgd])
+def test_neither_entering_nor_an_update_without_truncation_changes_an_output(make: Any) -> None:
+    # Steps 4 and 7 enter and update; with a rate of 0 nothing else could change an output.
+    replica, optimizer = attached(oialr(cutoff=0.0), make)
+    for step in range(3):
+        train_step(replica, optimizer, step, 0)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        group["weight_decay"] = 0.0
+    norms = [m for m in replica.modules() if isinstance(m, nn.BatchNorm2d)]
+    for norm in norms:
+        norm.momentum = 0.0
+    before, updates = outputs(replica), set()
+    for step in range(3, 14):
+        train_step(replica, optimizer, step, 0)
+        torch.testing.assert_close(outputs(replica), before, rtol=1e-5, atol=1e-5)
+        updates.add(replica._method.updates)
+    assert replica.phase == "lowrank" and updates == {0, 1, 2, 3}
+    assert replica.ranks() == {"0": 6, "3": 16, "7": 24}
+
+
+def test_only_the_middle_is_trained() -> None:
+    replica, optimizer = attached(oialr(cutoff=0.3))
+    for step in range(5):
+        train_step(replica, optimizer, step, 0)
+    first = [[t.clone() for t in layer] for layer in bases(replica)]
+    train_step(replica, optimizer, 5, 0)
+    for (u, s, vt), (old_u, old_s, old_vt) in zip(bases(replica), first, strict=True):
+        assert torch.equal(u, old_u) and torch.equal(vt, old_vt) and not torch.equal(s, old_s)
+        assert u.grad is None and vt.grad is None and not u.requires_grad and not vt.requires_grad
+        assert u not in optimizer.state and vt not in optimizer.state
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in replica.parameters() if p.requires_grad}
+
+
+def test_at_full_rank_a_square_weight_trains_under_sgd_as_if_nothing_had_happened() -> None:
+    """Orthogonal bases turn gradients, momentum and weight decay alike."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 5))
+    turned = copy.deepcopy(plain)
+    replica, optimizer = attached(oialr(cutoff=0.0), sgd, turned)
+    other = sgd(plain)
+    for step in range(STEPS):
+        train_step(plain, other, step, 0)
+        train_step(replica, optimizer, step, 0)
+    assert replica.phase == "lowrank" and replica._method.updates == 5
+    torch.testing.assert_close(outputs(replica), plain(batch(99, 0)[0]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(12, 5), (5, 12)])
+def test_momentum_follows_exactly_what_is_kept(shape: tuple[int, int]) -> None:
+    """m_S = Uᵀ m_W V: the mean of the gradients that S would have had, also through a truncated update."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, shape[1]), nn.Linear(*reversed(shape)), nn.Linear(shape[0], 5))
+    config = oialr(delay=3, frequency=3, cutoff=0.5, layer_fraction=1.0, keep=("1", "3"), keep_last=False)
+    replica, optimizer = attached(config, lambda m: torch.optim.SGD(m.parameters(), 0.0, momentum=0.9), model)
+    for step in range(3):
+        train_step(replica, optimizer, step, 0)
+    for step in range(3, 6):
+        train_step(replica, optimizer, step, 0)
+    (u, s, vt), rank = bases(replica)[0], replica.ranks()["2"]
+    assert rank < 5
+    found = optimizer.state[s]["momentum_buffer"]
+    # The same gradients at the same weights: the rate is 0, but for what the cut at step 6 dropped after them.
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(16, shape[1]), nn.Linear(*reversed(shape)), nn.Linear(shape[0], 5))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(16, shape[1]), nn.Linear(*reversed(shape)), nn.Linear(shape[0], 5))
+    other = torch.optim.SGD(plain.parameters(), 0.0, momentum=0.9)
+    for step in range(6):
+        train_step(plain, other, step, 0)
+    whole = MatrixView(shape).to_matrix(other.state[plain[2].weight]["momentum_buffer"])
+    torch.testing.assert_close(found, u.t() @ whole @ vt.t(), rtol=1e-4, atol=1e-6)
+
+
+def test_moments_may_start_again() -> None:
+    replica, optimizer = attached(oialr(moments="reset"))
+    for step in range(4):
+        train_step(replica, optimizer, step, 0)
+    assert all(s not in optimizer.state for _, s, _ in bases(replica))
+    carrying, other = attached(oialr())
+    for step in range(4):
+        train_step(carrying, other, step, 0)
+    assert all(set(other.state[s]) == {"step", "exp_avg", "exp_avg_sq"} for _, s, _ in bases(carrying))
+    assert all(other.state[s]["exp_avg_sq"].min() >= 0 for _, s, _ in bases(carrying))
+
+
+# The timetable.
+
+
+def test_updates_reach_backwards_and_ranks_fall() -> None:
+    replica, optimizer = attached(oialr(cutoff=0.4, layer_fraction=0.3, max_shrink=1.0))
+    seen: dict[int, dict[str, int]] = {}
+    for step in range(STEPS):
+        train_step(replica, optimizer, step, 0)
+        if replica.ranks() and replica.ranks() not in seen.values():
+            seen[replica.step] = replica.ranks()
+    assert seen[4] == {"0": 6, "3": 16, "7": 24}
+    assert seen[7]["0"] == 6 and seen[7]["3"] == 16 and seen[7]["7"] < 24, "the first update is of the last layer alone"
+    assert seen[10]["0"] == 6 and seen[10]["3"] < 16, "the second one reaches one further"
+    assert set(seen) <= {4, 7, 10, 13, 16, 19}
+    ranks = list(seen.values())
+    assert all(new[label] <= old[label] for old, new in itertools.pairwise(ranks) for label in old)
+
+
+def test_an_update_drops_no_more_than_it_may() -> None:
+    config = oialr(cutoff=0.9, layer_fraction=1.0, max_shrink=0.25)
+    replica, optimizer = attached(config)
+    before = {"0": 6, "3": 16, "7": 24}
+    for step in range(STEPS):
+        train_step(replica, optimizer, step, 0)
+        now = replica.ranks()
+        if now and now != before:
+            assert now == {label: max(1, math.ceil(0.75 * rank)) for label, rank in before.items()}
+            before = now
+    assert before["7"] == math.ceil(0.75 * math.ceil(0.75 * math.ceil(0.75 * math.ceil(0.75 * math.ceil(0.75 * 24)))))
+
+
+def test_no_update_at_the_very_end() -> None:
+    replica, optimizer = attached(oialr(total_steps=7, cutoff=0.9, layer_fraction=1.0))
+    for step in range(7):
+        train_step(replica, optimizer, step, 0)
+    assert replica.ranks() == {"0": 6, "3": 16, "7": 24}
+    with pytest.warns(UserWarning, match="beyond total_steps=7"):
+        train_step(replica, optimizer, 7, 0)
+
+
+def test_low_rank_from_the_first_step() -> None:
+    replica, optimizer = attached(oialr(warmup=False))
+    assert replica.phase == "lowrank" and replica.ranks() == {"0": 6, "3": 16, "7": 24}
+    for step in range(6):
+        train_step(replica, optimizer, step, 0)
+        assert replica._method.updates == 0, "the delay is what passes before the first update"
+    train_step(replica, optimizer, 6, 0)
+    assert replica._method.updates == 1
+
+
+def test_the_paper_keeps_the_last_layer_and_may_keep_the_first() -> None:
+    replica, _ = attached(oialr(warmup=False, keep_first=True, keep=("7",)))
+    assert replica.ranks() == {"3": 16}
+    assert {k["layer"]: k["why"] for k in replica.describe()["kept_full"]} == {
+        "0.weight": "first layer",
+        "7.weight": "kept by pattern '7'",
+        "9.weight": "last layer",
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"delay": 20}, "`delay`=20 leaves nothing of `total_steps`=20"),
+        ({"frequency": 0}, "`frequency`=0 must be"),
+        ({"layer_fraction": 0}, "`layer_fraction`=0 must be above 0 and at most 1"),
+        ({"max_shrink": 1.5}, "`max_shrink`=1.5 must be above 0 and at most 1"),
+        ({"cutoff": 1.0}, "`cutoff`=1.0"),
+        ({"moments": "rotate"}, "choose from"),
+        ({"warmup": 0.2}, "`warmup`=0.2"),
+        ({"total_steps": 0}, "`total_steps`=0"),
+        ({"delay": 2.5}, "`delay`=2.5"),
+    ],
+)
+def test_bad_settings(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(thinwire.ConfigError, match=told):
+        oialr(**fields)
+
+
+# What the layers compute.
+
+
+@pytest.mark.parametrize("uses", [1, 10, 100, 10_000])
+@pytest.mark.parametrize("rank", [1, 4, 12])
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (nn.Linear(30, 12), (30,)),
+        (nn.Linear(12, 30, bias=False), (12,)),
+        (nn.Conv2d(3, 12, 3, padding=1, stride=2), (3, 8, 8)),
+        (nn.Conv2d(5, 12, 3, padding=1, padding_mode="circular"), (5, 8, 8)),
+        (nn.Conv1d(12, 20, 1, bias=False), (12, 6)),
+    ],
+)
+def test_every_way_through_three_factors_is_the_same(
+    module: nn.Module, shape: tuple[int, ...], rank: int, uses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    dense, layer = copy.deepcopy(module), copy.deepcopy(module)
+    root = nn.Sequential(layer)
+    replica, _ = attached(oialr(warmup=False, keep_last=False), sgd, root)
+    found = replica._method.layers[0]
+    rank = min(rank, found.rank)
+    u, s, vt = (t.detach() for t in found.factors)
+    thinwire.factor.convert.to_factors(found, u[:, :rank], s[:rank, :rank], vt[:rank])
+    dense.weight.data = layer.weight.detach().clone()
+    x = torch.randn(2, *shape, requires_grad=True)
+    wanted = dense(x)
+    gradient = torch.autograd.grad(wanted.square().sum(), [x, dense.weight])
+    for count in (1, 2, 3):
+        monkeypatch.setattr("thinwire.factor.layers.cheapest_of_three", lambda *a, **k: count)  # noqa: B023
+        given = layer(x)
+        torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-5)
+        own = torch.autograd.grad(given.square().sum(), [x, found.factors[1]])
+        torch.testing.assert_close(own[0], gradient[0], rtol=1e-4, atol=1e-4)
+        projected = found.factors[0].t() @ found.view.to_matrix(gradient[1]) @ found.factors[2].t()
+        torch.testing.assert_close(own[1], projected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_cheapest_way_is_taken() -> None:
+    tall = MatrixView((3072, 768))
+    assert cheapest_of_three(tall, 64, 10_000, trains=True) == 3
+    assert cheapest_of_three(tall, 400, 10_000, trains=True) == 2
+    assert cheapest_of_three(MatrixView((768, 768)), 768, 10_000, trains=True) == 1
+    assert cheapest_of_three(tall, 64, 10_000, trains=False) == 2, "S is folded once for many uses"
+    assert cheapest_of_three(tall, 64, 4, trains=False) == 3, "and not for a few"
+
+
+# Many workers.
+
+
+def agreement(rank: int, settings: dict[str, Any], kind: str) -> dict[str, Any]:
+    model = small_model(rank)
+    optimizer = adamw(model) if kind == "adamw" else sgd(model)
+    replica = thinwire.attach(model, optimizer, oialr(cutoff=0.2, **settings))
+    trace = []
+    for step in range(STEPS):
+        train_step(replica, optimizer, step, rank)
+        trace.append((replica.phase, values(replica), optimizer_values(optimizer), str(replica.ranks())))
+    gap = off_orthonormal(replica)
+    before, small = outputs(replica), replica.finish(cutoff=0.0)
+    kinds = [type(m).__name__ for m in small.modules()]
+    return {
+        "trace": trace,
+        "gap": gap,
+        "finish": float((outputs(replica) - before).abs().max() / before.abs().max()),
+        "low_rank": kinds.count("Sequential") - 1,
+        "bytes": dict(replica.traffic.by_purpose["gradients"]),
+        "decomposition": dict(replica.traffic.by_purpose.get("decomposition", {})),
+        "final": values(small),
+    }
+
+
+@pytest.mark.parametrize(
+    ("workers", "settings", "kind"),
+    [
+        (2, {"group_size": 1}, "adamw"),
+        (3, {"group_size": 2, "wire": "bf16"}, "sgd"),
+        (4, {"group_size": 2, "max_shrink": 1.0}, "adamw"),
+    ],
+)
+def test_all_workers_hold_the_same_at_every_step(workers: int, settings: dict[str, Any], kind: str) -> None:
+    found = gang.run(agreement, workers, settings, kind)
+    for worker in found:
+        assert worker["trace"] == found[0]["trace"] and worker["final"] == found[0]["final"]
+        assert worker["gap"] < 1e-5
+        assert worker["finish"] < 1e-5 and worker["low_rank"] >= 1
+    assert {phase for phase, *_ in found[0]["trace"]} == {"warmup", "lowrank"}
+    assert len({ranks for *_, ranks in found[0]["trace"]}) > 2
+
+
+def what_crosses(rank: int) -> tuple[int, int, int, list[int]]:
+    replica, optimizer = attached(oialr(cutoff=0.2))
+    sent, shares = [], []
+    for step in range(6):
+        before = replica.traffic.by_purpose.get("gradients", {}).get("slow_bytes", 0)
+        train_step(replica, optimizer, step, rank)
+        sent.append(replica.traffic.by_purpose["gradients"]["slow_bytes"] - before)
+        shares.append(sum(p.numel() for p in replica.parameters() if p.requires_grad))
+    return int(sent[0]), int(sent[-1]), shares[0], shares
+
+
+def test_only_what_is_trained_crosses_the_wire() -> None:
+    for full, low, _, trained in gang.run(what_crosses, 2):
+        assert full == 4 * trained[0]  # two workers: 2 (n-1)/n of it
+        assert low == 4 * trained[-1] < 0.5 * full
+
+
+def shared_out(rank: int) -> tuple[int, int]:
+    replica, _ = attached(oialr(warmup=False, group_size=2))
+    looked = replica.traffic.by_purpose["decomposition"]
+    return int(looked["slow_bytes"]), int(looked["fast_bytes"])
+
+
+def test_decompositions_are_shared_out_inside_a_node() -> None:
+    for slow, fast in gang.run(shared_out, 2):
+        assert slow == 0 and fast > 0
+
+
+def diverging(rank: int) -> str:
+    replica, optimizer = attached(oialr())
+    for step in range(3):
+        train_step(replica, optimizer, step, rank)
+    with torch.no_grad():
+        replica.module[7].weight.fill_(float("nan"))
+    with pytest.raises(thinwire.DivergedError) as caught:
+        train_step(replica, optimizer, 3, rank)
+    return str(caught.value)
+
+
+def test_a_run_that_diverged_stops_by_name() -> None:
+    assert "has values that are not finite: training diverged before it was decomposed" in diverging(0)
+
+
+# Leaving.
+
+
+@pytest.mark.parametrize("steps", [0, 2, 5, STEPS])
+def test_finishing_without_a_cut_changes_no_output(steps: int) -> None:
+    replica, optimizer = attached(oialr(cutoff=0.2))
+    for step in range(steps):
+        train_step(replica, optimizer, step, 0)
+    before = outputs(replica)
+    small = replica.finish(cutoff=0.0)
+    torch.testing.assert_close(outputs(replica), before, rtol=1e-4, atol=1e-5)
+    assert not any(type(m).__module__.startswith("thinwire") for m in small.modules())
+    told = replica.describe()
+    assert told["parameters"] == sum(p.numel() for p in small.parameters())
+    assert all(p.requires_grad for p in small.parameters()), "bases are trained again by whoever fine-tunes it"
+
+
+def test_a_finished_model_is_smaller_and_says_what_is_not() -> None:
+    replica, optimizer = attached(oialr(cutoff=0.3))
+    for step in range(STEPS):
+        train_step(replica, optimizer, step, 0)
+    small = replica.finish()
+    assert replica.describe()["parameters"] < replica.describe()["parameters_full"]
+    balanced = small[7]
+    torch.testing.assert_close(balanced[0].weight.norm(), balanced[1].weight.norm(), rtol=0.05, atol=0)
+    assert {k["why"] for k in replica.describe()["kept_full"]} >= {"last layer"}
+
+
+def test_state_is_kept_under_plain_names(tmp_path: Path) -> None:
+    replica, optimizer = attached(oialr(warmup=False), lambda m: torch.optim.AdamW(m.named_parameters(), 1e-3))
+    train_step(replica, optimizer, 0, 0)
+    assert {"7.weight_u", "7.weight_s", "7.weight_vt", "9.weight"} <= set(replica.state_dict())
+    assert "7.weight_s" in optimizer.param_groups[0]["param_names"]
+    replica.save(tmp_path / "save")
+    other, again = attached(
+        oialr(warmup=False), lambda m: torch.optim.AdamW(m.named_parameters(), 1e-3), small_model(3)
+    )
+    other.load(tmp_path / "save")
+    assert values(other) == values(replica) and optimizer_values(again) == optimizer_values(optimizer)
+
+
+class Attends(nn.Module):
+    """Weights that other code reads: MultiheadAttention's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 16)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x[:, 0])
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
+def test_attention_and_a_scaler() -> None:
+    torch.manual_seed(0)
+    model = Attends()
+    optimizer = adamw(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    replica = thinwire.attach(model, optimizer, oialr(cutoff=0.3, layer_fraction=1.0), scaler=scaler)
+    for step in range(STEPS):
+        x, y = batch(step, 0)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(replica(x), y)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert replica.ranks()["attention.in_proj_weight"] <= 16
+    before = outputs(replica)
+    replica.finish(cutoff=0.0)
+    torch.testing.assert_close(outputs(replica), before, rtol=1e-4, atol=1e-5)
+
+
+def test_the_method_is_what_the_registry_says() -> None:
+    replica, _ = attached(oialr())
+    assert isinstance(replica._method, OIALRMethod) and replica.describe()["method"] == "oialr"
