@@ -89,12 +89,14 @@ class History:
         self.curve: list[dict[str, Any]] = []
         self.ranks: list[dict[str, Any]] = []
         self.trainable: list[dict[str, Any]] = []
-        self.stability: list[Any] = []
-        self.seconds = self.seconds_evaluating = 0.0
+        self.stability: list[dict[str, Any]] = []
+        self.seconds = self.seconds_evaluating = self.seconds_watching = 0.0
         self.peak_memory = 0
         self._full = sum(p.numel() for p in replica.module.parameters())
         self._ranks: dict[str, int] = {}
-        self._stability = _stability(replica, options.stability)
+        self._watch = None
+        if options.stability and replica.topology.rank == 0:
+            self._watch = thinwire.Stability(replica, options.stability, options.stability_back)
         self._note_share(0)
 
     def after_step(self, step: int) -> None:
@@ -104,8 +106,11 @@ class History:
             self._note_share(step)
             if now and (not self.ranks or now != self.ranks[-1]["ranks"]):
                 self.ranks.append({"step": step, "ranks": now})
-        if self._stability and (record := self._stability.look(step)) is not None:
-            self.stability.append(record)
+        if self._watch and step % self._watch.every == 0:
+            start = _clock()
+            record = self._watch.look(step)
+            self.stability += [record] if record else []
+            self.seconds_watching += _clock() - start
 
     def evaluate(self, step: int, test: Images, **told: Any) -> None:
         """Judge the merged model."""
@@ -131,7 +136,8 @@ class History:
 
     def _note_share(self, step: int) -> None:
         trained = sum(p.numel() for p in self.replica.module.parameters() if p.requires_grad)
-        self.trainable.append({"step": step, "share": trained / self._full})
+        if not self.trainable or self.trainable[-1]["step"] != step:
+            self.trainable.append({"step": step, "share": trained / self._full})
 
 
 def fit(
@@ -218,6 +224,7 @@ def tell(replica: thinwire.Replica, history: History, test: Images, settings: di
         "steps": steps,
         "seconds": history.seconds,
         "seconds_evaluating": history.seconds_evaluating,
+        "seconds_watching": history.seconds_watching,
         "peak_memory": history.peak_memory or None,
         **evaluate(replica, test),
         "accuracy_before_truncation": before["accuracy"],
@@ -247,14 +254,6 @@ def _show(result: dict[str, Any], file: str | None) -> None:
         Path(file).write_text(json.dumps(result, indent=1))
 
 
-def _stability(replica: thinwire.Replica, every: int | None) -> Any:
-    if every is None:
-        return None
-    if not hasattr(thinwire, "Stability"):
-        raise SystemExit("--stability needs thinwire.Stability, which this version does not have")
-    return thinwire.Stability(replica.module, every=every, back=every)
-
-
 def _clock() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -280,9 +279,8 @@ def parser(description: str | None, *, epochs: int) -> argparse.ArgumentParser:
     made.add_argument("--group-size")
     made.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE")
     made.add_argument("--compile", action="store_true", help="by torch.compile")
-    made.add_argument(
-        "--stability", type=int, metavar="N", help="compare bases with those of N steps ago, every N steps"
-    )
+    made.add_argument("--stability", type=int, metavar="N", help="look at the bases every N steps")
+    made.add_argument("--stability-back", type=int, default=1, metavar="K", help="and compare with K looks before")
     made.add_argument("--evaluate-every", type=int, default=5, metavar="EPOCHS")
     made.add_argument("--validate", action="store_true", help="judge on a tenth of the training images, kept out")
     made.add_argument("--samples", type=int, help="only so many images, to try it out")
