@@ -81,7 +81,7 @@ def test_resuming_equals_never_having_stopped(tmp_path: Path, workers: int, grou
         for stop, result in zip(STOPS, resumed, strict=True):
             assert result[:4] == unbroken[:4], f"{method} resumed at {stop}"
             # Sums of node means are whole bytes; a load tells the layers' order again and compares a few counters.
-            assert result[4] == pytest.approx(unbroken[4], rel=0.015)
+            assert result[4] == pytest.approx(unbroken[4], rel=0.01, abs=5000)
         assert set(phases) == PHASES.get(method, {"warmup", "groups", "rebound", "final"})
 
 
