@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,9 @@ def test_rank_is_the_factors_and_survives_rounding():
     assert basis_of(LOW).rank == basis_of(LOW[0] @ LOW[1]).rank == 3
     assert stability(LOW, LOW[0] @ LOW[1]) == pytest.approx(1, **EXACT)
     assert similarity(LOW, LOW[0] @ LOW[1]) == pytest.approx(1, **EXACT)
+    assert basis_of(LOW[0] @ LOW[1]).polar.square().sum().item() == pytest.approx(3, **EXACT)
+    others = _random(40, 5, 10), _random(5, 12, 11)
+    assert stability(LOW, others) == pytest.approx(stability(LOW[0] @ LOW[1], others[0] @ others[1]), **EXACT)
     assert stability(torch.zeros(6, 4), _random(6, 4, 0)) == 0
 
 
@@ -134,8 +138,18 @@ def test_what_is_not_finite_is_told_and_other_shapes_are_refused():
         stability(W, W[:12])
 
 
+NAMES = ["stem", "conv", "rising", "square", "falling", "head"]
+
+
+def _net() -> nn.Module:
+    """Flattened, `conv` and `falling` are wide and `rising` is tall."""
+    torch.manual_seed(0)
+    made = [nn.Conv2d(1, 8, 3), nn.Conv2d(8, 12, 3), nn.Linear(12, 40), nn.Linear(40, 40), nn.Linear(40, 20)]
+    return nn.Sequential(OrderedDict(zip(NAMES, [*made, nn.Linear(20, 10)], strict=True)))
+
+
 def _factored(model: nn.Module, rank: int = 4) -> nn.Module:
-    """`conv` and `middle` as two factors."""
+    """All but the first and the last layer as two factors."""
     for layer in find_layers(model, trained=model.parameters())[0]:
         found = decompose(layer.matrix(), 0.0, rank=rank)
         to_factors(layer, found.a, found.b)
@@ -169,9 +183,9 @@ def _multiplied_out(model: nn.Module, state: dict) -> dict:
 
 @pytest.fixture(scope="module")
 def forms(tmp_path_factory) -> dict:
-    """One low-rank model in every form it can have; `conv` is wide when flat, `middle` is square."""
+    """One low-rank model in every form it can have."""
     folder = tmp_path_factory.mktemp("forms")
-    model = _factored(small.net())
+    model = _factored(_net())
     state = small.clone(model)
     plain = to_plain(copy.deepcopy(model))
     write(plain, folder / "run" / "model")
@@ -179,7 +193,7 @@ def forms(tmp_path_factory) -> dict:
     return {
         "model": model,
         "state": state,
-        "full": _multiplied_out(small.net(), state),
+        "full": _multiplied_out(_net(), state),
         "three": _three(state),
         "plain": plain,
         "plain state": small.clone(plain),
@@ -192,12 +206,12 @@ def forms(tmp_path_factory) -> dict:
 def test_every_form_is_the_same_model(forms):
     for one, other in itertools.combinations(forms.values(), 2):
         found = compare(one, other)
-        assert set(found) == {"stem", "conv", "middle", "head"}
+        assert set(found) == set(NAMES)
         for measures in found.values():
             assert measures["stability"] == pytest.approx(1, **EXACT)
             assert measures["similarity"] == pytest.approx(1, **EXACT)
-    assert list(compare(forms["run"], forms["three"])) == ["stem", "conv", "middle", "head"]
-    assert list(compare(forms["run"], forms["file"])) == ["conv", "head", "middle", "stem"]
+    assert list(compare(forms["run"], forms["three"])) == NAMES
+    assert list(compare(forms["run"], forms["file"])) == sorted(NAMES)
 
 
 def test_a_save_of_a_group_phase_is_the_first_groups(tmp_path):
