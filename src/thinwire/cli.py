@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.comm.topology import place
+from thinwire.commands.export import export
 from thinwire.commands.netbench import netbench
 from thinwire.commands.plan import plan
 from thinwire.commands.stability import stability
@@ -145,25 +145,6 @@ def report(folder: Path, as_json: bool) -> None:
     _report(folder, [found.folder for found in read_runs(folder)], as_json)
 
 
-@main.command()
-@click.argument("run_dir", type=click.Path(path_type=Path, exists=True, file_okay=False))
-@click.option("--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="A new folder.")
-def export(run_dir: Path, out: Path) -> None:
-    """Write the finished model of RUN_DIR: plain low-rank layers that need no Thinwire."""
-    read_run(run_dir)
-    if not (run_dir / "model").is_dir():
-        raise ConfigError(f"`{run_dir}` has a summary but no model; run it again without `--no-model`")
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"`{out}` is not empty; give a new folder")
-    shutil.copytree(run_dir / "model", out, dirs_exist_ok=True)
-    lines = [
-        f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}",
-        f'as it is:             torch.export.load("{out / "program.pt2"}").module()',
-        f'into your own class:  load(MyModel(), "{out}"), with `load` from {out / "load.py"}',
-    ]
-    click.echo("\n".join(lines))
-
-
 def _as_fields(flags: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if value is not None}
 
@@ -195,7 +176,8 @@ def _tell(summary: dict[str, Any], folder: Path) -> None:
     lines = [
         f"{metric} {figure(metric, summary[metric])} ({before} before truncation)",
         f"slow link {size(sent)} without evaluation, {share} of all-reduce fp32",
-        f"model {summary['parameters_final']:,} of {summary['parameters_full']:,} parameters",
+        f"model {summary['parameters_final']:,} of {summary['parameters_full']:,} parameters, "
+        f"{100 * summary['trainable_share']:.1f} % of the full ones trained at the end",
         f"records.jsonl, summary.json{' and model/' if (folder / 'model').is_dir() else ''} are in {folder}",
     ]
     click.echo("\n".join(lines))
@@ -230,6 +212,7 @@ def _speaks() -> bool:
     return here is None or here.rank == 0
 
 
+main.add_command(export)
 main.add_command(plan)
 main.add_command(netbench)
 main.add_command(stability)

@@ -6,6 +6,7 @@ parametrization by an `nn.Linear`: small at rest, multiplied out when read.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,7 @@ def write(model: nn.Module, folder: Path | str, example_input: Any = None, *, on
     layers = {name: told for name, module in model.named_modules() if (told := _describe(module)) is not None}
     parameters = sum(p.numel() for p in model.parameters())
     (folder / "layers.json").write_text(json.dumps({"parameters": parameters, "layers": layers}, indent=1) + "\n")
+    shutil.copymode(folder / "layers.json", folder / "model.safetensors")  # safetensors lets only the owner read it
     (folder / "load.py").write_text((Path(__file__).parent / "load_exported.py").read_text())
     if example_input is not None:
         write_programs(model, folder, example_input, onnx=onnx)

@@ -23,17 +23,18 @@ def load(model: nn.Module, folder: str | Path = ".") -> nn.Module:
                 _parametrize(model.get_submodule(name), weight, shape)
         else:
             model = _replace(model, name, _pair(told["parts"]))
-    _fill(model, load_file(folder / "model.safetensors"))
+    fill(model, load_file(folder / "model.safetensors"))
     return model
 
 
-def _fill(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+def fill(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Give `model` all its values; a weight that two layers share may have one name of the two."""
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     own = model.state_dict()
     filled = {own[name].data_ptr() for name in tensors if name in own}
-    missing = [name for name in missing if own[name].data_ptr() not in filled]  # tied weights are written once
+    missing = [name for name in missing if own[name].data_ptr() not in filled]
     if missing or unexpected:
-        raise ValueError(f"these weights are of another model: missing {missing[:4]}, unexpected {unexpected[:4]}")
+        raise ValueError(f"these are weights of another model: missing {missing[:3]}, unexpected {unexpected[:3]}")
 
 
 def _pair(parts: list[dict]) -> nn.Module:

@@ -45,14 +45,13 @@ def write_programs(model: nn.Module, folder: Path, example: Any, *, onnx: bool) 
     try:
         program = _trace(copy.deepcopy(model).cpu().eval(), example)
         torch.export.save(program, folder / "program.pt2")
+    except Exception as error:  # of any kind: torch's compiler runs the model's own code
         if onnx:
-            _write_onnx(program, folder / "model.onnx")
-    except Exception as error:  # of any kind: the model's own code is run by torch's compiler
-        if onnx:
-            raise ConfigError(
-                f"the model cannot be written as ONNX: {_told(error)}; leave ONNX out to have the other files"
-            ) from error
+            raise _no_onnx(error) from error
         log.warning("no program.pt2: torch.export cannot follow this model (%s)", _told(error))
+        return
+    if onnx:
+        write_onnx(program, folder / "model.onnx")
 
 
 def _trace(model: nn.Module, example: Any) -> torch.export.ExportedProgram:
@@ -73,15 +72,23 @@ def _shape(value: Any) -> Any:
     return {0: torch.export.Dim.AUTO} if isinstance(value, Tensor) and value.dim() else None
 
 
-def _write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
-    # Not optimized here: that would multiply factors out for good. The runtime does it for itself when it loads.
-    with _quiet():
-        found = torch.onnx.export(program, (), dynamo=True, verbose=False, optimize=False)
+def write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
+    """Write a program as ONNX, its weights inside the file unless it would be too large."""
+    # Not optimized here: that would multiply factors out for good. A runtime does it for itself when it loads.
+    try:
+        with _quiet():
+            found = torch.onnx.export(program, (), dynamo=True, verbose=False, optimize=False)
+    except Exception as error:  # of any kind: it has no common one for what it cannot write
+        raise _no_onnx(error) from error
     assert found is not None
     for node in found.model.graph.all_nodes():
         node.metadata_props.clear()  # lines of source with their paths, a third of a small file
     weights = sum(t.numel() * t.element_size() for t in program.state_dict.values())
     found.save(path, external_data=weights > _LARGEST_FILE)
+
+
+def _no_onnx(error: BaseException) -> ConfigError:
+    return ConfigError(f"the model cannot be written as ONNX: {_told(error)}; leave it out to have the other files")
 
 
 @contextmanager

@@ -1,0 +1,179 @@
+"""`thinwire export`."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from thinwire.commands.sources import Found, finished, of_function, unfinished
+from thinwire.errors import ConfigError
+from thinwire.factor.program import refuse_onnx, write_onnx
+from thinwire.factor.ranks import chooser
+from thinwire.recipes import RECIPES
+from thinwire.report import read_run
+from thinwire.report.tables import figure, size
+from thinwire.squeeze import Compressed, compress
+from thinwire.train import checkpoint
+
+log = logging.getLogger("thinwire")
+
+_DIR = click.Path(path_type=Path, file_okay=False)
+_FILE = click.Path(path_type=Path, dir_okay=False)
+_MOST_NAMED = 6
+"""Layers that stay full up to which all are named."""
+
+
+@click.command()
+@click.argument("source")
+@click.option("--out", required=True, type=_DIR, metavar="DIR", help="A new folder.")
+@click.option("--cutoff", type=float, metavar="C", help="Cut layers at this share of their largest singular value.")
+@click.option("--rank", metavar="R", help="The most for every layer, or a share of its full rank, as 0.25.")
+@click.option("--target", type=float, metavar="T", help="So many times fewer parameters than SOURCE has.")
+@click.option("--onnx", is_flag=True, help="Write model.onnx too.")
+@click.option("--data", type=_DIR, metavar="DIR", help="Judge a run's model on data from here, not from the package.")
+@click.option("--weights", type=_FILE, metavar="FILE", help="Safetensors with the values for a function's model.")
+@click.option("--recipe", metavar="FILE.py:FUNCTION", help="The run's recipe, if it is your own.")
+def export(source: str, out: Path, onnx: bool, **flags: Any) -> None:
+    """Write a model in plain torch.nn layers that need no Thinwire, made smaller if asked for.
+
+    SOURCE is the folder of a run, finished or not, or FILE.py:FUNCTION, a function of yours that returns an nn.Module,
+    maybe with its inputs.
+    """
+    how = _asked_for(flags)
+    if out.exists() and (out.is_file() or any(out.iterdir())):
+        raise ConfigError(f"`{out}` is not empty; give a new folder")
+    with _new_folder(out) as folder:
+        told, *lines = _write(source, how, folder, onnx, flags)
+    files = f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}"
+    click.echo("\n".join([told, files, *lines, *_uses(out)]))
+
+
+def _asked_for(flags: dict[str, Any]) -> dict[str, Any]:
+    """How to make it smaller; nothing where it is to be written as it is."""
+    rank = None if flags["rank"] is None else _number(flags["rank"])
+    how = {"cutoff": flags["cutoff"], "rank": rank, "target": flags["target"]}
+    given = {name: value for name, value in how.items() if value is not None}
+    if given:
+        chooser(**how)
+    return given
+
+
+def _number(text: str) -> float:
+    try:
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError as error:
+        raise ConfigError(f"`--rank`={text!r} must be a whole number, or a share of each layer's full rank") from error
+
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """A folder that is there when it is whole."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as aside:
+        folder = Path(aside, "model")
+        folder.mkdir()
+        yield folder
+        folder.replace(out)
+
+
+def _write(source: str, how: dict[str, Any], folder: Path, onnx: bool, flags: dict[str, Any]) -> list[str]:
+    """Write what SOURCE stands for; lines to tell of it."""
+    if source.endswith(".py") or ".py:" in source:
+        if flags["data"] is not None or flags["recipe"] is not None:
+            raise click.UsageError("--data and --recipe are for runs; a function brings its own model and inputs")
+        return _compress(of_function(source, flags["weights"]), how, folder, onnx)
+    run, own = Path(source), (flags["recipe"], flags["data"])
+    if flags["weights"] is not None:
+        raise click.UsageError("--weights is for FILE.py:FUNCTION; a run has its own")
+    if not run.is_dir():
+        raise ConfigError(f"`{source}` is no folder of a run, and no FILE.py:FUNCTION either; give one of them")
+    if not (run / "summary.json").is_file() and (saved := checkpoint.find(run / "checkpoint")):
+        return _compress(unfinished(run, saved, *own), how, folder, onnx)
+    read_run(run)
+    if not (run / "model").is_dir():
+        raise ConfigError(f"`{run}` has a summary but no model; run it again without `--no-model`")
+    return _compress(finished(run, *own), how, folder, onnx) if how else _copy(run, folder, onnx, *own)
+
+
+def _compress(found: Found, how: dict[str, Any], folder: Path, onnx: bool) -> list[str]:
+    if onnx:
+        refuse_onnx(found.example)
+    how = how or {"cutoff": found.cutoff}
+    made = compress(found.model, **how, **found.keep, evaluate=found.evaluate, example=found.example)
+    made.save(folder, onnx=onnx)
+    _draw(made, folder)
+    lines = [found.told, _on_disk(folder, found.dense), _parameters(made, found), *_stay_full(made)]
+    if made.before is not None and made.after is not None:
+        before = figure(found.metric, made.before)
+        lines.append(f"{found.metric} {figure(found.metric, made.after)} on held-out data, {before} before")
+    return lines
+
+
+def _copy(run: Path, folder: Path, onnx: bool, recipe: str | None, data: Path | None) -> list[str]:
+    """A finished run's model as it is; drawn, and judged on other data, where its recipe is known."""
+    summary = read_run(run).summary
+    shutil.copytree(run / "model", folder, dirs_exist_ok=True)
+    program = folder / "program.pt2"
+    if onnx:
+        refuse_onnx(program if program.is_file() else None)
+        write_onnx(torch.export.load(program), folder / "model.onnx")
+    metric = summary["metric"]
+    value, before = summary[metric], summary.get(f"{metric}_before_truncation")
+    if recipe is not None or data is not None or summary["recipe"] in RECIPES:
+        found = finished(run, recipe, data)
+        made = compress(found.model, cutoff=0.0, example=found.example, evaluate=found.evaluate if data else None)
+        _draw(made, folder)
+        value, before = (value, before) if made.after is None else (made.after, None)
+    full, final = summary["parameters_full"], summary["parameters_final"]
+    return [
+        f"{run}: a finished run of {summary['steps']} steps by {summary['method']}, as it is",
+        _on_disk(folder),
+        f"parameters {final:,} of {full:,}, {full / final:.2f} : 1",
+        f"{metric} {figure(metric, value)} on held-out data"
+        + ("" if before is None else f", {figure(metric, before)} before truncation"),
+    ]
+
+
+def _draw(made: Compressed, folder: Path) -> None:
+    try:
+        made.plot(folder / "spectrum.png")
+    except ConfigError as error:
+        log.warning("no spectrum.png: %s", error)
+
+
+def _on_disk(folder: Path, dense: int | None = None) -> str:
+    small = (folder / "model.safetensors").stat().st_size
+    whole = "" if dense is None else f", {size(dense)} full: {dense / small:.2f} : 1"
+    return f"model.safetensors {size(small)}{whole}"
+
+
+def _parameters(made: Compressed, found: Found) -> str:
+    small, full = made.parameters_after, found.parameters
+    text = f"parameters {small:,} of {full:,}, {full / small:.2f} : 1"
+    if made.parameters_before != full:
+        text += f"; of {made.parameters_before:,} before, {made.ratio:.2f} : 1"
+    return text + ("" if made.cutoff is None else f"; cut at {made.cutoff:.4g} of the largest singular value")
+
+
+def _stay_full(made: Compressed) -> list[str]:
+    told = [f"{kept.name} ({kept.why})" for kept in made.kept]
+    more = [f"{len(told) - _MOST_NAMED} more"] * (len(told) > _MOST_NAMED)
+    return [f"{len(made.ranks)} layers low-rank; full: {', '.join(told[:_MOST_NAMED] + more) or 'none'}"]
+
+
+def _uses(out: Path) -> list[str]:
+    program, onnx = out / "program.pt2", out / "model.onnx"
+    uses = {
+        "as it is": f'torch.export.load("{program}").module()' if program.is_file() else "",
+        "as ONNX": f'onnxruntime.InferenceSession("{onnx}")' if onnx.is_file() else "",
+        "into your own class": f'load(MyModel(), "{out}"), with `load` from {out / "load.py"}',
+    }
+    return [f"{f'{name}:':<21} {way}" for name, way in uses.items() if way]

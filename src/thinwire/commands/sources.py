@@ -1,0 +1,208 @@
+"""What `thinwire export` can be given, as a model in memory: a finished run, an unfinished one, a user's function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from thinwire import snapshot
+from thinwire.errors import ConfigError
+from thinwire.factor.layers import FORMS
+from thinwire.factor.load_exported import fill, load
+from thinwire.factor.matrix import view_of
+from thinwire.factor.program import arguments
+from thinwire.recipes import RECIPES, Recipe, call_function, named
+from thinwire.report import read_run
+from thinwire.store import newest, read_json, read_tensors
+from thinwire.train.data import Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A model to write, and what is known of it."""
+
+    model: nn.Module
+    """With its trained values, dense or low-rank."""
+    told: str
+    """What it is and where it came from."""
+    dense: int
+    """Bytes of the model before anything was low-rank."""
+    parameters: int
+    """Its parameters then."""
+    cutoff: float = 0.0
+    """Where to cut it if nothing else is asked for."""
+    keep: Mapping[str, Any] = field(default_factory=dict)
+    """Which layers the run kept full."""
+    example: Any = None
+    """An input."""
+    metric: str = ""
+    """What it is judged by."""
+    evaluate: Callable[[nn.Module], float] | None = None
+    """Judges a model on the held-out data."""
+
+
+def finished(folder: Path, recipe: str | None, data: Path | None) -> Found:
+    """The model that a run wrote in the end, in the recipe's own class."""
+    summary = read_run(folder).summary
+    trained = recipe_of(summary["recipe"], recipe)
+    source, model = _built(trained, data)
+    sizes = _sizes(model)
+    try:
+        model = load(model, folder / "model")
+    except (ValueError, RuntimeError, AttributeError) as error:
+        raise _misfit(f"the model in `{folder}`", f"the recipe {trained.name!r}", error) from error
+    told = f"{folder}: a finished run of {summary['steps']} steps by {summary['method']}"
+    return Found(model=model, told=told, **sizes, keep=_kept(summary["config"]), **_judged(trained, source))
+
+
+def unfinished(folder: Path, saved: Path, recipe: str | None, data: Path | None) -> Found:
+    """The last save of a run, its groups' copies averaged and its factors multiplied out."""
+    replica = newest(saved / "replica")
+    state, position = read_json(replica / "state.json"), read_json(saved / "position.json")
+    if state["format"] != snapshot.FORMAT:
+        raise ConfigError(
+            f"the save in `{folder}` has format {state['format']}, this version reads {snapshot.FORMAT}; "
+            "use the version that wrote it"
+        )
+    about = position["identity"]
+    trained = recipe_of(about["recipe"], recipe)
+    source, model = _built(trained, data)
+    try:
+        fill(model, _multiplied_out(model, _merged(replica, state)))
+    except (ValueError, RuntimeError) as error:
+        raise _misfit(f"the save in `{folder}`", f"the recipe {trained.name!r}", error) from error
+    told = f"{folder}: not finished; saved at step {position['step']} of {about['steps']} by {state['method_name']}"
+    if not state["spans_world"]:
+        told += f", amid a group phase: this is the mean of {len(state['groups'])} groups' copies"
+    config = state["config"]
+    own: dict[str, Any] = {"cutoff": config.get("cutoff") or 0.0, "keep": _kept(config)}
+    return Found(model=model, told=told, **_sizes(model), **own, **_judged(trained, source))
+
+
+def of_function(text: str, weights: Path | None) -> Found:
+    """The model that FILE.py:FUNCTION returns, alone or with its inputs; with the values of a file, if given."""
+    built = call_function(text, "model")
+    model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"{text} returns {type(model).__name__}; it must return an nn.Module, or one and its inputs: "
+            "a tensor, a tuple of arguments, or a dict of them by name"
+        )
+    if weights is not None:
+        _fill_from(model, weights, text)
+    if inputs is not None:
+        _check_inputs(model, inputs, text)
+    told = f"the model of {text}, {f'with the weights of {weights}' if weights else 'with its own weights'}"
+    return Found(model=model.to(_device()), told=told, example=inputs, **_sizes(model))
+
+
+def recipe_of(name: str, given: str | None) -> Recipe:
+    """The recipe that a run names, or what the user says it is."""
+    if given is None and name not in RECIPES:
+        raise ConfigError(
+            f"the run's recipe {name!r} does not come with Thinwire, and so its model cannot be built; "
+            "give --recipe FILE.py:FUNCTION"
+        )
+    recipe = named(given or name)
+    if recipe.name != name:
+        raise ConfigError(
+            f"the run is of the recipe {name!r}, and --recipe {given} is {recipe.name!r}; give the run's own"
+        )
+    return recipe
+
+
+def _built(recipe: Recipe, data: Path | None) -> tuple[Source, nn.Module]:
+    source = recipe.source(data)
+    return source, recipe.model(source).to(_device())
+
+
+def _judged(recipe: Recipe, source: Source) -> dict[str, Any]:
+    """An input, the metric, and how to find it for a model."""
+
+    def evaluate(model: nn.Module) -> float:
+        parts = np.array_split(np.arange(source.heldout_size), -(-source.heldout_size // 256))
+        batches = ([t.to(_device()) for t in source.heldout(part)] for part in parts)
+        totals = torch.stack([recipe.task.totals(model(x), y) for x, y in batches])
+        return recipe.task.figures(totals.sum(0))[recipe.task.metric]
+
+    example, _ = source.heldout(np.arange(2))
+    return {"example": example, "metric": recipe.task.metric, "evaluate": evaluate}
+
+
+def _kept(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: config[name] for name in ("keep_first", "keep_last") if name in config} | {
+        "keep": tuple(config.get("keep", ()))
+    }
+
+
+def _sizes(model: nn.Module) -> dict[str, Any]:
+    held = {t.data_ptr(): t.numel() * t.element_size() for t in model.state_dict().values()}
+    return {"dense": sum(held.values()), "parameters": sum(p.numel() for p in model.parameters())}
+
+
+def _merged(folder: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The saved model; where groups train apart, the mean of theirs, each as often as it has workers."""
+    if state["spans_world"]:
+        return read_tensors(folder / "model.safetensors")
+    groups = state["groups"]
+    copies = [read_tensors(folder / f"model-rank{group[0]}.safetensors") for group in groups]
+    weights = [len(group) / state["world_size"] for group in groups]
+    return {name: _mean([copy[name] for copy in copies], weights) for name in copies[0]}
+
+
+def _mean(copies: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """As a merge has it: the mean of numbers, the largest of counters, the first of anything else."""
+    first = copies[0]
+    if first.is_floating_point():
+        wide = sum(t.to(torch.promote_types(t.dtype, torch.float32)) * w for t, w in zip(copies, weights, strict=True))
+        return torch.as_tensor(wide).to(first.dtype)
+    return torch.stack(list(copies)).amax(0) if first.numel() == 1 and not first.is_complex() else first
+
+
+def _multiplied_out(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A dense model's values from those of factors, two or three to a weight."""
+    full = dict(tensors)
+    for name, weight in model.state_dict().items():
+        for form in FORMS.values():
+            factors = [full.pop(f"{name}_{suffix}") for suffix in form if f"{name}_{suffix}" in tensors]
+            if len(factors) == len(form):
+                full[name] = view_of(weight).rebuild(*factors)
+    return full
+
+
+def _fill_from(model: nn.Module, weights: Path, text: str) -> None:
+    if not weights.is_file():
+        raise ConfigError(f"there is no file `{weights}`; give the weights that belong to {text}")
+    try:
+        fill(model, read_tensors(weights))
+    except SafetensorError as error:
+        raise ConfigError(
+            f"`{weights}` is no safetensors file; write one with safetensors.torch.save_model(model, FILE)"
+        ) from error
+    except (ValueError, RuntimeError) as error:
+        raise _misfit(f"`{weights}`", f"the model of {text}", error) from error
+
+
+def _check_inputs(model: nn.Module, inputs: Any, text: str) -> None:
+    args, keywords = arguments(inputs)
+    try:
+        with torch.no_grad():
+            model.eval()(*args, **keywords)
+    except Exception as error:
+        raise ConfigError(f"the model of {text} fails on its own inputs: {type(error).__name__}: {error}") from error
+
+
+def _misfit(what: str, where: str, error: Exception) -> ConfigError:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ConfigError(f"{what} does not fit {where}: {' '.join(lines[:2])}")
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
