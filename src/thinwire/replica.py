@@ -240,6 +240,7 @@ class Replica(nn.Module):
             "nodes": [list(node) for node in self.topology.nodes],
             "kept_full": [{"layer": kept.name, "why": kept.why} for kept in self._method.kept],
             "parameters_full": self._full,
+            "trainable_full": self._trained,
             "parameters": _count(self.module),
         }
 

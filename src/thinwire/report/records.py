@@ -150,6 +150,7 @@ def _row(label: str, runs: list[Run], measured: list[Run]) -> dict[str, Any]:
         "traffic_vs_allreduce_fp32": _mean_ratio(runs, measured),
         "traffic_vs_ideal_fp32": _mean(runs, "traffic_vs_ideal_fp32"),
         "compression_mean": _mean(runs, "compression"),
+        "trainable_share_mean": _mean(runs, "trainable_share"),
         "wall_s_mean": _mean(runs, "wall_s"),
     }
 

@@ -19,21 +19,26 @@ def table(rows: list[dict[str, Any]]) -> Table:
     title = f"{rows[0]['recipe']}, {len(rows[0]['seeds'])} seed{'s' if several else ''}"
     out = Table(title=title, caption=_CAPTION, box=SIMPLE_HEAD)
     out.add_column("method", overflow="fold")
-    for heading in (metric, "slow\nlink", "vs all-\nreduce", "vs\nideal", "compres-\nsion", "wall"):
+    frozen = any((row.get("trainable_share_mean") or 1.0) < 1.0 for row in rows)
+    trained = ["trained\nat end"] if frozen else []
+    for heading in (metric, "slow\nlink", "vs all-\nreduce", "vs\nideal", *trained, "compres-\nsion", "wall"):
         out.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        out.add_row(*_cells(row, several))
+        out.add_row(*_cells(row, several, frozen))
     return out
 
 
-def _cells(row: dict[str, Any], several: bool) -> list[str]:
+def _cells(row: dict[str, Any], several: bool, frozen: bool) -> list[str]:
     metric = row["metric"]
+    share = row.get("trainable_share_mean")
+    trained = ["–" if share is None else f"{100 * share:.1f} %"] if frozen else []
     return [
         _folded(row["label"]),
         figure(metric, row[f"{metric}_mean"], row[f"{metric}_std"] if several else None),
         size(row["slow_bytes_mean"]),
         ratio(row["traffic_vs_allreduce_fp32"]),
         ratio(row["traffic_vs_ideal_fp32"]),
+        *trained,
         "–" if row["compression_mean"] is None else f"{row['compression_mean']:.2f} : 1",
         "–" if row["wall_s_mean"] is None else f"{row['wall_s_mean']:.0f} s",
     ]

@@ -21,6 +21,7 @@ from thinwire.errors import ConfigError
 from thinwire.factor.stability import Stability
 from thinwire.replica import Replica, attach
 from thinwire.train import checkpoint
+from thinwire.train.counts import Counts
 from thinwire.train.data import Batches, Source, share
 from thinwire.train.recorder import Recorder
 from thinwire.train.schedule import cosine
@@ -46,12 +47,24 @@ class _Run:
     started: float = dataclasses.field(default_factory=time.monotonic)
     decompositions: int = 0
     """How many of them have been noted."""
+    counts: Counts = dataclasses.field(default_factory=Counts)
+    """Steps by the size they were taken at."""
+    shape: tuple[str, int] | None = None
+    """Phase and decompositions when the model's size was last looked at."""
 
     def note_ranks(self) -> None:
         """One line whenever layers were decomposed: a plan can go by it."""
         if self.decompositions != self.replica.decompositions:
             self.decompositions = self.replica.decompositions
             self.recorder.write("ranks", step=self.replica.step, ranks=self.replica.found_ranks)
+
+    def count_step(self) -> None:
+        """The step that begins now."""
+        replica = self.replica
+        if self.shape != (shape := (replica.phase, replica.decompositions)):
+            self.shape = shape
+            self.counts.look(replica)
+        self.counts.count(together=replica.spans_world, full=not replica.ranks())
 
     def note_stability(self) -> None:
         """One line whenever the bases were compared."""
@@ -136,11 +149,13 @@ def _prepare(recipe: Recipe, config: Any, out: Path, seed: int, data: Path | Non
         recorder=Recorder(out / "records.jsonl", active=rank == 0, keep_until=saved.get("step", 0)),
         earlier_s=saved.get("wall_s", 0.0),
         decompositions=noted,
+        counts=Counts(**saved.get("counts", {})),
     )
 
 
 def _train_step(run: _Run, indices: np.ndarray) -> None:
     topology = run.replica.topology
+    run.count_step()
     x, y = run.source.train(share(indices, topology.rank, topology.world_size))
     loss = run.recipe.task.loss(run.replica(x.to(run.device)), y.to(run.device))
     run.optimizer.zero_grad()
@@ -170,6 +185,7 @@ def _evaluate(run: _Run, *, finished: bool = False) -> dict[str, float]:
         **figures,
         **_bytes_so_far(run),
         ranks=replica.ranks(),
+        trainable=sum(p.numel() for p in replica.parameters() if p.requires_grad),
         time=replica.traffic.split,
     )
     return figures
@@ -192,12 +208,13 @@ def _totals(run: _Run) -> Tensor:
 
 def _conclude(run: _Run, before: dict[str, float], *, write: bool) -> dict[str, Any]:
     """Finish the model, judge it again and write what the run came to."""
+    run.counts.look(run.replica)
     small = run.replica.finish()
     run.note_ranks()
     after = _evaluate(run, finished=True)
     metric = run.recipe.task.metric
     figures = after | {f"{metric}_before_truncation": before[metric]}
-    summary = summarise(run.recipe, run.replica, seed=run.seed, figures=figures, wall_s=run.wall_s)
+    summary = summarise(run.recipe, run.replica, seed=run.seed, figures=figures, wall_s=run.wall_s, counts=run.counts)
     run.recorder.close()
     if run.replica.topology.rank == 0:
         if write:
@@ -211,6 +228,7 @@ def _save(run: _Run, config: Any) -> None:
     position = {
         "step": run.replica.step,
         "wall_s": run.wall_s,
+        "counts": run.counts.state(),
         "identity": checkpoint.identity(run.recipe, config, run.seed),
     }
     checkpoint.save(run.out / "checkpoint", run.replica, run.scheduler, position)

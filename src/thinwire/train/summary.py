@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from thinwire.factor import export
 from thinwire.replica import Replica
+from thinwire.train.counts import Counts, tell
 from thinwire.train.task import Recipe, describe_optimizer
 
 
 def summarise(
-    recipe: Recipe, replica: Replica, *, seed: int, figures: dict[str, float], wall_s: float
+    recipe: Recipe, replica: Replica, *, seed: int, figures: dict[str, float], wall_s: float, counts: Counts
 ) -> dict[str, Any]:
     """The summary of a finished run; collective. Ratios leave out what evaluation sent."""
     about, ledger, baseline = replica.describe(), replica.mean_traffic(), replica.baseline()
@@ -48,6 +49,14 @@ def summarise(
         "parameters_full": about["parameters_full"],
         "parameters_final": about["parameters"],
         "compression": _ratio(about["parameters_full"], about["parameters"]),
+        **tell(
+            counts,
+            trainable_full=about["trainable_full"],
+            full=about["parameters_full"],
+            final=about["parameters"],
+            wall_s=wall_s,
+        ),
+        "ranks": replica.found_ranks,
         "kept_full": about["kept_full"],
         "versions": _versions(),
     }

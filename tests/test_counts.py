@@ -1,0 +1,61 @@
+"""The dissertation's counts: trainable parameters, ECR (Eq. 5.10) and scaled traffic (Eq. 5.9)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import thinwire
+from thinwire.recipes import named
+from thinwire.train import fit
+from thinwire.train.counts import Counts, tell
+
+
+def told(counts: Counts, **sizes: Any) -> dict[str, Any]:
+    return tell(counts, **{"trainable_full": 1000, "full": 1000, "final": 1000, "wall_s": 10.0, **sizes})
+
+
+def test_the_published_figure_of_oialr_on_vgg16() -> None:
+    """13.88 % trainable, a quarter of the run at full rank: 64.59 % less is expected to be sent."""
+    counts = Counts(trainable=13880)
+    for step in range(100):
+        counts.count(together=True, full=step < 25)
+    found = told(counts, trainable_full=100_000, full=100_000, final=27_000)
+    assert found["trainable_share"] == pytest.approx(0.1388)
+    assert found["ecr"]["ecr"] == pytest.approx(0.6459, abs=5e-5)
+    assert found["ecr"]["ecr_assumed"] == pytest.approx(0.6459, abs=5e-5)
+
+
+def test_groups_that_train_alone_send_nothing() -> None:
+    counts = Counts(trainable=1000)
+    for step in range(10):
+        counts.count(together=step < 4, full=step < 4)
+    found = told(counts, final=500)
+    assert found["ecr"] == {
+        "full": 0.4,
+        "compressed": pytest.approx(0.0),
+        "fraction": 0.5,
+        "ecr": pytest.approx(0.6),
+        "ecr_assumed": pytest.approx(0.375),
+    }
+    assert found["scaled_traffic"]["bytes_per_s"] == pytest.approx(4 * 4000 / 10 / 0.54)
+    assert found["scaled_traffic"]["vs_full"] == pytest.approx(0.4)
+
+
+def test_every_run_reports_them_also_one_that_was_resumed(tmp_path: Path) -> None:
+    recipe = named("digits", steps=12, eval_every=4)
+    config = thinwire.OIALR(total_steps=12, delay=4, frequency=2, layer_fraction=1.0)
+    whole = fit(recipe, config, out=tmp_path / "whole", save_every=8, model=False)
+    assert whole["trainable_full"] == whole["parameters_full"] == 226794
+    assert whole["trainable_final"] < 0.5 * 226794 < whole["parameters_in_training"]
+    assert whole["ecr"]["full"] == pytest.approx(1 / 3) and whole["ecr"]["compressed"] == pytest.approx(2 / 3)
+    assert 1 / 3 < whole["scaled_traffic"]["vs_full"] < 1
+    resumed = fit(recipe, config, out=tmp_path / "whole", resume=True, model=False)
+    for name in ("trainable_final", "trainable_share", "parameters_in_training", "ecr", "ranks"):
+        assert resumed[name] == whole[name]
+    records = [json.loads(line) for line in (tmp_path / "whole" / "records.jsonl").read_text().splitlines()]
+    sizes = [r["trainable"] for r in records if r["kind"] == "evaluation" and r["model"] != "finished"]
+    assert sizes == sorted(sizes, reverse=True) and sizes[-1] == whole["trainable_final"]
+    ranks = [r["ranks"] for r in records if r["kind"] == "ranks"]
+    assert ranks[-1] == whole["ranks"] and len(ranks) >= 4
