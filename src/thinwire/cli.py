@@ -66,7 +66,7 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--no-model", "model", flag_value=False, default=True, help="Do not write the finished model."),
         click.option("--eval-every", type=click.IntRange(1), metavar="N", help="Evaluate every N steps."),
         click.option("--stability", type=click.IntRange(1), metavar="N", help="Look at the bases every N steps."),
-        click.option("--stability-back", type=click.IntRange(1), metavar="K", help="Compare with K looks before, not 1."),
+        click.option("--stability-back", type=click.IntRange(1), metavar="K", help="Against K looks before, not one."),
         click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and nothing else."),
         click.option("--quiet", is_flag=True, help="No progress line."),
     ]
