@@ -42,6 +42,9 @@ def grid() -> list[Setting]:
     """What is tried."""
     found = [Setting("allreduce", (f"wire={wire}",)) for wire in ("fp32", "bf16", "int8")]
     found += [Setting("ab"), Setting("ab", ("merge=trained",))]
+    found += [
+        Setting("oialr", (f"delay={d}", f"cutoff={c}")) for d, c in product((0.1, 0.2, 0.333), (0.05, 0.1, 0.2, 0.3))
+    ]
     found += [Setting("powersgd", (f"rank={r}", f"start_step={s}")) for r, s in product((1, 2, 4, 8, 16), (0, 0.05))]
     found += [Setting("localsgd", (f"every={h}", f"warmup={w}")) for h, w in product((4, 12, 24, 48), (0, 0.05))]
     found += [
@@ -107,6 +110,7 @@ def _row(setting: Setting, summaries: list[dict[str, Any] | None]) -> dict[str, 
     figures = [s[metric] for s in done]
     sent = statistics.mean(s["traffic_vs_allreduce_fp32"] for s in done)
     row |= {"metric": metric, "mean": round(statistics.mean(figures), 4), "bytes": round(sent, 4)}
+    row |= {name: round(statistics.mean(s[name] for s in done), 4) for name in ("trainable_share", "compression")}
     return row | {"each": [round(f, 4) for f in figures], "wall_s": round(statistics.mean(s["wall_s"] for s in done))}
 
 

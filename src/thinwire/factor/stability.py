@@ -60,7 +60,8 @@ def basis_of(matrix: Matrix) -> Basis:
     q, core = torch.linalg.qr(first)
     for factor in rest:
         core = core @ factor  # (k, n)
-    u, sigma, vt = torch.linalg.svd(core, full_matrices=False)
+    # A GPU takes several times as long as the CPU for an SVD of this size.
+    u, sigma, vt = (t.to(core.device) for t in torch.linalg.svd(core.cpu(), full_matrices=False))
     eps = torch.finfo(torch.float64 if chain[0].dtype == torch.float64 else torch.float32).eps
     rank = int((sigma > eps * max(m, n) * sigma[0]).sum())
     polar = q @ (u[:, :rank] @ vt[:rank])  # (m, k) @ (k, n)
