@@ -43,7 +43,7 @@ def write_programs(model: nn.Module, folder: Path, example: Any, *, onnx: bool) 
     Not every model can be traced. Then there is no program, and the other files are what there is.
     """
     try:
-        program = _trace(copy.deepcopy(model).cpu().eval(), example)
+        program = _trace(_prepared(model), example)
         torch.export.save(program, folder / "program.pt2")
     except Exception as error:  # of any kind: torch's compiler runs the model's own code
         if onnx:
@@ -52,6 +52,16 @@ def write_programs(model: nn.Module, folder: Path, example: Any, *, onnx: bool) 
         return
     if onnx:
         write_onnx(program, folder / "model.onnx")
+
+
+def _prepared(model: nn.Module) -> nn.Module:
+    """A copy that gives plain tensors: transformers' models else return objects of their own, with a cache inside."""
+    model = copy.deepcopy(model).cpu().eval()
+    config = getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False  # type: ignore[union-attr]
+    model.register_forward_hook(lambda module, given, found: getattr(found, "to_tuple", lambda: found)())
+    return model
 
 
 def _trace(model: nn.Module, example: Any) -> torch.export.ExportedProgram:

@@ -1,0 +1,404 @@
+"""Models that leave the house: `thinwire.compress`, what it writes, and the `export` command."""
+
+import inspect
+import json
+import subprocess
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from shutil import copytree, rmtree
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from click.testing import CliRunner
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import gang
+import small
+import thinwire
+from test_hugging_face import Encoder, encoder, gpt2
+from thinwire.cli import main
+from thinwire.recipes import digits, named
+from thinwire.train import fit
+
+
+def decaying(model: nn.Module) -> nn.Module:
+    """Singular values that fall off, as those of trained weights do, and running statistics that are not the first."""
+    for p in model.parameters():
+        if p.dim() > 1:
+            u, sigma, vt = torch.linalg.svd(p.detach().flatten(1), full_matrices=False)
+            fall = sigma[0] / (1 + 20 * torch.arange(len(sigma)) / len(sigma))
+            p.data = (u * fall @ vt).reshape(p.shape)
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_mean"):
+            buffer += 0.3
+    return model.eval()
+
+
+def tokens() -> Tensor:
+    return torch.arange(36).reshape(3, 12) * 7 % 64
+
+
+MODELS = {
+    "cnn": lambda: (decaying(small.net()), small.batch(0, 0, 3)[0]),
+    "attention": lambda: (decaying(encoder()), small.batch(0, 0, 3)[0]),
+    "gpt2": lambda: (decaying(gpt2()), tokens()),
+}
+
+
+def said(model: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        found = model(x)
+    return found[0] if isinstance(found, tuple) else getattr(found, "logits", found)
+
+
+def count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def written(request, tmp_path_factory) -> SimpleNamespace:
+    """A model, what became of it, and the folder where it lies."""
+    model, x = MODELS[request.param]()
+    made = thinwire.compress(model, cutoff=0.2, example=x)
+    folder = made.save(tmp_path_factory.mktemp(request.param), onnx=True)
+    return SimpleNamespace(name=request.param, model=model, x=x, made=made, folder=folder)
+
+
+def test_programs_say_what_the_model_says_for_any_batch(written):
+    import onnxruntime
+
+    program = torch.export.load(written.folder / "program.pt2").module()
+    session = onnxruntime.InferenceSession(written.folder / "model.onnx")
+    for x in (written.x, written.x[:1], torch.cat([written.x, written.x])):
+        wanted = said(written.made.model, x)
+        close(said(program, x), wanted)
+        found = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        close(torch.from_numpy(found[0]), wanted)
+
+
+def test_the_files_are_as_small_as_is_said(written):
+    made, full = written.made, written.folder / "full.safetensors"
+    assert made.ranks and made.ratio > 1.3
+    assert count(made.model) == made.parameters_after == count(written.model) / made.ratio
+    assert json.loads((written.folder / "layers.json").read_text())["parameters"] == made.parameters_after
+    state = {name: t.clone() for name, t in written.model.state_dict().items() if name != "lm_head.weight"}
+    save_file(state, full)
+    sizes = [path.stat().st_size for path in (full, written.folder / "model.safetensors")]
+    assert sizes[0] / sizes[1] == pytest.approx(made.ratio, rel=0.25)  # of tiny models the names weigh much
+    # Factors are not multiplied out in it; around them stands the graph, larger than tiny weights.
+    assert (written.folder / "model.onnx").stat().st_size < 4 * made.parameters_after + 80_000
+
+
+def test_written_and_loaded_it_can_be_made_smaller_still(written):
+    spec = spec_from_file_location("load", written.folder / "load.py")
+    load = module_from_spec(spec)
+    spec.loader.exec_module(load)
+    dense, _ = MODELS[written.name]()
+    loaded = load.load(dense, written.folder).eval()
+    close(said(loaded, written.x), said(written.made.model, written.x))
+    same = thinwire.compress(loaded, cutoff=0.0, example=written.x)
+    assert (same.ranks, same.kept, same.ratio) == (written.made.ranks, written.made.kept, 1.0)
+    assert torch.equal(said(same.model, written.x), said(loaded, written.x))
+    twice, once = (thinwire.compress(model, rank=2, example=written.x) for model in (loaded, written.model))
+    assert twice.parameters_after == once.parameters_after < written.made.parameters_after
+    close(said(twice.model, written.x), said(once.model, written.x))
+
+
+STRANGER = """
+import sys
+sys.modules["thinwire"] = None  # importing it is an error
+import torch, torch.nn.functional as F
+from torch import Tensor, nn
+{classes}
+folder, about = sys.argv[1], torch.load(sys.argv[2])
+sys.path.insert(0, folder)
+from load import load
+model = load({name}(), folder).eval()
+torch.testing.assert_close(model(about["x"]), about["y"], rtol=1e-5, atol=1e-5)
+assert sum(p.numel() for p in model.parameters()) == about["count"]
+"""
+
+
+def test_strangers_load_it_without_thinwire(tmp_path):
+    model, x = MODELS["attention"]()
+    made = thinwire.compress(model, cutoff=0.2)
+    folder = made.save(tmp_path / "small")
+    assert {path.name for path in folder.iterdir()} == {"model.safetensors", "layers.json", "load.py"}
+    script, about = tmp_path / "stranger.py", tmp_path / "about.pt"
+    script.write_text(STRANGER.format(classes=inspect.getsource(Encoder), name="Encoder"))
+    torch.save({"x": x, "y": said(made.model, x), "count": made.parameters_after}, about)
+    done = subprocess.run([sys.executable, script, folder, about], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# How far layers are cut.
+
+
+def test_nothing_is_lost_at_cutoff_zero_and_the_original_stays_as_it_is():
+    model, x = MODELS["cnn"]()
+    model.train().stem.eval()
+    model.middle.requires_grad_(False)
+    before = small.model_bits(model), [(m.training, type(m)) for m in model.modules()]
+    wanted = said(model.eval(), x)
+    model.train().stem.eval()
+    made = thinwire.compress(model, cutoff=0.0, keep_first=False, keep_last=False, example=x)
+    assert (small.model_bits(model), [(m.training, type(m)) for m in model.modules()]) == before
+    close(said(made.model.eval(), x), wanted)
+    cut = thinwire.compress(model, rank=2).model
+    assert not any(p.requires_grad for p in cut.middle.parameters())
+    assert all(p.requires_grad for p in cut.conv.parameters()) and cut.conv.training and not cut.stem.training
+
+
+def test_cutoff_rank_and_share_cut_where_they_say():
+    model, _ = MODELS["cnn"]()
+    sigma = torch.linalg.svdvals(model.middle.weight)
+    made = thinwire.compress(model, cutoff=0.2)
+    assert made.ranks["middle"] == int((sigma > 0.2 * sigma[0]).sum())
+    torch.testing.assert_close(made.spectra["middle"].float(), sigma, rtol=1e-4, atol=1e-6)
+    assert {kept.name: kept.why for kept in made.kept} == {"stem.weight": "first layer", "head.weight": "last layer"}
+    assert thinwire.compress(model, rank=3).ranks == {"conv": 3, "middle": 3}
+    assert thinwire.compress(model, rank=0.25).ranks == {"conv": 8, "middle": 8}
+    uneven = thinwire.compress(model, rank=18)
+    assert uneven.ranks == {} and uneven.ratio == 1.0
+    assert uneven.kept[-1].why == "no smaller at rank 18 of 32"
+    assert set(thinwire.compress(model, rank=3, keep=("mid*",)).ranks) == {"conv"}
+
+
+def test_a_target_is_met_with_the_least_cutoff():
+    model, _ = MODELS["cnn"]()
+    made = thinwire.compress(model, target=1.6)
+    assert made.parameters_after <= made.parameters_before / 1.6
+    less = thinwire.compress(model, cutoff=made.cutoff - 1e-6)
+    assert less.parameters_after > made.parameters_before / 1.6
+    with pytest.raises(thinwire.ConfigError, match=r"rank 1 in every layer .* 4\.1 times smaller"):
+        thinwire.compress(model, target=50)
+
+
+def test_figures_come_from_data_or_from_a_function(tmp_path):
+    model, _ = MODELS["cnn"]()
+    batches = [small.batch(0, step, 50) for step in range(3)]
+    made = thinwire.compress(model, rank=1, data=iter(batches))
+    for which, figure in ((model, made.before), (made.model, made.after)):
+        hits = sum(int((said(which.eval(), x).argmax(-1) == y).sum()) for x, y in batches)
+        assert figure == pytest.approx(hits / 150)
+    loss = thinwire.compress(model, rank=1, evaluate=lambda m: F.cross_entropy(m(batches[0][0]), batches[0][1]).item())
+    assert loss.before != loss.after and loss.example is None
+    made.plot(tmp_path / "spectrum.png")
+    assert (tmp_path / "spectrum.png").read_bytes().startswith(b"\x89PNG")
+
+
+class Reading(nn.Module):
+    """Code that reads a layer's weight, and a layer that is parametrized by its owner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = nn.Linear(16, 16)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.normed(self.read(x.to(self.read.weight.dtype))))
+
+
+def test_weights_that_others_read_or_made_stay_usable():
+    model, x = Reading().eval(), torch.randn(2, 16)
+    made = thinwire.compress(model, rank=4, keep_first=False, keep_last=False, example=x)
+    assert set(made.ranks) == {"read", "head"} and made.model.read.weight.shape == (16, 16)
+    assert made.model(x).shape == (2, 16)
+    assert {kept.why for kept in made.kept} == {"parametrized already"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ({}, "give one of `cutoff`, `rank` and `target`: none is given"),
+        ({"cutoff": 0.1, "rank": 4}, "cutoff and rank are given"),
+        ({"cutoff": 1.0}, r"`cutoff`=1.0 must be in \[0, 1\)"),
+        ({"rank": 0}, "`rank`=0 must be a whole number from 1 on"),
+        ({"rank": 2.5}, "`rank`=2.5 must be a whole number from 1 on"),
+        ({"target": 1}, "`target`=1 must be above 1"),
+        ({"rank": 2, "keep": "conv"}, "must be a tuple of patterns"),
+        ({"rank": 2, "data": []}, "`data` has no batches"),
+        ({"rank": 2, "data": [], "evaluate": float}, "`data` or `evaluate`, not both"),
+        ({"rank": 2, "data": [(torch.zeros(2, 1, 8, 8), torch.zeros(2, 3))]}, r"targets of shape \(2, 3\)"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, wanted):
+    with pytest.raises(thinwire.ConfigError, match=wanted):
+        thinwire.compress(small.net(), **arguments)
+
+
+def test_models_that_cannot_be_cut_are_refused():
+    model = small.net()
+    with pytest.raises(thinwire.ConfigError, match=r"takes an nn.Module, not int"):
+        thinwire.compress(3, rank=2)
+    with pytest.raises(thinwire.ConfigError, match=r"give it replica.finish\(\)"):
+        thinwire.compress(thinwire.attach(model, small.sgd(model), thinwire.AllReduce()), rank=2)
+    model.middle.weight.data[0, 0] = torch.nan
+    with pytest.raises(thinwire.ConfigError, match=r"`middle.weight` has values that are not finite"):
+        thinwire.compress(model, rank=2)
+
+
+# The command.
+
+
+def export(*words: Any, expect: int = 0) -> str:
+    result = CliRunner().invoke(main, ["export", *(str(word) for word in words)])
+    assert result.exit_code == expect, result.output
+    assert "Traceback" not in result.output
+    return result.output
+
+
+def train(rank: int, out: str) -> tuple[Tensor, int]:
+    """A run that was last saved amid a group phase; what its finished model says, if it is finished from there."""
+    recipe, config = named("digits", steps=small.STEPS), small.ab(cutoff=0.5, group_size=1)
+    fit(recipe, config, out=out, save_every=17)
+    model = recipe.model(recipe.source(None))
+    replica = thinwire.attach(model, torch.optim.AdamW(model.parameters()), config)
+    replica.load(Path(out) / "checkpoint" / "replica")
+    assert replica.phase == "groups"
+    done = replica.finish().eval()
+    return said(done, heldout()), count(done)
+
+
+def heldout() -> Tensor:
+    return digits().source(None).x[:9]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> SimpleNamespace:
+    folder = tmp_path_factory.mktemp("run")
+    output, parameters = gang.run(train, 2, str(folder / "finished"))[0]
+    copytree(folder / "finished", folder / "unfinished")
+    rmtree(folder / "unfinished" / "model")
+    (folder / "unfinished" / "summary.json").unlink()
+    return SimpleNamespace(folder=folder, output=output, parameters=parameters)
+
+
+def test_an_unfinished_run_is_merged_and_cut_as_it_would_have_been(run, tmp_path):
+    text = export(run.folder / "unfinished", "--out", tmp_path / "small")
+    assert "saved at step 17 of 21 by ab, amid a group phase: this is the mean of 2 groups' copies" in text
+    assert f"parameters {run.parameters:,} of 226,794" in text and "cut at 0.5 of" in text
+    program = torch.export.load(tmp_path / "small" / "program.pt2").module()
+    close(said(program, heldout()), run.output)
+
+
+def test_three_factors_to_a_weight_are_multiplied_out(tmp_path):
+    recipe = named("digits", steps=6)
+    config = thinwire.OIALR(total_steps=6, delay=2, frequency=2, cutoff=0.3, layer_fraction=1.0)
+    fit(recipe, config, out=tmp_path / "run", save_every=5, model=False)
+    (tmp_path / "run" / "summary.json").unlink()
+    model = recipe.model(recipe.source(None))
+    replica = thinwire.attach(model, torch.optim.AdamW(model.parameters()), config)
+    replica.load(tmp_path / "run" / "checkpoint" / "replica")
+    assert "hidden.weight_s" in replica.state_dict()
+    export(tmp_path / "run", "--out", tmp_path / "small", "--cutoff", 0)
+    close(
+        said(torch.export.load(tmp_path / "small" / "program.pt2").module(), heldout()), said(model.eval(), heldout())
+    )
+
+
+def test_a_finished_run_is_written_as_it_is_or_smaller(run, tmp_path):
+    summary = json.loads((run.folder / "finished" / "summary.json").read_text())
+    text = export(run.folder / "finished", "--out", tmp_path / "same")
+    assert f"parameters {summary['parameters_final']:,} of 226,794" in text and "before truncation" in text
+    names = ("layers.json", "load.py", "model.safetensors", "program.pt2")
+    for name in names:
+        assert (tmp_path / "same" / name).read_bytes() == (run.folder / "finished" / "model" / name).read_bytes()
+    text = export(run.folder / "finished", "--out", tmp_path / "less", "--rank", "0.125")
+    assert f"{100 * summary['accuracy']:.2f} % before" in text and "3 layers low-rank; full: features.0.weight" in text
+    assert {path.name for path in (tmp_path / "less").iterdir()} == {*names, "spectrum.png"}
+    assert "not empty" in export(run.folder / "finished", "--out", tmp_path / "less", expect=2)
+
+
+OWN = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+
+def with_inputs():
+    return model(), torch.zeros(2, 8)
+
+def with_wrong_inputs():
+    return model(), torch.zeros(2, 9)
+
+def nothing():
+    return None
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch) -> nn.Module:
+    """A user's folder: model.py, and weights of a trained model."""
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").write_text(OWN)
+    space: dict[str, Any] = {}
+    exec(OWN, space)
+    model = decaying(space["model"]())
+    save_file(model.state_dict(), "w.safetensors")
+    save_file({**model.state_dict(), "2.weight": torch.zeros(3, 3)}, "shapes.safetensors")
+    save_file({"other": torch.zeros(2)}, "keys.safetensors")
+    Path("full").mkdir()
+    Path("full", "here").write_text("")
+    Path("run").mkdir()
+    Path("run", "summary.json").write_text(json.dumps({"recipe": "tiny", "method": "ab", "config": {}, "steps": 3}))
+    Path("run", "model").mkdir()
+    return model
+
+
+def test_a_models_function_and_its_weights(own):
+    text = export("model.py:with_inputs", "--weights", "w.safetensors", "--cutoff", 0.3, "--out", "small")
+    x = torch.randn(5, 8)
+    made = thinwire.compress(own, cutoff=0.3)
+    close(said(torch.export.load("small/program.pt2").module(), x), said(made.model, x))
+    assert f"parameters {made.parameters_after:,} of {made.parameters_before:,}" in text
+    export("model.py:model", "--target", "1.2", "--out", "blind")
+    assert not Path("blind", "program.pt2").exists() and Path("blind", "spectrum.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("model.py:model --out full", "`full` is not empty; give a new folder"),
+        ("model.py:model --out new --cutoff 0.1 --rank 4", "cutoff and rank are given"),
+        ("model.py:model --out new --cutoff 1.5", "`cutoff`=1.5 must be in [0, 1)"),
+        ("model.py:model --out new --rank many", "`--rank`='many' must be a whole number"),
+        ("model.py:model --out new --target 90", "`target`=90.0 cannot be reached"),
+        ("model.py:model --out new --weights none.safetensors", "there is no file `none.safetensors`"),
+        ("model.py:model --out new --weights model.py", "`model.py` is no safetensors file; write one with"),
+        ("model.py:model --out new --weights keys.safetensors", "does not fit the model of model.py:model: these are"),
+        ("model.py:model --out new --weights shapes.safetensors", "size mismatch for 2.weight"),
+        ("model.py:with_wrong_inputs --out new", "fails on its own inputs: RuntimeError"),
+        ("model.py:nothing --out new", "model.py:nothing returns NoneType; it must return an nn.Module"),
+        ("model.py:absent --out new", "unknown function of `model.py` 'absent', choose from"),
+        ("model.py:model --out new --onnx", "writing ONNX needs an example"),
+        ("model.py:model --out new --data .", "--data and --recipe are for runs"),
+        ("full --out new --weights w.safetensors", "--weights is for FILE.py:FUNCTION"),
+        ("nowhere --out new", "`nowhere` is no folder of a run, and no FILE.py:FUNCTION either"),
+        ("full --out new", "no `summary.json` in `full`: there is no finished run"),
+        ("run --out new --rank 2", "the run's recipe 'tiny' does not come with Thinwire"),
+        ("run --out new --rank 2 --recipe digits", "the run is of the recipe 'tiny', and --recipe digits is 'digits'"),
+    ],
+)
+def test_bad_input_is_one_clear_sentence(own, words, wanted):
+    before = set(Path().rglob("*"))
+    assert wanted in export(*words.split(), expect=2)
+    assert {path for path in Path().rglob("*") if "__pycache__" not in path.parts} == before
+
+
+def test_a_missing_package_is_named_with_its_remedy(own, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    said = export("model.py:with_inputs", "--out", "new", "--onnx", expect=2)
+    assert "writing ONNX needs the package onnxscript: pip install 'thinwire[onnx]'" in said
+    assert not Path("new").exists()
