@@ -140,6 +140,21 @@ def test_strangers_load_it_without_thinwire(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+class Wilful(nn.Sequential):
+    """What it does depends on values, which no program can follow."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+def test_a_model_that_cannot_be_traced_is_written_without_its_program(tmp_path, caplog):
+    made = thinwire.compress(Wilful(nn.Linear(8, 8)), rank=2, example=torch.ones(2, 8))
+    assert not (made.save(tmp_path / "small") / "program.pt2").exists()
+    assert "no program.pt2: torch.export cannot follow this model" in caplog.text
+    with pytest.raises(thinwire.ConfigError, match=r"cannot be written as ONNX: .*; leave it out"):
+        made.save(tmp_path / "onnx", onnx=True)
+
+
 # How far layers are cut.
 
 

@@ -17,8 +17,8 @@ from thinwire.errors import ConfigError
 
 log = logging.getLogger("thinwire")
 
-_LARGEST_FILE = 1_900_000_000
-"""Bytes; a protobuf holds no more than 2 GiB, and larger weights lie beside it."""
+_LARGEST_CONSTANT = 64
+"""Numbers that may be computed ahead in ONNX: shapes and the like, and never the product of two factors."""
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -83,18 +83,23 @@ def _shape(value: Any) -> Any:
 
 
 def write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
-    """Write a program as ONNX, its weights inside the file unless it would be too large."""
-    # Not optimized here: that would multiply factors out for good. A runtime does it for itself when it loads.
+    """Write a program as ONNX."""
     try:
         with _quiet():
             found = torch.onnx.export(program, (), dynamo=True, verbose=False, optimize=False)
+            assert found is not None
+            _optimize(found.model)
     except Exception as error:  # of any kind: it has no common one for what it cannot write
         raise _no_onnx(error) from error
-    assert found is not None
-    for node in found.model.graph.all_nodes():
+    found.save(path)  # weights of more than 2 GB lie in a file beside it
+
+
+def _optimize(model: Any) -> None:
+    from onnxscript.optimizer import optimize
+
+    optimize(model, output_size_limit=_LARGEST_CONSTANT)
+    for node in model.graph.all_nodes():
         node.metadata_props.clear()  # lines of source with their paths, a third of a small file
-    weights = sum(t.numel() * t.element_size() for t in program.state_dict.values())
-    found.save(path, external_data=weights > _LARGEST_FILE)
 
 
 def _no_onnx(error: BaseException) -> ConfigError:
