@@ -35,7 +35,7 @@ def draw(
         axes.set_xlim(left=0)
     dress(of_layers, "place, as a share of the full rank", "singular value / the largest", legend=False)
     dress(of_model, f"parameters of the whole model ({name})", "")
-    figure.suptitle("Singular values from the first layer (dark) to the last, with their cuts; the size at every cutoff")
+    figure.suptitle("Singular values from the first layer (dark) to the last, with the cuts; the size at every cutoff")
     figure.savefig(path)
 
 
