@@ -174,6 +174,31 @@ def test_moments_may_start_again() -> None:
     assert all(other.state[s]["exp_avg_sq"].min() >= 0 for _, s, _ in bases(carrying))
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_a_matched_rate_scales_what_is_not_weight_decay(decay: float) -> None:
+    """For Adam's first update, which is of the size of the rate in every element."""
+    for matched in (True, None, False):
+        replica, optimizer = attached(
+            oialr(warmup=False, keep=("0", "3"), match_rate=matched),
+            lambda m: torch.optim.AdamW(m.parameters(), 1e-3, weight_decay=decay),
+        )
+        before = bases(replica)[0][1].detach().clone()
+        train_step(replica, optimizer, 0, 0)
+        moved = bases(replica)[0][1].detach() - before * (1 - 1e-3 * decay)
+        gain = 1.0 if matched is False else math.sqrt(256 * 24) / 24
+        torch.testing.assert_close(moved.abs().median(), torch.tensor(gain * 1e-3), rtol=1e-2, atol=0)
+
+
+def test_sgd_is_left_as_it_is_unless_asked() -> None:
+    ways = {}
+    for matched in (None, False, True):
+        replica, optimizer = attached(oialr(match_rate=matched), sgd)
+        for step in range(6):
+            train_step(replica, optimizer, step, 0)
+        ways[matched] = values(replica)
+    assert ways[None] == ways[False] != ways[True]
+
+
 # The timetable.
 
 

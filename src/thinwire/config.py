@@ -178,6 +178,10 @@ class OIALR:
     moments: Literal["carry", "reset"] = "carry"
     """What becomes of the optimizer's state when bases change: turned into the new ones, or it starts again."""
 
+    match_rate: bool | None = None
+    """Whether S's updates are scaled by √(m n)/k. Adam's updates are of one size an element: of k² elements instead of
+    m n, a weight moves as far as a full one only so. None does it where the optimizer keeps second moments."""
+
     keep_first: bool = False
     """Leave the first layer full."""
 
@@ -206,6 +210,8 @@ class OIALR:
         check_choice(self, "wire", ("fp32", "bf16"))
         for name in ("warmup", "keep_first", "keep_last"):
             check_bool(self, name)
+        if self.match_rate is not None:
+            check_bool(self, "match_rate")
         check_group_size(self.group_size)
         object.__setattr__(self, "keep", patterns(self.keep))
         if self.warmup and self.delay_length >= self.total_steps:

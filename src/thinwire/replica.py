@@ -257,9 +257,10 @@ class Replica(nn.Module):
     # Steps.
 
     def _hook_into_steps(self) -> None:
-        optimizer, scaler = self._method.optimizer, self._scaler
+        method, optimizer, scaler = self._method, self._method.optimizer, self._scaler
         ends = self._end_step if scaler is None else lambda: None
-        self._release += hook_into_optimizer(optimizer, lambda: self._method.lr_factor, ends)
+        around = method.before_update, method.after_update
+        self._release += hook_into_optimizer(optimizer, lambda: method.lr_factor, *around, ends)
         if scaler is not None:
             self._release += hook_into_scaler(scaler, optimizer, self._end_step, self._agree_on_scale)
 

@@ -9,9 +9,13 @@ Release = Callable[[], None]
 
 
 def hook_into_optimizer(
-    optimizer: Optimizer, lr_factor: Callable[[], float], after_step: Callable[[], None]
+    optimizer: Optimizer,
+    lr_factor: Callable[[], float],
+    before_update: Callable[[], None],
+    after_update: Callable[[], None],
+    after_step: Callable[[], None],
 ) -> list[Release]:
-    """Scale the learning rate in each update and put it back, then call `after_step`."""
+    """Scale the learning rate in each update and put it back, with calls around it; then call `after_step`."""
     kept: list[Any] = []
 
     def put_back() -> None:
@@ -26,10 +30,12 @@ def hook_into_optimizer(
             kept[:] = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * factor
+        before_update()
 
     def after(*_: Any) -> None:
         # Before a phase may change, so that schedulers never see the scaled rate.
         put_back()
+        after_update()
         after_step()
 
     return [optimizer.register_step_pre_hook(before).remove, optimizer.register_step_post_hook(after).remove]

@@ -5,6 +5,7 @@ The replica calls, in this order:
     attach()                   once, when every worker holds the same model
     forward(…)                 for each training batch
     lr_factor                  right before the optimizer's update, which it scales and which is put back after it
+    before_update(), after_update()     right around the update, where there is one: a scaler may skip it
     after_step()               when a step is over; the only place where phase or shape may change
     lend_merged()              around an evaluation while workers hold different models
     finish(cutoff)             once, at the end: one model on all workers, as small as the method makes it
@@ -109,6 +110,12 @@ class Method(ABC):
     def lr_factor(self) -> float:
         """What the scheduled learning rate is multiplied by in the next update."""
         return 1.0
+
+    def before_update(self) -> None:  # noqa: B027 - most leave it to the optimizer
+        """The optimizer is about to change parameters."""
+
+    def after_update(self) -> None:  # noqa: B027
+        """It has."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """A training batch through the model."""

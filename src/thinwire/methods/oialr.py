@@ -13,6 +13,8 @@ import sys
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
 
 from thinwire.config import OIALR
 from thinwire.factor import moments
@@ -25,6 +27,16 @@ from thinwire.methods.factoring import Factoring
 _FORM = 3  # U, S, Vᵀ
 
 
+def decoupled_decay(optimizer: Optimizer) -> dict[int, float]:
+    """By how much the next update shrinks each parameter apart from its gradient, as AdamW does; by id."""
+    found = {}
+    for group in optimizer.param_groups:
+        decoupled = isinstance(optimizer, AdamW) or group.get("decoupled_weight_decay")
+        share = float(group["lr"] * group.get("weight_decay", 0.0)) if decoupled else 0.0
+        found.update({id(p): share for p in group["params"]})
+    return found
+
+
 class OIALRMethod(Factoring):
     """The small matrices between frozen bases, trained by the whole world."""
 
@@ -34,6 +46,7 @@ class OIALRMethod(Factoring):
     def __init__(self, config: OIALR, ground: Ground) -> None:
         super().__init__(config, ground)
         self.updates = 0
+        self._before: list[tuple[Layer, Tensor]] = []
 
     def attach(self) -> None:
         """Begin at full rank, or at low rank at once."""
@@ -49,6 +62,26 @@ class OIALRMethod(Factoring):
         elif self.phase == "lowrank" and self._is_due:
             self._update()
         self.warn_beyond_the_end()
+
+    def before_update(self) -> None:
+        """Remember where every S would be by weight decay alone, as the rest of its update may be scaled."""
+        if self.config.match_rate is not False:
+            decay = decoupled_decay(self.optimizer)
+            middles = [(layer, layer.factors[1]) for layer in self.factored]
+            self._before = [(layer, s.detach() * (1 - decay[id(s)])) for layer, s in middles]
+
+    def after_update(self) -> None:
+        """S where an update as many times larger would have brought it."""
+        with torch.no_grad():
+            for layer, before in self._before:
+                s = layer.factors[1]
+                if self.config.match_rate or self._is_normalised(s):
+                    s.sub_(before).mul_(math.sqrt(math.prod(layer.view.tall)) / len(s)).add_(before)
+        self._before = []
+
+    def _is_normalised(self, p: nn.Parameter) -> bool:
+        """Whether the optimizer divides by second moments, so that an update's size does not follow from gradients."""
+        return any(name in moments.QUADRATIC for name in self.optimizer.state.get(p, {}))
 
     @property
     def quiet_until(self) -> int:
