@@ -69,6 +69,7 @@ def shakespeare() -> Recipe:
         eval_every=100,
         suited={
             "ab": Suited({"merge": "trained"}),
+            "oialr": Suited({"delay": 0.8, "layer_fraction": 0.25}),
             "powersgd": Suited({"rank": 16, "start_step": 0.05}),
             "localsgd": Suited({"every": 4, "warmup": 0.05}),
             "diloco": Suited({"every": 12, "outer_momentum": 0.5, "warmup": 0.05}),
