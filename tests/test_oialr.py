@@ -441,6 +441,27 @@ def test_a_finished_model_is_smaller_and_says_what_is_not() -> None:
     assert {k["why"] for k in replica.describe()["kept_full"]} >= {"last layer"}
 
 
+def test_finishing_cuts_no_layer_that_training_has_not_cut() -> None:
+    def trained(steps: int, **changes: Any) -> Any:
+        replica, optimizer = attached(oialr(cutoff=0.4, layer_fraction=0.3, max_shrink=1.0, **changes))
+        for step in range(steps):
+            train_step(replica, optimizer, step, 0)
+        return replica
+
+    before = trained(3)
+    before.finish()
+    assert before.found_ranks == {} and before.describe()["parameters"] == before.describe()["parameters_full"]
+    entered = trained(5)
+    entered.finish()
+    assert entered.found_ranks == {"0": 6, "3": 16, "7": 24}
+    updated = trained(8)
+    updated.finish()
+    assert updated.found_ranks["0"] == 6 and updated.found_ranks["3"] == 16 and updated.found_ranks["7"] < 24
+    asked = trained(5)
+    asked.finish(cutoff=0.4)
+    assert asked.found_ranks["3"] < 16 and asked.found_ranks["7"] < 24
+
+
 def test_state_is_kept_under_plain_names(tmp_path: Path) -> None:
     replica, optimizer = attached(oialr(warmup=False), lambda m: torch.optim.AdamW(m.named_parameters(), 1e-3))
     train_step(replica, optimizer, 0, 0)

@@ -42,6 +42,7 @@ def digits() -> Recipe:
         clip=1.0,
         eval_every=25,
         suited={
+            "oialr": Suited({"delay": 0.1, "cutoff": 0.2}),
             "powersgd": Suited({"rank": 1}),
             "localsgd": Suited({"every": 48}),
             "diloco": Suited({"every": 24, "outer_lr": 0.4, "warmup": 0.05}),

@@ -93,17 +93,30 @@ class OIALRMethod(Factoring):
         return following if following < self.config.total_steps else sys.maxsize
 
     def finish(self, cutoff: float | None) -> None:
-        """Cut every layer at the cutoff; those that two factors make smaller stay so, the others are multiplied out."""
-        cutoff = self.config.cutoff if cutoff is None else cutoff
+        """Two factors where they are smaller, the full weight elsewhere.
+
+        Without a cutoff, the layers that updates have reached are cut once more as by an update, and no others: what was
+        never cut in training has not learnt to do without. A cutoff is for all layers.
+        """
         self.agree_on_order()
         if self.phase == "warmup":
             self.find_layers()
-            self._cut(cutoff)
+            if cutoff is not None:
+                self._cut(cutoff)
         else:
-            self._recut(self.layers, cutoff, max_shrink=1.0)
-            self._fold(cutoff)
+            if cutoff is None:
+                self._recut(self._reached, self.config.cutoff)
+            else:
+                self._recut(self.layers, cutoff, max_shrink=1.0)
+            self._fold()
             self.check_agreement()
         self.replicated.unwrap()
+
+    @property
+    def _reached(self) -> list[Layer]:
+        """The last layers, as many as updates have come to."""
+        count = math.ceil(len(self.layers) * self.config.layer_fraction * self.updates - 1e-9)
+        return self.layers[-count:] if count else []
 
     @property
     def _is_due(self) -> bool:
@@ -122,10 +135,11 @@ class OIALRMethod(Factoring):
         """New bases for the last layers, of which there are more each time."""
         self.check_counters()
         self.updates += 1
-        reached = math.ceil(len(self.layers) * self.config.layer_fraction * self.updates - 1e-9)
-        self._recut(self.layers[-reached:], self.config.cutoff)
+        self._recut(self._reached, self.config.cutoff)
 
     def _recut(self, layers: list[Layer], cutoff: float, max_shrink: float | None = None) -> None:
+        if not layers:
+            return
         shrink = self.config.max_shrink if max_shrink is None else max_shrink
         self.make_room()
         found = agreed_factors(layers, self.wire, lambda layer: self.ground.find_basis(layer, cutoff, shrink), _FORM)
@@ -150,7 +164,7 @@ class OIALRMethod(Factoring):
                 carried = moments.middle_from_full(state, layer.view, u.detach(), vt.detach())
             self.optimizer.state[middle] = carried
 
-    def _fold(self, cutoff: float) -> None:
+    def _fold(self) -> None:
         """Two factors with equal shares of the singular values, or the full weight where they would not be smaller."""
         for layer in self.factored:
             u, s, vt = (p.detach() for p in layer.factors)
@@ -160,7 +174,7 @@ class OIALRMethod(Factoring):
                 to_factors(layer, product((u, s)) / root, root[:, None] * vt)
             else:
                 to_full(layer)
-                self.kept = [*self.kept, Kept(layer.key, f"rank too high at cutoff {cutoff}")]
+                self.kept = [*self.kept, Kept(layer.key, f"rank {len(s)} is too high for factors to be smaller")]
 
     # Checkpoints.
 
