@@ -95,8 +95,8 @@ class OIALRMethod(Factoring):
     def finish(self, cutoff: float | None) -> None:
         """Two factors where they are smaller, the full weight elsewhere.
 
-        Without a cutoff, the layers that updates have reached are cut once more as by an update, and no others: what was
-        never cut in training has not learnt to do without. A cutoff is for all layers.
+        Without a cutoff, the layers that updates have reached are cut once more as by an update, and no others: what
+        was never cut in training has not learnt to do without. A cutoff is for all layers.
         """
         self.agree_on_order()
         if self.phase == "warmup":
