@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import thinwire
 from thinwire.methods.registry import METHODS
+from thinwire.report.heatmap import draw_looks
 from thinwire.settings import from_strings
 
 Images = tuple[Tensor, Tensor]
@@ -252,6 +253,9 @@ def _show(result: dict[str, Any], file: str | None) -> None:
     print({k: result[k] for k in (*shown, "traffic_vs_ideal_fp32", "compression", "seconds")}, flush=True)
     if file:
         Path(file).write_text(json.dumps(result, indent=1))
+        if result["stability"]:
+            title = f"CIFAR-10, {result['method']}, seed {result['seed']}"
+            draw_looks(result["stability"], title, Path(file).with_suffix(".png"))
 
 
 def _clock() -> float:

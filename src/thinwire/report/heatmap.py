@@ -30,6 +30,14 @@ def draw_stability(run: Run) -> Path | None:
     records = [r for r in read_records(run.folder / "records.jsonl") if r["kind"] == "stability" and r["layers"]]
     if not records:
         return None
+    path = run.folder / _NAME
+    about = run.summary
+    draw_looks(records, f"{about['recipe']}, {about['method']}, seed {about['seed']}", path)
+    return path
+
+
+def draw_looks(records: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Write the picture of records as `thinwire.Stability` gives them."""
     labels = list(dict.fromkeys(label for r in records for label in r["layers"]))
     edges, columns = _columns([r["step"] for r in records])
     tall = min(6.5, max(2.0, 0.24 * len(labels)))
@@ -44,17 +52,13 @@ def draw_stability(run: Run) -> Path | None:
         below.sharex(heat)
         _name_layers(heat, labels if place == 0 else [])
         below.set_ylabel("mean" if place == 0 else "")
-    figure.suptitle(_title(run, records))
-    path = run.folder / _NAME
+    figure.suptitle(f"{title}: every layer against itself {_since(records)} before")
     figure.savefig(path)
-    return path
 
 
-def _title(run: Run, records: list[dict[str, Any]]) -> str:
-    about = run.summary
+def _since(records: list[dict[str, Any]]) -> str:
     apart = records[-1]["step"] - records[-1]["before"]
-    since = f"{apart} steps" if apart > 1 else "a step"
-    return f"{about['recipe']}, {about['method']}, seed {about['seed']}: every layer against itself {since} before"
+    return f"{apart} steps" if apart > 1 else "a step"
 
 
 def _columns(steps: list[int]) -> tuple[np.ndarray, list[int]]:
