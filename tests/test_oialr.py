@@ -199,6 +199,64 @@ def test_sgd_is_left_as_it_is_unless_asked() -> None:
     assert ways[None] == ways[False] != ways[True]
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.Adam(p, 1e-3, amsgrad=True, weight_decay=0.01),
+        lambda p: torch.optim.AdamW(p, torch.tensor(1e-3), foreach=False),
+        lambda p: torch.optim.AdamW(p, 1e-3, fused=True),
+        lambda p: torch.optim.NAdam(p, 1e-3),
+        lambda p: torch.optim.RMSprop(p, 1e-3, momentum=0.9, centered=True),
+        lambda p: torch.optim.Adagrad(p, 1e-2),
+        lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9, nesterov=True),
+    ],
+    ids=["amsgrad", "tensor rate", "fused", "NAdam", "RMSprop", "Adagrad", "Nesterov"],
+)
+@pytest.mark.parametrize("moments", ["carry", "reset"])
+def test_optimizers_follow(make: Any, moments: str, tmp_path: Path) -> None:
+    """Through entry and updates, and through a save in between, bit for bit."""
+
+    def begin(seed: int) -> tuple[Any, Any]:
+        config = oialr(cutoff=0.3, layer_fraction=1.0, moments=moments)
+        return attached(config, lambda m: make(m.parameters()), small_model(seed))
+
+    replica, optimizer = begin(0)
+    for step in range(14):
+        train_step(replica, optimizer, step, 0)
+        if step == 7:
+            replica.save(tmp_path / "save")
+    assert all(bool(p.isfinite().all()) for p in replica.parameters()) and replica.ranks()["7"] < 24
+    other, again = begin(1)
+    other.load(tmp_path / "save")
+    for step in range(8, 14):
+        train_step(other, again, step, 0)
+    assert values(other) == values(replica) and optimizer_values(again) == optimizer_values(optimizer)
+
+
+def test_accumulated_gradients_and_compiled_models_train_alike() -> None:
+    """Two halves of a batch are the batch; `compile=` changes nothing but rounding."""
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Flatten(), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 5))
+    found = []
+    for way in ("whole", "halves", "compiled"):
+        model = copy.deepcopy(first)
+        optimizer = sgd(model)
+        compiled = {"backend": "eager"} if way == "compiled" else None
+        replica = thinwire.attach(model, optimizer, oialr(cutoff=0.3, layer_fraction=1.0), compile=compiled)
+        for step in range(STEPS):
+            x, y = batch(step, 0)
+            optimizer.zero_grad()
+            for part in (slice(0, 4), slice(4, 8)) if way == "halves" else (slice(0, 8),):
+                share = len(x[part]) / len(x)
+                (share * F.cross_entropy(replica(x[part]), y[part])).backward()
+            optimizer.step()
+        assert replica.ranks()["1"] < 12
+        found.append(outputs(replica))
+        assert way != "compiled" or replica.recompilations > 0
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-3, atol=1e-5)
+
+
 # The timetable.
 
 

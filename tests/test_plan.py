@@ -107,6 +107,11 @@ def without_seconds(traffic: dict[str, Any]) -> dict[str, Any]:
     return {k: drop(v) if isinstance(v, dict) else v for k, v in traffic.items()}
 
 
+def oialr(**changes: Any) -> thinwire.OIALR:
+    """Full rank for 4 steps, an update every 3."""
+    return thinwire.OIALR(**{"total_steps": STEPS, "delay": 4, "frequency": 3, "layer_fraction": 0.5, **changes})
+
+
 EXACT = {
     "allreduce": (2, thinwire.AllReduce()),
     "allreduce, pairs": (4, thinwire.AllReduce(group_size=2)),
@@ -119,6 +124,9 @@ EXACT = {
     "ab, carry, trained": (2, ab(cutoff=0.3, moments="carry", merge="trained", warmup=0)),
     "ab, weighted": (2, ab(cutoff=0.3, merge="weighted", lr_rebound=0)),
     "ab, no rebound": (4, ab(cutoff=0.3, rebound=0, group_size=2)),
+    "oialr": (2, oialr(cutoff=0.3, wire="bf16")),
+    "oialr, pairs": (4, oialr(cutoff=0.3, group_size=2, max_shrink=1.0)),
+    "oialr, at once": (3, oialr(cutoff=0.3, warmup=False)),
     "localsgd, bf16": (3, thinwire.LocalSGD(every=5, warmup=3, wire="bf16", group_size=2)),
     "localsgd, average": (2, thinwire.LocalSGD(every=7, moments="average")),
     "diloco": (2, thinwire.DiLoCo(every=5, warmup=3)),
@@ -131,6 +139,7 @@ EXACT = {
     "awkward": (2, thinwire.AllReduce()),
     "awkward ab": (2, ab(cutoff=0.6, keep_first=False, keep_last=False)),
     "awkward ab, pairs": (4, ab(cutoff=0.6, group_size=2, moments="average", rebound=0)),
+    "awkward oialr": (2, oialr(cutoff=0.6, keep_last=False)),
     "awkward powersgd": (2, thinwire.PowerSGD(rank=2)),
     "awkward topk": (2, thinwire.TopK(density=0.05)),
     "awkward diloco": (2, thinwire.DiLoCo(every=4, fragments=3, wire="bf16")),
@@ -160,7 +169,8 @@ def really_sent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
 @pytest.mark.parametrize("name", EXACT)
 def test_a_plan_says_what_the_ledger_then_counts(name: str, really_sent: Any) -> None:
     (workers, config), (folder, found) = EXACT[name], really_sent
-    plan = planned(recipe_of(name), config, workers, folder / name if isinstance(config, thinwire.AB) else None)
+    ranks = folder / name if isinstance(config, thinwire.AB | thinwire.OIALR) else None
+    plan = planned(recipe_of(name), config, workers, ranks)
     assert without_seconds(plan) == without_seconds(found[name])
 
 
