@@ -13,7 +13,9 @@ from thinwire.train.counts import Counts, tell
 
 
 def told(counts: Counts, **sizes: Any) -> dict[str, Any]:
-    return tell(counts, **{"trainable_full": 1000, "full": 1000, "final": 1000, "wall_s": 10.0, **sizes})
+    return tell(
+        counts, **{"trainable_full": 1000, "full": 1000, "final": 1000, "wall_s": 10.0, "factored": True, **sizes}
+    )
 
 
 def test_the_published_figure_of_oialr_on_vgg16() -> None:
@@ -43,6 +45,14 @@ def test_groups_that_train_alone_send_nothing() -> None:
     assert found["scaled_traffic"]["vs_full"] == pytest.approx(0.4)
 
 
+def test_averages_now_and_then_have_no_estimate() -> None:
+    counts = Counts(trainable=1000)
+    for _ in range(4):
+        counts.count(together=False, full=True)
+    found = told(counts, factored=False)
+    assert found["ecr"] is None and found["scaled_traffic"] is None and found["trainable_share"] == 1.0
+
+
 def test_every_run_reports_them_also_one_that_was_resumed(tmp_path: Path) -> None:
     recipe = named("digits", steps=12, eval_every=4)
     config = thinwire.OIALR(total_steps=12, delay=4, frequency=2, layer_fraction=1.0)
@@ -58,4 +68,6 @@ def test_every_run_reports_them_also_one_that_was_resumed(tmp_path: Path) -> Non
     sizes = [r["trainable"] for r in records if r["kind"] == "evaluation" and r["model"] != "finished"]
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] == whole["trainable_final"]
     ranks = [r["ranks"] for r in records if r["kind"] == "ranks"]
-    assert ranks[-1] == whole["ranks"] and len(ranks) >= 4
+    assert len(ranks) >= 4
+    full = {told["layer"].removesuffix(".weight") for told in whole["kept_full"]}
+    assert whole["ranks"] == {label: rank for label, rank in ranks[-1].items() if label not in full}

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import gang
@@ -309,14 +309,17 @@ def test_an_unfinished_run_is_merged_and_cut_as_it_would_have_been(run, tmp_path
 
 def test_three_factors_to_a_weight_are_multiplied_out(tmp_path):
     recipe = named("digits", steps=6)
-    config = thinwire.OIALR(total_steps=6, delay=2, frequency=2, cutoff=0.3, layer_fraction=1.0)
+    config = thinwire.OIALR(total_steps=6, delay=2, frequency=2, cutoff=0.7, layer_fraction=1.0)
     fit(recipe, config, out=tmp_path / "run", save_every=5, model=False)
     (tmp_path / "run" / "summary.json").unlink()
     model = recipe.model(recipe.source(None))
     replica = thinwire.attach(model, torch.optim.AdamW(model.parameters()), config)
     replica.load(tmp_path / "run" / "checkpoint" / "replica")
     assert "hidden.weight_s" in replica.state_dict()
-    export(tmp_path / "run", "--out", tmp_path / "small", "--cutoff", 0)
+    # As finish() has it: nothing is cut that training has not cut.
+    export(tmp_path / "run", "--out", tmp_path / "small")
+    low = load_file(tmp_path / "small" / "model.safetensors")["hidden.1.weight"]
+    assert low.shape[1] == replica.ranks()["hidden"]
     close(
         said(torch.export.load(tmp_path / "small" / "program.pt2").module(), heldout()), said(model.eval(), heldout())
     )

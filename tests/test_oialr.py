@@ -16,6 +16,7 @@ import thinwire
 from thinwire.factor.decompose import find_basis
 from thinwire.factor.layers import cheapest_of_three
 from thinwire.factor.matrix import MatrixView
+from thinwire.factor.moments import middle_from_full
 from thinwire.methods.oialr import OIALRMethod
 from worlds import adamw, batch, optimizer_values, small_model, train_step, values
 
@@ -320,6 +321,7 @@ def test_the_paper_keeps_the_last_layer_and_may_keep_the_first() -> None:
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
+        ({"delay": 30, "warmup": False}, "`delay`=30 leaves nothing"),
         ({"delay": 20}, "`delay`=20 leaves nothing of `total_steps`=20"),
         ({"frequency": 0}, "`frequency`=0 must be"),
         ({"layer_fraction": 0}, "`layer_fraction`=0 must be above 0 and at most 1"),
@@ -570,3 +572,110 @@ def test_attention_and_a_scaler() -> None:
 def test_the_method_is_what_the_registry_says() -> None:
     replica, _ = attached(oialr())
     assert isinstance(replica._method, OIALRMethod) and replica.describe()["method"] == "oialr"
+
+
+# What once went wrong.
+
+
+class OutOfOrder(nn.Module):
+    """Registered in another order than used: the head first, and the middle ones crossed."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.head, self.first = nn.Linear(20, 5), nn.Linear(16, 20)
+        self.third, self.second = nn.Linear(20, 20), nn.Linear(20, 20)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.first, self.second, self.third):
+            x = torch.tanh(layer(x.flatten(1)))
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        oialr(warmup=False, cutoff=0.3, layer_fraction=0.3),
+        oialr(cutoff=0.3, layer_fraction=0.3),
+        thinwire.AB(total_steps=STEPS, warmup=0, group_steps=8, rebound=4, cutoff=0.5),
+    ],
+    ids=["at once", "after a delay", "AB"],
+)
+def test_layers_are_found_again_as_they_were_found(config: Any, tmp_path: Path) -> None:
+    """Without a warm-up layers are factored before anyone knows in which order they are used."""
+    replica, optimizer = attached(config, adamw, OutOfOrder(0))
+    for step in range(5):
+        train_step(replica, optimizer, step, 0)
+    replica.save(tmp_path / "save")
+    other, again = attached(config, adamw, OutOfOrder(1))
+    other.load(tmp_path / "save")
+    assert other.ranks() == replica.ranks() and torch.equal(outputs(other), outputs(replica))
+    for step in range(5, STEPS):
+        train_step(replica, optimizer, step, 0)
+        train_step(other, again, step, 0)
+    assert other.ranks() == replica.ranks() and values(other) == values(replica)
+
+
+def test_a_save_of_another_model_is_refused(tmp_path: Path) -> None:
+    replica, optimizer = attached(oialr())
+    train_step(replica, optimizer, 0, 0)
+    replica.save(tmp_path / "save")
+    other, _ = attached(oialr(), adamw, OutOfOrder(0))
+    with pytest.raises(thinwire.ConfigError, match="the save is of another model: '0\\.bias' is in only"):
+        other.load(tmp_path / "save")
+
+
+def test_centered_rmsprop_finds_no_negative_variance() -> None:
+    torch.manual_seed(0)
+    mean = torch.ones(12, 5)
+    state = {"square_avg": mean.square() + 1e-6, "grad_avg": mean.clone(), "step": torch.tensor(3.0)}
+    found = find_basis(torch.randn(12, 5), 0.0)
+    carried = middle_from_full(state, MatrixView((12, 5)), found.u.float(), found.vt.float())
+    assert bool((carried["square_avg"] - carried["grad_avg"].square() >= 0).all())
+
+
+@pytest.mark.parametrize("why", ["no gradient", "a fused optimizer skips"])
+def test_a_matched_rate_leaves_alone_what_the_optimizer_left_alone(why: str) -> None:
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.5, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    replica = thinwire.attach(model, optimizer, oialr(warmup=False), scaler=scaler)
+    for step in range(3):
+        loss = F.cross_entropy(replica(batch(step, 0)[0]), batch(step, 0)[1])
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        if step:
+            before = [s.detach().clone() for _, s, _ in bases(replica)]
+            for p in replica.parameters():
+                if p.grad is not None and why == "no gradient":
+                    p.grad = None
+                elif p.grad is not None:
+                    p.grad.fill_(float("inf"))
+        if step and why == "no gradient":
+            optimizer.step()  # not by the scaler, which has nothing to look at
+            continue
+        scaler.step(optimizer)
+        scaler.update()
+    assert all(torch.equal(s, old) for (_, s, _), old in zip(bases(replica), before, strict=True))
+
+
+def test_a_weight_of_zeros_keeps_its_rank() -> None:
+    model = small_model()
+    nn.init.zeros_(model[7].weight)
+    replica, optimizer = attached(oialr(warmup=False, cutoff=0.0), adamw, model)
+    assert replica.ranks()["7"] == 24
+    for step in range(8):
+        train_step(replica, optimizer, step, 0)
+    assert replica.ranks()["7"] == 24 and replica._method.updates == 1
+
+
+def test_a_model_amid_low_rank_can_be_compressed() -> None:
+    replica, optimizer = attached(oialr(cutoff=0.05))
+    for step in range(8):
+        train_step(replica, optimizer, step, 0)
+    full = replica.describe()["parameters_full"]
+    found = thinwire.compress(replica.module, cutoff=0.01, keep_first=False)
+    assert found.parameters_after <= full
+    assert not {f"{label}.weight" for label in found.ranks} & {kept.name for kept in found.kept}
+    half = thinwire.compress(replica.module, cutoff=0.5, keep_first=False)
+    assert dict(half.sizes)[0.5] == half.parameters_after

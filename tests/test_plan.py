@@ -508,11 +508,13 @@ def test_inputs_may_have_names(tiny: str) -> None:
     assert told["compute_measured"]
 
 
-def test_a_recipe_and_the_ranks_of_its_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["ab", "oialr"])
+def test_a_recipe_and_the_ranks_of_its_run(method: str, tmp_path: Path) -> None:
     words = ["digits", "--steps", "30"]
-    run = ["run", *words, "--method", "ab", "--workers", "1", "--no-model", "--quiet", "--out", str(tmp_path / "run")]
+    run = ["run", *words, "--method", method, "--workers", "1", "--no-model", "--quiet", "--out", str(tmp_path / "run")]
     assert CliRunner().invoke(main, run).exit_code == 0
-    told = json.loads(plan_command(*words, "--ranks", str(tmp_path / "run"), "--compute", "5ms", "--json"))
+    methods = ["--methods", f"allreduce,{method}"]
+    told = json.loads(plan_command(*words, *methods, "--ranks", str(tmp_path / "run"), "--compute", "5ms", "--json"))
     assert told["ranks"] and all(row["slow_bytes_range"] is None for row in told["methods"])
     said = plan_command("shakespeare", "--ranks", str(tmp_path / "run"), "--compute", "5ms", code=2)
     assert "is a run of another model" in said

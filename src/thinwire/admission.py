@@ -23,7 +23,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse an optimizer that cannot follow, or that trains something else."""
     if any(factored_names(module) for module in model.modules()):
         raise ConfigError(
-            "the model has layers in two factors, left by an earlier attach: finish() that replica, "
+            "the model has layers in factors, left by an earlier attach: finish() that replica, "
             "or build a new model and load() a save into it"
         )
     kind = type(optimizer).__name__

@@ -21,7 +21,7 @@ from thinwire.methods.registry import name_of
 from thinwire.settings import describe
 from thinwire.store import atomic_folder, like, newest, read_json, read_tensors, write_json, write_tensors
 
-FORMAT = 2
+FORMAT = 3
 
 
 def save(method: Method, scaler: Any, folder: Path | str) -> None:
@@ -150,9 +150,16 @@ def _distinct(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _all_keys(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tied weights under all their names again."""
-    by_place = {t.data_ptr(): tensors[name] for name, t in model.state_dict().items() if name in tensors}
-    return {name: tensors.get(name, by_place.get(t.data_ptr(), t)) for name, t in model.state_dict().items()}
+    """Tied weights under all their names again; a save of another model is refused."""
+    own = model.state_dict()
+    by_place = {t.data_ptr(): tensors[name] for name, t in own.items() if name in tensors}
+    found = {
+        name: tensors.get(name, by_place.get(t.data_ptr(), t if t.numel() == 0 else None)) for name, t in own.items()
+    }
+    wrong = sorted({name for name, t in found.items() if t is None} ^ (tensors.keys() - own.keys()))
+    if wrong:
+        raise ConfigError(f"the save is of another model: {wrong[0]!r} is in only one of the two; build the same model")
+    return {name: t for name, t in found.items() if t is not None}
 
 
 def _write_optimizer(folder: Path, suffix: str, optimizer: Optimizer) -> None:

@@ -112,7 +112,7 @@ def compress(
             small, trained=small.parameters(), order=order, keep_first=keep_first, keep_last=keep_last, keep=keep
         )
         warn_of_idle_patterns(small, keep)
-    whole = Whole(_count(model), [Part.of(x, had[x.key][0].shape[1] if x.key in had else None) for x in layers])
+    whole = Whole(_count(model), [_part(layer, had.get(layer.key)) for layer in layers])
     ranks, cut_at = choose(whole)
     small, made, full = _cut(small, whole.parts, ranks, had, trial)
     before, after = _figures(model, small, data, evaluate)
@@ -199,8 +199,10 @@ def _cut(
             cut[layer.key] = layer
             _factor(layer, part.factors.a[:, :rank], part.factors.b[:rank])
     for key in had.keys() - cut.keys():
-        cut[key] = layer_of(model, key)
-        _factor(cut[key], *had[key])
+        layer, pair = layer_of(model, key), had[key]
+        if layer.view.is_smaller(pair.rank):
+            cut[key] = layer
+            _factor(layer, pair.a, pair.b)
     if trial is not None:
         trial(model)  # notes whose weights other code reads
     made = {layer.label: layer.rank or 0 for layer in cut.values()}
@@ -209,6 +211,10 @@ def _cut(
     for name in frozen:
         plain.get_submodule(name).requires_grad_(False)
     return plain, made, full
+
+
+def _part(layer: Layer, had: Pair | None) -> Part:
+    return Part.of(layer) if had is None else Part.of(layer, had.rank, had.numbers)
 
 
 def _factor(layer: Layer, a: Tensor, b: Tensor) -> None:

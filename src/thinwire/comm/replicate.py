@@ -108,7 +108,7 @@ class Replicated:
         what = "unfrozen" if self._named[changed[0]].requires_grad else "frozen"
         raise ConfigError(
             f"parameter {changed[0]!r}{more} was {what} after step {step}, but workers exchange what they trained when "
-            "they were attached; undo it, or detach(), freeze or unfreeze, and attach() again"
+            "they were attached; undo it, or while all layers are full detach(), freeze or unfreeze, and attach() again"
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -129,7 +129,8 @@ def _copy(run: Path, folder: Path, onnx: bool, recipe: str | None, data: Path | 
     value, before = summary[metric], summary.get(f"{metric}_before_truncation")
     if recipe is not None or data is not None or summary["recipe"] in RECIPES:
         found = finished(run, recipe, data)
-        made = compress(found.model, cutoff=0.0, example=found.example, evaluate=found.evaluate if data else None)
+        judge = found.evaluate if data else None
+        made = compress(found.model, cutoff=0.0, **found.keep, example=found.example, evaluate=judge)
         _draw(made, folder)
         value, before = (value, before) if made.after is None else (made.after, None)
     full, final = summary["parameters_full"], summary["parameters_final"]

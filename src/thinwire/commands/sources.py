@@ -18,10 +18,14 @@ from thinwire.factor.layers import FORMS
 from thinwire.factor.load_exported import fill, load
 from thinwire.factor.matrix import view_of
 from thinwire.factor.program import arguments
+from thinwire.methods.registry import METHODS
 from thinwire.recipes import RECIPES, Recipe, call_function, named
 from thinwire.report import read_run
 from thinwire.store import newest, read_json, read_tensors
 from thinwire.train.data import Source
+
+_ROUNDING = 1e-5
+"""Singular values up to this share of the largest are what multiplying out left; a layer keeps the rank it had."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +86,8 @@ def unfinished(folder: Path, saved: Path, recipe: str | None, data: Path | None)
     if not state["spans_world"]:
         told += f", amid a group phase: this is the mean of {len(state['groups'])} groups' copies"
     config = state["config"]
-    own: dict[str, Any] = {"cutoff": config.get("cutoff") or 0.0, "keep": _kept(config)}
+    cuts = METHODS[state["method_name"]].method.cuts_at_end
+    own: dict[str, Any] = {"cutoff": config["cutoff"] if cuts else _ROUNDING, "keep": _kept(config)}
     return Found(model=model, told=told, **_sizes(model), **own, **_judged(trained, source))
 
 

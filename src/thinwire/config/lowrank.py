@@ -138,7 +138,7 @@ class OIALR:
     """Optimizer steps of the whole run."""
 
     delay: float = 1 / 3
-    """Full-rank training before weights become U S Vᵀ; without `warmup`, steps before the first update of the bases."""
+    """Full-rank training before weights become U S Vᵀ; updates of the bases come every `frequency` steps after it."""
 
     frequency: float = 0.0333
     """Steps between two updates of the bases, in which ranks may fall."""
@@ -194,7 +194,7 @@ class OIALR:
             check_bool(self, "match_rate")
         check_group_size(self.group_size)
         object.__setattr__(self, "keep", patterns(self.keep))
-        if self.warmup and self.delay_length >= self.total_steps:
+        if self.delay_length >= self.total_steps:
             raise ConfigError(
                 f"`delay`={self.delay} leaves nothing of `total_steps`={self.total_steps} for training at low rank; "
                 "use a smaller one, such as a third"

@@ -41,7 +41,10 @@ class Basis(NamedTuple):
 
 
 def find_basis(matrix: Tensor, cutoff: float, *, least: int = 1) -> Basis:
-    """Bases of a tall matrix, cut where singular values fall to `cutoff` of the largest; at least `least` are kept."""
+    """Bases of a tall matrix, cut where singular values fall to `cutoff` of the largest; at least `least` are kept.
+
+    A cutoff of 0 keeps all, zeros too: what is dropped can never be trained again.
+    """
     exact = matrix.double()
     found = _eigen(exact)
     if found is None:  # a matrix of zeros, or one that eigh does not converge for
@@ -49,7 +52,7 @@ def find_basis(matrix: Tensor, cutoff: float, *, least: int = 1) -> Basis:
         vectors = vt.t()
     else:
         sigma, vectors = found
-    v = vectors[:, : max(least, rank_of(sigma, cutoff))]
+    v = vectors[:, : max(least, rank_of(sigma, cutoff)) if cutoff else len(sigma)]
     v = v * _signs(v)
     u, s = torch.linalg.qr(exact @ v)  # (m, k), (k, k): W V = U S, so W V Vᵀ = U S Vᵀ
     flip = torch.where(s.diagonal() < 0, -1.0, 1.0).to(s)

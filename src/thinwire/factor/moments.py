@@ -137,6 +137,9 @@ def transport(state: State, onto: Map) -> State:
             carried[name] = value.clone() if isinstance(value, Tensor) else value
         else:
             return _forget(name)
+    if "square_avg" in carried and "grad_avg" in carried:
+        # The mean of squares is only approximate; centered RMSprop takes a root of what it exceeds the squared mean by.
+        carried["square_avg"] = torch.maximum(carried["square_avg"], carried["grad_avg"].square())
     return carried
 
 

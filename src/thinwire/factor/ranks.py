@@ -27,27 +27,23 @@ class Part:
     factors: Factors
     own: int | None
     """The rank that it has already."""
+    present: int
+    """Numbers that the layer's weight is made of now."""
 
     @classmethod
-    def of(cls, layer: Layer, own: int | None = None) -> "Part":
-        """Decompose a layer, which may be known to have a rank of its own."""
+    def of(cls, layer: Layer, own: int | None = None, present: int | None = None) -> "Part":
+        """Decompose a layer, which may be known to have a rank of its own, made of so many numbers."""
         matrix = layer.matrix()
         if not torch.isfinite(matrix).all():
             raise ConfigError(f"`{layer.key}` has values that are not finite, and so no singular values; mend it first")
         m, n = layer.view.tall
         factors = decompose(matrix, 0.0, rank=min((m * n - 1) // (m + n), own or n))
         factors.sigma[own or n :] = 0  # what is left of them is rounding
-        return cls(layer, factors, own)
+        return cls(layer, factors, own, m * n if present is None else present)
 
     @property
     def full_rank(self) -> int:
         return self.own or self.layer.view.tall[1]
-
-    @property
-    def present(self) -> int:
-        """Numbers that the layer's weight is made of now."""
-        m, n = self.layer.view.tall
-        return m * n if self.own is None else self.own * (m + n)
 
     def size(self, rank: int) -> int:
         """The same at a rank; a layer whose factors would not be smaller stays full."""

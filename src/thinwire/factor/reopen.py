@@ -1,6 +1,6 @@
 """Low-rank layers multiplied out again, so that they can be cut anew."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -8,9 +8,20 @@ from torch.nn.utils import parametrize
 
 from thinwire.factor.convert import Layer, to_full
 from thinwire.factor.layers import factored_names
-from thinwire.factor.matrix import MatrixView, view_of
+from thinwire.factor.matrix import MatrixView, product, view_of
 
-Pair = tuple[Tensor, Tensor]
+
+class Pair(NamedTuple):
+    """Factors that a weight had."""
+
+    a: Tensor
+    b: Tensor
+    numbers: int
+    """How many numbers it was made of."""
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[1]
 
 
 def to_dense(model: nn.Module) -> tuple[nn.Module, dict[str, Pair]]:
@@ -29,7 +40,7 @@ def to_dense(model: nn.Module) -> tuple[nn.Module, dict[str, Pair]]:
         for parameter, view in factored_names(module).items():
             layer = Layer(name, module, parameter, view)
             first, *rest = (p.detach() for p in layer.factors)
-            had[layer.key] = first, rest[0] if len(rest) == 1 else rest[0] @ rest[1]
+            had[layer.key] = Pair(first, product(rest), sum(p.numel() for p in layer.factors))
             to_full(layer)
     return model, had
 
@@ -71,7 +82,8 @@ def _one_layer(pair: Any) -> tuple[nn.Module, Pair]:
 
 def _tall(left: Tensor, right: Tensor, view: MatrixView) -> Pair:
     """A (m, k) and B (k, n) of the tall matrix."""
-    return (right.t(), left.t()) if view.transposed else (left, right)
+    a, b = view.sides(left, right)
+    return Pair(a, b, a.numel() + b.numel())
 
 
 def _is_parametrized(module: nn.Module) -> bool:

@@ -40,6 +40,7 @@ class ABMethod(Factoring):
     """Low-rank factors, trained apart and merged."""
 
     phases = ("warmup", "groups", "rebound", "final")
+    cuts_at_end = True
     config: AB
 
     def __init__(self, config: AB, ground: Ground) -> None:

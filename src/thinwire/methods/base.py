@@ -57,6 +57,8 @@ class Method(ABC):
 
     phases: ClassVar[tuple[str, ...]]
     """Every name that `phase` may have."""
+    cuts_at_end: ClassVar[bool] = False
+    """Whether `finish` without a cutoff cuts every layer at the config's."""
 
     def __init__(self, config: Any, ground: Ground) -> None:
         self.config = config

@@ -15,6 +15,8 @@ class Factoring(Method):
     def __init__(self, config: Any, ground: Ground) -> None:
         super().__init__(config, ground)
         self.usage = OrderOfUse(ground.model)
+        self.found_by: list[str] = []
+        """The order of use by which the present layers were found; it may become known only later."""
         self._warned = False
 
     def attach(self) -> None:
@@ -59,6 +61,7 @@ class Factoring(Method):
     def find_layers(self) -> None:
         """Which layers there are to factor, in order of use, and which are kept; only while all are full."""
         c = self.config
+        self.found_by = list(self.usage.order)
         self.layers, self.kept = find_layers(
             self.model,
             trained=optimizer_parameters(self.optimizer),
@@ -87,13 +90,14 @@ class Factoring(Method):
         return [layer for layer in self.layers if layer.is_factored]
 
     def state(self) -> dict[str, Any]:
-        """Order of use and ranks."""
+        """Order of use, the one that layers were found by, and ranks."""
         ranks = {layer.key: layer.rank for layer in self.factored}
-        return {**super().state(), "order": self.usage.order, "ranks": ranks}
+        return {**super().state(), "order": self.usage.order, "found_by": self.found_by, "ranks": ranks}
 
     def load_order(self, state: dict[str, Any]) -> None:
-        """Take back the order of use, and find the layers by it; only while all are full."""
+        """Find the layers as they were found, and take back the order of use; only while all are full."""
+        self.usage.order = state["found_by"]
+        self.find_layers()
         self.usage.order = state["order"]
         if self.step:
             self.agree_on_order()
-        self.find_layers()

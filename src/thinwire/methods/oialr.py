@@ -46,7 +46,7 @@ class OIALRMethod(Factoring):
     def __init__(self, config: OIALR, ground: Ground) -> None:
         super().__init__(config, ground)
         self.updates = 0
-        self._before: list[tuple[Layer, Tensor]] = []
+        self._before: list[tuple[Layer, Tensor, float]] = []
 
     def attach(self) -> None:
         """Begin at full rank, or at low rank at once."""
@@ -64,19 +64,22 @@ class OIALRMethod(Factoring):
         self.warn_beyond_the_end()
 
     def before_update(self) -> None:
-        """Remember where every S would be by weight decay alone, as the rest of its update may be scaled."""
+        """Remember every S, as its update may be scaled; those without a gradient have none."""
         if self.config.match_rate is not False:
             decay = decoupled_decay(self.optimizer)
             middles = [(layer, layer.factors[1]) for layer in self.factored]
-            self._before = [(layer, s.detach() * (1 - decay[id(s)])) for layer, s in middles]
+            self._before = [(x, s.detach().clone(), decay[id(s)]) for x, s in middles if s.grad is not None]
 
+    @torch.no_grad()
     def after_update(self) -> None:
-        """S where an update as many times larger would have brought it."""
-        with torch.no_grad():
-            for layer, before in self._before:
-                s = layer.factors[1]
-                if self.config.match_rate or self._is_normalised(s):
-                    s.sub_(before).mul_(math.sqrt(math.prod(layer.view.tall)) / len(s)).add_(before)
+        """S where an update as many times larger, but for weight decay, would have brought it."""
+        for layer, before, decay in self._before:
+            s = layer.factors[1]
+            if self.config.match_rate or self._is_normalised(s):
+                start = before * (1 - decay)
+                larger = start + (s - start) * (math.sqrt(math.prod(layer.view.tall)) / len(s))
+                # A fused optimizer skips an update by itself when a scaler finds infinities; nobody else is told.
+                s.copy_(torch.where((s != before).any(), larger, s))
         self._before = []
 
     def _is_normalised(self, p: nn.Parameter) -> bool:

@@ -208,7 +208,8 @@ def _forecaster(
 def _recorded(subject: Subject, folder: Path) -> foresight.Recorded:
     """A run's ranks, which must be of this model's layers."""
     recorded = foresight.Recorded(folder)
-    layers, _ = find_layers(subject.without_values, trained=list(subject.without_values.parameters()))
+    model = subject.without_values
+    layers, _ = find_layers(model, trained=list(model.parameters()), keep_first=False, keep_last=False)
     strange = sorted(recorded.labels - {layer.label for layer in layers})
     if strange or subject.recipe not in (None, recorded.recipe):
         lacks = f", with layers such as {strange[0]!r}" if strange else ""

@@ -53,28 +53,36 @@ class Counts:
         return asdict(self)
 
 
-def tell(counts: Counts, *, trainable_full: int, full: int, final: int, wall_s: float) -> dict[str, Any]:
-    """The counts of a finished run, with a model of `final` parameters in place of `full`."""
+def tell(
+    counts: Counts, *, trainable_full: int, full: int, final: int, wall_s: float, factored: bool
+) -> dict[str, Any]:
+    """The counts of a finished run, with a model of `final` parameters in place of `full`.
+
+    The equations have no term for averages now and then: without factors, groups that train alone have no estimate.
+    """
     steps = max(1, counts.steps)
+    known = factored or not counts.apart_steps
     share = counts.trainable / trainable_full if trainable_full else 1.0
     # Published figures take what travels: trainable parameters where bases are frozen, else the final size.
     compressed = min(share, final / full)
     at_full = counts.full_steps / steps
     low = 1 - counts.apart_steps / steps - at_full
+    ecr = {
+        "full": at_full,
+        "compressed": low,
+        "fraction": compressed,
+        "ecr": 1 - at_full - low * compressed,
+        "ecr_assumed": 1 - ASSUMED_FULL - (1 - ASSUMED_FULL) * compressed,
+    }
+    scaled = {
+        "bytes_per_s": 4 * counts.synchronised / max(wall_s, 1e-9) / BACKWARD_SHARE,
+        "vs_full": counts.synchronised / (trainable_full * steps) if trainable_full else None,
+    }
     return {
         "trainable_full": trainable_full,
         "trainable_final": counts.trainable,
         "trainable_share": share,
         "parameters_in_training": counts.total,
-        "ecr": {
-            "full": at_full,
-            "compressed": low,
-            "fraction": compressed,
-            "ecr": 1 - at_full - low * compressed,
-            "ecr_assumed": 1 - ASSUMED_FULL - (1 - ASSUMED_FULL) * compressed,
-        },
-        "scaled_traffic": {
-            "bytes_per_s": 4 * counts.synchronised / max(wall_s, 1e-9) / BACKWARD_SHARE,
-            "vs_full": counts.synchronised / (trainable_full * steps) if trainable_full else None,
-        },
+        "ecr": ecr if known else None,
+        "scaled_traffic": scaled if known else None,
     }

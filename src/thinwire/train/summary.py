@@ -55,8 +55,9 @@ def summarise(
             full=about["parameters_full"],
             final=about["parameters"],
             wall_s=wall_s,
+            factored=replica.decompositions > 0,
         ),
-        "ranks": replica.found_ranks,
+        "ranks": _final_ranks(replica, about["kept_full"]),
         "kept_full": about["kept_full"],
         "versions": _versions(),
     }
@@ -86,6 +87,12 @@ def _optimizers(recipe: Recipe) -> dict[str, Any]:
         "usual_optimizer": usual["optimizer"],
         "usual_lr": usual.get("optimizer.lr"),
     }
+
+
+def _final_ranks(replica: Replica, kept: list[dict[str, str]]) -> dict[str, int]:
+    """Ranks of the layers that are low-rank in the finished model."""
+    full = {told["layer"] for told in kept}
+    return {label: rank for label, rank in replica.found_ranks.items() if not full & {label, f"{label}.weight"}}
 
 
 def _ratio(part: float, whole: float) -> float | None:
