@@ -1,7 +1,8 @@
 """Time of a forward pass of a dense model against the compressed one at equal batch: PyTorch, and onnxruntime if there.
 
 Both are what `thinwire export` writes: plain layers in PyTorch, `model.onnx` in onnxruntime. Ranks are shares of each
-layer's full rank, first and last layer stay full. Ratios are dense / compressed.
+layer's full rank, first and last layer stay full. Ratios are dense / compressed. With --run DIR it is the finished
+model of a run against its recipe's.
 """
 
 import argparse
@@ -17,13 +18,16 @@ from models import VGG16, give_decaying_spectra
 from torch import Tensor, nn
 
 import thinwire
+from thinwire.commands.sources import finished
 from thinwire.factor import export
+from thinwire.recipes import named
+from thinwire.report import read_run
 from thinwire.train.models import CharGPT
 
 Run = Callable[[int], None]
 
 SHARES = (0.5, 0.25, 0.125, 0.0625)
-BATCHES = {"VGG16-BN": (1, 32), "CharGPT": (1, 32)}
+BATCHES = (1, 32)
 
 
 def main() -> None:
@@ -31,6 +35,7 @@ def main() -> None:
         __doc__,
         threads=THREADS,
         pairs={"type": int, "default": 15, "help": "blocks of each"},
+        run={"type": Path, "metavar": "DIR", "help": "a finished run of `thinwire run`, in place of the models here"},
         width={"type": int, "default": 128, "help": "CharGPT's width; the recipe's is 128"},
     )
     torch.set_num_threads(given.threads)
@@ -42,16 +47,34 @@ def main() -> None:
 
 
 def measure_all(given: argparse.Namespace) -> Iterator[Figure]:
-    """Every model, rank, batch size and runtime."""
-    for name, batches in BATCHES.items():
+    """Every pair of models, batch size and runtime."""
+    for title, dense, made, example in _run(given.run) if given.run else _cut_models(given):
+        ratio = sum(p.numel() for p in dense.parameters()) / made.parameters_after
+        for runtime, (slow, fast) in _runtimes(dense, made, example, given):
+            for batch in BATCHES[-1:] if given.quick else BATCHES:
+                x = example[:1].repeat(batch, *(1 for _ in example.shape[1:])).to(given.device)
+                yield _compare(f"{title} batch {batch}, {runtime}", slow(x), fast(x), ratio, given)
+
+
+Models = Iterator[tuple[str, nn.Module, thinwire.Compressed, Tensor]]
+
+
+def _cut_models(given: argparse.Namespace) -> Models:
+    for name in ("VGG16-BN", "CharGPT"):
         dense, example = _model(name, given.width)
         give_decaying_spectra(dense)
         for share in SHARES[2:3] if given.quick else SHARES:
-            made = thinwire.compress(dense, rank=share, example=example)
-            for runtime, (slow, fast) in _runtimes(dense, made, example, given):
-                for batch in batches[-1:] if given.quick else batches:
-                    x = example.repeat(batch, *(1 for _ in example.shape[1:])).to(given.device)
-                    yield _compare(f"{name} rank {share} batch {batch}, {runtime}", slow(x), fast(x), made, given)
+            yield f"{name} rank {share}", dense, thinwire.compress(dense, rank=share, example=example), example
+
+
+def _run(folder: Path) -> Models:
+    """A run's finished model, with the ranks that it has."""
+    with torch.inference_mode(False):
+        found = finished(folder, None, None)
+        recipe = named(read_run(folder).summary["recipe"])
+        dense = recipe.model(recipe.source(None)).eval()
+        made = thinwire.compress(found.model, cutoff=0.0, **found.keep, example=found.example)
+    yield folder.name, dense, made, found.example
 
 
 def _model(name: str, width: int) -> tuple[nn.Module, Tensor]:
@@ -94,14 +117,14 @@ def _onnx(path: Path, threads: int) -> Callable[[Tensor], Run]:
     return prepare
 
 
-def _compare(title: str, slow: Run, fast: Run, made: Any, given: argparse.Namespace) -> Figure:
+def _compare(title: str, slow: Run, fast: Run, ratio: float, given: argparse.Namespace) -> Figure:
     wait = waiting_for(given.device)
     for run in (slow, fast):
         run(2)
     repeats = max(1, round(0.05 / (time_of(lambda: slow(2), wait).clock / 2)))
     timed = alternate(lambda: slow(repeats), lambda: fast(repeats), 4 if given.quick else given.pairs, wait)
     dense = 1e3 * median_clock(first for first, _ in timed) / repeats
-    detail = {"dense": f"{dense:.2f} ms", "parameters": f"{made.ratio:.2f} : 1"}
+    detail = {"dense": f"{dense:.2f} ms", "parameters": f"{ratio:.2f} : 1"}
     return figure_of_pairs(title, timed, "", **detail)
 
 
