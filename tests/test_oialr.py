@@ -243,7 +243,8 @@ def test_accumulated_gradients_and_compiled_models_train_alike() -> None:
         model = copy.deepcopy(first)
         optimizer = sgd(model)
         compiled = {"backend": "eager"} if way == "compiled" else None
-        # Few updates, for few recompilations: beyond Dynamo's limit it compiles layers one by one.
+        # Few recompilations, and none counted of other tests: beyond Dynamo's limit it compiles layers one by one.
+        torch._dynamo.reset()
         config = oialr(cutoff=0.3, layer_fraction=1.0, frequency=7)
         replica = thinwire.attach(model, optimizer, config, compile=compiled)
         for step in range(STEPS):
