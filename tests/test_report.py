@@ -7,6 +7,7 @@ from rich.console import Console
 from thinwire.errors import ConfigError
 from thinwire.report import compare, draw, plots, read_run, read_runs, table
 from thinwire.report.live import Progress, Tail
+from thinwire.report.ranks import draw_ranks
 from thinwire.report.tables import figure, size
 
 
@@ -245,3 +246,23 @@ def test_the_line_says_what_is_known():
         | {"ranks": {"a": 3, "b": 7}}
     )
     assert progress.line().endswith("loss 0.2500  accuracy 50.00 %  slow link 2.0 kB  ranks 3–7")
+
+
+def test_ranks_and_trained_parameters_are_drawn_over_the_steps(tmp_path):
+    _write_run(tmp_path / "oialr-seed0", "oialr", 0, slow=1, accuracy=0.9, steps=100, trainable_full=1000)
+    records = tmp_path / "oialr-seed0" / "records.jsonl"
+    lines = [line | {"trainable": 1000 - line["step"]} for line in map(json.loads, records.read_text().splitlines())]
+    lines += [{"kind": "ranks", "step": 40 + 20 * i, "ranks": {"a": 64 >> i, "b": 8}} for i in range(3)]
+    records.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    place = draw_ranks(read_run(tmp_path / "oialr-seed0"))
+    assert place == tmp_path / "oialr-seed0" / "ranks.png" and place.read_bytes()[:4] == b"\x89PNG"
+    _write_run(tmp_path / "allreduce-seed0", "allreduce", 0, slow=1, accuracy=0.9, steps=100)
+    assert draw_ranks(read_run(tmp_path / "allreduce-seed0")) is None
+
+
+def test_a_column_for_what_was_trained_where_it_is_not_all(tmp_path):
+    _write_run(tmp_path / "oialr-seed0", "oialr", 0, slow=1, accuracy=0.9, trainable_share=0.031)
+    _write_run(tmp_path / "old-seed0", "allreduce", 0, slow=1, accuracy=0.9)
+    text = io.StringIO()
+    Console(file=text, width=100).print(table(compare(read_runs(tmp_path))))
+    assert "trained" in text.getvalue() and "3.1 %" in text.getvalue()

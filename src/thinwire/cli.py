@@ -28,6 +28,7 @@ from thinwire.report import compare as compare_runs
 from thinwire.report import draw, read_run, read_runs, table
 from thinwire.report.heatmap import draw_stability
 from thinwire.report.live import Progress, following
+from thinwire.report.ranks import draw_ranks
 from thinwire.report.tables import figure, ratio, size
 
 
@@ -197,6 +198,9 @@ def _report(folder: Path, places: list[Path], as_json: bool) -> None:
     if not as_json:
         click.echo(f"picture: {folder / 'comparison.png'}")
     _draw_stability(places, silent=as_json)
+    drawn = [picture for run in runs if (picture := draw_ranks(run))]
+    if drawn and not as_json:
+        click.echo(f"ranks over time: {drawn[0]}{f' and {len(drawn) - 1} more' if len(drawn) > 1 else ''}")
 
 
 def _draw_stability(places: list[Path], *, silent: bool) -> None:

@@ -245,7 +245,7 @@ def _bytes_so_far(run: _Run) -> dict[str, Any]:
 
 
 def _clear(out: Path) -> None:
-    for name in ("records.jsonl", "summary.json", "stability.png"):
+    for name in ("records.jsonl", "summary.json", "stability.png", "ranks.png"):
         (out / name).unlink(missing_ok=True)
     for folder in (out / "model", *out.glob("checkpoint*")):
         shutil.rmtree(folder, ignore_errors=True)
