@@ -343,3 +343,33 @@ def test_a_weight_that_its_parent_reads_is_still_there_when_finished() -> None:
     replica.finish(0.6)  # the embeddings read `projection.weight.dtype`
     assert output_of("vit", replica.eval()).isfinite().all()
     assert not any("_weight_was_read" in vars(m) for m in replica.module.modules())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_frozen_bases_in_every_kind_of_layer(name: str) -> None:
+    """OIALR: entering low rank and finishing without a cut change no output; ranks fall, layers are plain at last."""
+    model = MODELS[name]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = thinwire.OIALR(total_steps=8, delay=2, frequency=2, cutoff=0.6, layer_fraction=1.0)
+    replica = thinwire.attach(model, optimizer, config)
+    for number in range(8):
+        loss_of(name, replica, 0, number).backward()
+        before = None
+        if number == 1:  # the step that ends the delay: seen around its update of nothing
+            for group in optimizer.param_groups:
+                group["lr"], group["weight_decay"], kept = 0.0, 0.0, group["lr"]
+            before = output_of(name, replica.eval())
+            replica.train()
+        optimizer.step()
+        optimizer.zero_grad()
+        if before is not None:
+            torch.testing.assert_close(output_of(name, replica.eval()), before, rtol=1e-4, atol=1e-5)
+            replica.train()
+            for group in optimizer.param_groups:
+                group["lr"] = kept
+    ranks = replica.ranks()
+    assert ranks and any(layer.rank < min(layer.view.tall) for layer in replica._method.factored)
+    before = output_of(name, replica.eval())
+    finished = replica.finish(cutoff=0.0)
+    torch.testing.assert_close(output_of(name, finished.eval()), before, rtol=1e-4, atol=1e-5)
+    assert not any(type(module).__module__.startswith("thinwire") for module in finished.modules())
