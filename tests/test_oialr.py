@@ -188,6 +188,8 @@ def test_a_matched_rate_scales_what_is_not_weight_decay(decay: float) -> None:
         moved = bases(replica)[0][1].detach() - before * (1 - 1e-3 * decay)
         gain = 1.0 if matched is False else math.sqrt(256 * 24) / 24
         torch.testing.assert_close(moved.abs().median(), torch.tensor(gain * 1e-3), rtol=1e-2, atol=0)
+        # Off the diagonal S is zero and does not decay.
+        torch.testing.assert_close(moved[0, 0].abs(), torch.tensor(gain * 1e-3), rtol=1e-2, atol=0)
 
 
 def test_sgd_is_left_as_it_is_unless_asked() -> None:
