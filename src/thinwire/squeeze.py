@@ -112,7 +112,9 @@ def compress(
             small, trained=small.parameters(), order=order, keep_first=keep_first, keep_last=keep_last, keep=keep
         )
         warn_of_idle_patterns(small, keep)
-    whole = Whole(_count(model), [_part(layer, had.get(layer.key)) for layer in layers])
+    parts = [_part(layer, had.get(layer.key)) for layer in layers]
+    aside = {key: pair for key, pair in had.items() if key not in {layer.key for layer in layers}}
+    whole = Whole(_count(model), parts, saved=sum(_saved(small, *item) for item in aside.items()))
     ranks, cut_at = choose(whole)
     small, made, full = _cut(small, whole.parts, ranks, had, trial)
     before, after = _figures(model, small, data, evaluate)
@@ -120,7 +122,7 @@ def compress(
         model=small,
         ranks=made,
         spectra={part.layer.label: part.factors.sigma.cpu() for part in whole.parts},
-        kept=(*(told for told in kept if told.name not in had), *full),
+        kept=(*(told for told in kept if _label(told.name) not in made), *full),
         cutoff=cut_at,
         parameters_before=whole.parameters,
         parameters_after=_count(small),
@@ -211,6 +213,16 @@ def _cut(
     for name in frozen:
         plain.get_submodule(name).requires_grad_(False)
     return plain, made, full
+
+
+def _saved(model: nn.Module, key: str, had: Pair) -> int:
+    """How many fewer numbers a low-rank layer that is not cut is made of in the end: plain factors, or its weight."""
+    m, n = (view := layer_of(model, key).view).tall
+    return had.numbers - (had.rank * (m + n) if view.is_smaller(had.rank) else m * n)
+
+
+def _label(key: str) -> str:
+    return key.removesuffix(".weight")
 
 
 def _part(layer: Layer, had: Pair | None) -> Part:

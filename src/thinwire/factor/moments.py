@@ -138,8 +138,9 @@ def transport(state: State, onto: Map) -> State:
         else:
             return _forget(name)
     if "square_avg" in carried and "grad_avg" in carried:
-        # The mean of squares is only approximate; centered RMSprop takes a root of what it exceeds the squared mean by.
-        carried["square_avg"] = torch.maximum(carried["square_avg"], carried["grad_avg"].square())
+        # Centered RMSprop takes the root of the variance, which must not come out of two roundings as less than zero.
+        variance = (state["square_avg"] - state["grad_avg"].square()).clamp_min(0)
+        carried["square_avg"] = onto(variance, torch.square).contiguous() + carried["grad_avg"].square()
     return carried
 
 

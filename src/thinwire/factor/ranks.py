@@ -61,11 +61,13 @@ class Whole:
 
     parameters: int
     parts: Sequence[Part]
+    saved: int = 0
+    """Numbers that layers which are not cut lose all the same: a third factor, or factors larger than the weight."""
 
     def size(self, ranks: Sequence[int]) -> int:
         """What the model would hold at these ranks."""
         cut = sum(part.size(rank) for part, rank in zip(self.parts, ranks, strict=True))
-        return self.parameters - sum(part.present for part in self.parts) + cut
+        return self.parameters - self.saved - sum(part.present for part in self.parts) + cut
 
     def ranks_at(self, cutoff: float) -> list[int]:
         """The ranks that a cutoff leaves."""

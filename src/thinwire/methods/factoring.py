@@ -101,3 +101,5 @@ class Factoring(Method):
         self.usage.order = state["order"]
         if self.step:
             self.agree_on_order()
+        elif not self.usage.is_watching:
+            self.usage.watch()

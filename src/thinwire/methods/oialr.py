@@ -64,11 +64,11 @@ class OIALRMethod(Factoring):
         self.warn_beyond_the_end()
 
     def before_update(self) -> None:
-        """Remember every S, as its update may be scaled; those without a gradient have none."""
+        """Remember every S, as its update may be scaled; a closure may still have to find their gradients."""
         if self.config.match_rate is not False:
             decay = decoupled_decay(self.optimizer)
             middles = [(layer, layer.factors[1]) for layer in self.factored]
-            self._before = [(x, s.detach().clone(), decay[id(s)]) for x, s in middles if s.grad is not None]
+            self._before = [(layer, s.detach().clone(), decay[id(s)]) for layer, s in middles]
 
     @torch.no_grad()
     def after_update(self) -> None:
@@ -78,7 +78,7 @@ class OIALRMethod(Factoring):
             if self.config.match_rate or self._is_normalised(s):
                 start = before * (1 - decay)
                 larger = start + (s - start) * (math.sqrt(math.prod(layer.view.tall)) / len(s))
-                # A fused optimizer skips an update by itself when a scaler finds infinities; nobody else is told.
+                # What the optimizer left alone stays: without a gradient, or a fused update that a scaler skipped.
                 s.copy_(torch.where((s != before).any(), larger, s))
         self._before = []
 

@@ -66,7 +66,7 @@ def tell(
     # Published figures take what travels: trainable parameters where bases are frozen, else the final size.
     compressed = min(share, final / full)
     at_full = counts.full_steps / steps
-    low = 1 - counts.apart_steps / steps - at_full
+    low = max(0.0, 1 - counts.apart_steps / steps - at_full)
     ecr = {
         "full": at_full,
         "compressed": low,
