@@ -42,7 +42,14 @@ def test_attach_and_finish_without_a_step_is_the_identity(config: Any) -> None:
 # Law 2: alone, a method is the bare optimizer.
 
 
-@pytest.mark.parametrize(("config", "steps"), [(thinwire.AllReduce(), 12), (ab(total_steps=30, warmup=12), 12)])
+@pytest.mark.parametrize(
+    ("config", "steps"),
+    [
+        (thinwire.AllReduce(), 12),
+        (ab(total_steps=30, warmup=12), 12),
+        (thinwire.OIALR(total_steps=30, delay=12), 12),
+    ],
+)
 def test_alone_it_trains_bit_for_bit_as_the_bare_optimizer(config: Any, steps: int) -> None:
     bare, model = small_model(), small_model()
     bare_optimizer, optimizer = adamw(bare), adamw(model)
@@ -51,7 +58,7 @@ def test_alone_it_trains_bit_for_bit_as_the_bare_optimizer(config: Any, steps: i
         assert train_step(bare, bare_optimizer, step, 0) == train_step(replica, optimizer, step, 0)
         if step < steps - 1:
             assert values(bare) == values(replica)
-    assert (replica.phase == "groups") == isinstance(config, thinwire.AB)
+    assert replica.phase == {thinwire.AB: "groups", thinwire.OIALR: "lowrank"}.get(type(config), "train")
 
 
 # Law 3: AllReduce is DistributedDataParallel.
@@ -241,11 +248,19 @@ class Attention(nn.Module):
         return self.leave(hidden.mean(dim=2))
 
 
-def test_the_exported_model_is_the_finished_one(tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        ab(keep_first=False, keep_last=False, cutoff=0.4, group_size=None),
+        thinwire.OIALR(total_steps=24, delay=2, frequency=2, cutoff=0.4, layer_fraction=1.0, keep_last=False),
+    ],
+    ids=["ab", "oialr"],
+)
+def test_the_exported_model_is_the_finished_one(config: Any, tmp_path: Any) -> None:
     torch.manual_seed(0)
     model, x = Attention(), torch.randn(6, 7, 12)
     optimizer = adamw(model)
-    replica = thinwire.attach(model, optimizer, ab(keep_first=False, keep_last=False, cutoff=0.4, group_size=None))
+    replica = thinwire.attach(model, optimizer, config)
     for _ in range(9):
         loss = F.cross_entropy(replica(x), torch.arange(6) % 5)
         optimizer.zero_grad()

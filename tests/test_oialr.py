@@ -13,6 +13,7 @@ from torch import nn
 
 import gang
 import thinwire
+from thinwire.factor import decompose
 from thinwire.factor.decompose import find_basis
 from thinwire.factor.layers import cheapest_of_three
 from thinwire.factor.matrix import MatrixView
@@ -153,7 +154,6 @@ def test_momentum_follows_exactly_what_is_kept(shape: tuple[int, int]) -> None:
     assert rank < 5
     found = optimizer.state[s]["momentum_buffer"]
     # The same gradients at the same weights: the rate is 0, but for what the cut at step 6 dropped after them.
-    plain = nn.Sequential(nn.Flatten(), nn.Linear(16, shape[1]), nn.Linear(*reversed(shape)), nn.Linear(shape[0], 5))
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Flatten(), nn.Linear(16, shape[1]), nn.Linear(*reversed(shape)), nn.Linear(shape[0], 5))
     other = torch.optim.SGD(plain.parameters(), 0.0, momentum=0.9)
@@ -346,7 +346,6 @@ def test_bad_settings(fields: dict[str, Any], told: str) -> None:
 # What the layers compute.
 
 
-@pytest.mark.parametrize("uses", [1, 10, 100, 10_000])
 @pytest.mark.parametrize("rank", [1, 4, 12])
 @pytest.mark.parametrize(
     ("module", "shape"),
@@ -359,7 +358,7 @@ def test_bad_settings(fields: dict[str, Any], told: str) -> None:
     ],
 )
 def test_every_way_through_three_factors_is_the_same(
-    module: nn.Module, shape: tuple[int, ...], rank: int, uses: int, monkeypatch: pytest.MonkeyPatch
+    module: nn.Module, shape: tuple[int, ...], rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     dense, layer = copy.deepcopy(module), copy.deepcopy(module)
@@ -411,8 +410,6 @@ def agreement(rank: int, settings: dict[str, Any], kind: str) -> dict[str, Any]:
         "gap": gap,
         "finish": float((outputs(replica) - before).abs().max() / before.abs().max()),
         "low_rank": kinds.count("Sequential") - 1,
-        "bytes": dict(replica.traffic.by_purpose["gradients"]),
-        "decomposition": dict(replica.traffic.by_purpose.get("decomposition", {})),
         "final": values(small),
     }
 
@@ -435,7 +432,7 @@ def test_all_workers_hold_the_same_at_every_step(workers: int, settings: dict[st
     assert len({ranks for *_, ranks in found[0]["trace"]}) > 2
 
 
-def what_crosses(rank: int) -> tuple[int, int, int, list[int]]:
+def what_crosses(rank: int) -> tuple[int, int, list[int]]:
     replica, optimizer = attached(oialr(cutoff=0.2))
     sent, shares = [], []
     for step in range(6):
@@ -443,11 +440,11 @@ def what_crosses(rank: int) -> tuple[int, int, int, list[int]]:
         train_step(replica, optimizer, step, rank)
         sent.append(replica.traffic.by_purpose["gradients"]["slow_bytes"] - before)
         shares.append(sum(p.numel() for p in replica.parameters() if p.requires_grad))
-    return int(sent[0]), int(sent[-1]), shares[0], shares
+    return int(sent[0]), int(sent[-1]), shares
 
 
 def test_only_what_is_trained_crosses_the_wire() -> None:
-    for full, low, _, trained in gang.run(what_crosses, 2):
+    for full, low, trained in gang.run(what_crosses, 2):
         assert full == 4 * trained[0]  # two workers: 2 (n-1)/n of it
         assert low == 4 * trained[-1] < 0.5 * full
 
@@ -463,6 +460,23 @@ def test_decompositions_are_shared_out_inside_a_node() -> None:
         assert slow == 0 and fast > 0
 
 
+def turned_bases(rank: int) -> tuple[int, int]:
+    """The second worker finds other signs, as other hardware might."""
+    if rank == 1:
+        honest = decompose.find_basis
+        turn = lambda found: found._replace(u=-found.u, vt=-found.vt)  # noqa: E731
+        decompose.find_basis = lambda *args, **settings: turn(honest(*args, **settings))
+    replica, optimizer = attached(oialr(cutoff=0.2, layer_fraction=1.0))
+    for step in range(8):
+        train_step(replica, optimizer, step, rank)
+    return values(replica), int(replica.traffic.by_purpose["decomposition"]["slow_bytes"])
+
+
+def test_workers_whose_bases_differ_take_rank_zeros() -> None:
+    (first, sent), (second, _) = gang.run(turned_bases, 2)
+    assert first == second and sent > 0
+
+
 def diverging(rank: int) -> str:
     replica, optimizer = attached(oialr())
     for step in range(3):
@@ -474,8 +488,9 @@ def diverging(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_run_that_diverged_stops_by_name() -> None:
-    assert "has values that are not finite: training diverged before it was decomposed" in diverging(0)
+def test_a_run_that_diverged_stops_all_workers_by_name() -> None:
+    for said in gang.run(diverging, 2):
+        assert "has values that are not finite: training diverged before it was decomposed" in said
 
 
 # Leaving.
