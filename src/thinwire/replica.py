@@ -224,7 +224,7 @@ class Replica(nn.Module):
 
     @property
     def found_ranks(self) -> dict[str, int]:
-        """The ranks that the last decomposition found, of the layers that it made smaller."""
+        """The ranks that layers had after the last decomposition."""
         return self._method.found_ranks
 
     def ranks(self) -> dict[str, int]:

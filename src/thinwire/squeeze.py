@@ -23,6 +23,7 @@ from thinwire.checks import patterns
 from thinwire.errors import ConfigError
 from thinwire.factor import export
 from thinwire.factor.convert import Kept, Layer, find_layers, to_factors, warn_of_idle_patterns
+from thinwire.factor.forms import label_of
 from thinwire.factor.program import arguments
 from thinwire.factor.ranks import Part, Whole, chooser
 from thinwire.factor.reopen import Pair, layer_of, to_dense
@@ -122,7 +123,7 @@ def compress(
         model=small,
         ranks=made,
         spectra={part.layer.label: part.factors.sigma.cpu() for part in whole.parts},
-        kept=(*(told for told in kept if _label(told.name) not in made), *full),
+        kept=(*(told for told in kept if label_of(told.name) not in made), *full),
         cutoff=cut_at,
         parameters_before=whole.parameters,
         parameters_after=_count(small),
@@ -219,10 +220,6 @@ def _saved(model: nn.Module, key: str, had: Pair) -> int:
     """How many fewer numbers a low-rank layer that is not cut is made of in the end: plain factors, or its weight."""
     m, n = (view := layer_of(model, key).view).tall
     return had.numbers - (had.rank * (m + n) if view.is_smaller(had.rank) else m * n)
-
-
-def _label(key: str) -> str:
-    return key.removesuffix(".weight")
 
 
 def _part(layer: Layer, had: Pair | None) -> Part:
