@@ -1,6 +1,6 @@
 """Thinwire trains a PyTorch model over a thin wire."""
 
-from thinwire.config import AB, OIALR, AllReduce, DiLoCo, LocalSGD, OneBit, PowerSGD, TopK
+from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, OneBit, PowerSGD, TopK
 from thinwire.errors import ConfigError, DisagreementError, DivergedError, ThinwireError
 from thinwire.factor.stability import Stability
 from thinwire.replica import Replica, attach
@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AB",
+    "DASO",
     "OIALR",
     "AllReduce",
     "Compressed",

@@ -105,6 +105,13 @@ class Replica(nn.Module):
         """Tell of a training loss: for weighted merges and to notice divergence."""
         self._method.observe(loss)
 
+    def epoch_end(self, loss: float | Tensor | None = None) -> None:
+        """Tell that an epoch is over, with its mean training loss, or without where losses were observed; collective.
+
+        For methods that go by epochs: DASO averages oftener once the loss does not fall any more.
+        """
+        self._method.epoch_end(float(loss) if loss is not None else None)
+
     @contextlib.contextmanager
     def merged(self) -> Iterator["Replica"]:
         """Lend every worker the merged model; collective. Its bytes are booked under "evaluate"."""

@@ -1,6 +1,7 @@
 """What tensors look like while they travel: flat buckets, and the number format of the wire."""
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -11,6 +12,12 @@ WIRES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def pack(tensors: Sequence[Tensor]) -> Tensor:
     """One flat copy of tensors of the same dtype."""
     return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+
+def pack_wide(tensors: Sequence[Tensor]) -> Tensor:
+    """One flat copy of tensors of any floating dtypes, in fp32 at least."""
+    dtype = reduce(torch.promote_types, {t.dtype for t in tensors}, torch.float32)
+    return torch.cat([t.detach().reshape(-1).to(dtype) for t in tensors])
 
 
 def unpack_into(flat: Tensor, tensors: Sequence[Tensor]) -> None:

@@ -9,7 +9,8 @@ import gc
 import itertools
 import operator
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -96,6 +97,15 @@ class Wire:
         """Whether this worker carries a share over the slow link; in a group larger than the smallest not all do."""
         return self.topology.member < self.topology.shares
 
+    @contextmanager
+    def carried_by(self, member: int) -> Iterator[None]:
+        """Let one member of each group carry all that crosses the slow link inside."""
+        before, self.topology = self.topology, self.topology.carried_by(member)
+        try:
+            yield
+        finally:
+            self.topology = before
+
     def deal(self, parts: Tensor, purpose: str) -> Pending:
         """Row g of `parts` to group g, from each member that carries a share to the one there that carries the same.
 
@@ -158,13 +168,17 @@ class Wire:
 
     def everyone(self, values: Sequence[float], purpose: str) -> list[list[float]]:
         """Each worker's few numbers, by rank, to every worker."""
-        if self.topology.world_size == 1:
-            return [list(values)]
+        return self.ask_everyone(values, purpose).wait().tolist()
+
+    def ask_everyone(self, values: Sequence[float], purpose: str) -> Pending:
+        """The same without waiting for it: a row for each worker will be there."""
         mine = torch.tensor(values, dtype=torch.float64)
-        all_of_them = [torch.empty_like(mine) for _ in self.topology.world]
+        rows = mine.repeat(self.topology.world_size, 1)
+        if self.topology.world_size == 1:
+            return Pending(rows, None, self.ledger, purpose, Sent())
         sent = self.topology.gather_ring(self.topology.world, size_of(mine))
-        self._timed(lambda: dist.all_gather(all_of_them, mine, group=self._control), sent, purpose)
-        return [row.tolist() for row in all_of_them]
+        self.count(purpose, sent)
+        return Pending(rows, self._gather_rows(rows, mine), self.ledger, purpose, sent)
 
     def differing(self, contents: Sequence[Sequence[Tensor]], purpose: str) -> list[int]:
         """Which of these lists of tensors do not hold the same bits on all workers."""
@@ -258,6 +272,9 @@ class Wire:
 
     def _broadcast(self, flat: Tensor, source: int, group: Any, sent: Sent, purpose: str) -> None:
         self._timed(lambda: dist.broadcast(flat, source, group=group), sent, purpose)
+
+    def _gather_rows(self, rows: Tensor, mine: Tensor) -> Any:
+        return dist.all_gather(list(rows), mine, group=self._control, async_op=True)
 
     def _gather_objects(self, told: list[Any], what: Any) -> None:
         dist.all_gather_object(told, what, group=self._control)

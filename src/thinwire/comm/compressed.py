@@ -21,7 +21,15 @@ _FLAG = 4
 class CompressedSum:
     """One flat vector a worker, summed over groups again and again by the groups' weights."""
 
-    def __init__(self, wire: Wire, rows: Sequence[Rows], coder: Coder, device: torch.device, purpose: str) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        rows: Sequence[Rows],
+        coder: Coder,
+        device: torch.device,
+        purpose: str,
+        result: Tensor | None = None,
+    ) -> None:
         topology = wire.topology
         self.wire = wire
         self.coder = coder
@@ -42,7 +50,8 @@ class CompressedSum:
         self.mine = self.parts[topology.member] if wire.carries else [[] for _ in topology.groups]
         self.residual = torch.zeros(self.span[1] - self.span[0], device=device)
         self.owned = torch.zeros(elements(self.mine[topology.group_index]), device=device)
-        self.result = torch.empty(starts[-1], device=device)
+        self.result = torch.empty(starts[-1], device=device) if result is None else result
+        """Where sums are written; several that are never used at once may share it."""
         self._pending: Pending | None = None
         self._sent = self._before = self.residual[:0]
 

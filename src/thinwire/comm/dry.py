@@ -66,12 +66,6 @@ class DryWire(Wire):
             self.ledger.record(purpose, sent, 1, self.repeat)
         self.exchanges[Exchange(self.ledger.phase, tuple(parts))] += self.repeat
 
-    def everyone(self, values: Sequence[float], purpose: str) -> list[list[float]]:
-        """Everybody says the same."""
-        if self.topology.world_size > 1:
-            self.count(purpose, self.topology.gather_ring(self.topology.world, 8 * len(values)))
-        return [list(values)] * self.topology.world_size
-
     def differing(self, contents: Sequence[Sequence[Tensor]], purpose: str) -> list[int]:
         """Those that training makes different."""
         if self.topology.world_size == 1:
@@ -83,6 +77,9 @@ class DryWire(Wire):
         if self.topology.world_size > 1:
             self.count(purpose, self.topology.all_reduce(self.topology.world, size_of(tensor)))
         return tensor
+
+    def _gather_rows(self, rows: Tensor, mine: Tensor) -> Any:
+        return None  # everybody says the same, and the rows hold it already
 
     def _gather_objects(self, told: list[Any], what: Any) -> None:
         told[:] = [what] * len(told)

@@ -33,6 +33,8 @@ class Topology:
     groups: tuple[Ranks, ...]
     algorithm: str = "ring"
     """How an all-reduce is done: by gloo's ring, or by nccl's tree."""
+    carriers: int | None = None
+    """Members of a group that carry what it sends over the slow link; None is as many as the smallest group has."""
 
     @cached_property
     def world(self) -> Ranks:
@@ -59,12 +61,23 @@ class Topology:
 
     @property
     def shares(self) -> int:
-        """Into how many shares a merge is cut: the smallest group's size."""
-        return min(len(group) for group in self.groups)
+        """Into how many shares a merge is cut: the smallest group's size, unless fewer carry it."""
+        return self.carriers or min(len(group) for group in self.groups)
 
     def crossing(self, share: int) -> Ranks:
         """The ranks that carry one share over the slow link: one member of every group."""
         return tuple(group[share] for group in self.groups)
+
+    def carried_by(self, member: int) -> "Topology":
+        """The same layout with one member of each group that carries everything, and stands first in it."""
+        if member not in self._carried:
+            groups = tuple(group[member:] + group[:member] for group in self.groups)
+            self._carried[member] = replace(self, groups=groups, carriers=1)
+        return self._carried[member]
+
+    @cached_property
+    def _carried(self) -> dict[int, "Topology"]:
+        return {}
 
     @cached_property
     def _node_of(self) -> dict[int, int]:

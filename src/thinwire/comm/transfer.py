@@ -7,7 +7,7 @@
 The ledger has the bytes when they are sent, and of the time only what is waited.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,10 +26,18 @@ _BLOCK = 256
 
 
 def make_transfer(wire: Wire, size: int, rounding: str, device: torch.device, purpose: str) -> "Transfer":
-    """For flat vectors of `size` values, again and again."""
+    """For flat vectors of `size` values, again and again; all members of a group carry a share at once."""
     if rounding == "int8" and len(wire.topology.groups) > 1:
         return CodedTransfer(wire, size, device, purpose)
     return Transfer(wire, rounding, purpose)
+
+
+def make_rotating(wire: Wire, size: int, rounding: str, device: torch.device, purpose: str) -> "Rotating":
+    """The same with one member of each group that carries everything, another one each time."""
+    if rounding == "int8" and len(wire.topology.groups) > 1:
+        room = torch.empty(-(-size // _BLOCK) * _BLOCK, device=device)
+        return Rotating(wire, lambda: CodedTransfer(wire, size, device, purpose, room))
+    return Rotating(wire, lambda: Transfer(wire, rounding, purpose))
 
 
 class Transfer:
@@ -47,8 +55,8 @@ class Transfer:
         """Steps after `begin` at which `middle` is to be called, if all may take `steps`; None where there is none."""
         return None
 
-    def begin(self, values: Tensor, steps: int) -> None:
-        """Send the group's values, which come back `steps` steps later."""
+    def begin(self, values: Tensor, steps: int, number: int = 0) -> None:
+        """Send the group's values, which come back `steps` steps later; `number` is for those that take turns."""
         self._dtype = values.dtype
         topology = self.wire.topology
         if len(topology.groups) == 1:
@@ -92,10 +100,10 @@ class Transfer:
 class CodedTransfer(Transfer):
     """A byte an element and a scale a block both ways, with error feedback; half of the steps for each way."""
 
-    def __init__(self, wire: Wire, size: int, device: torch.device, purpose: str) -> None:
+    def __init__(self, wire: Wire, size: int, device: torch.device, purpose: str, room: Tensor | None = None) -> None:
         super().__init__(wire, "int8", purpose)
         self.size = size
-        self.sum = CompressedSum(wire, [Rows(-(-size // _BLOCK), _BLOCK)], Int8(), device, purpose)
+        self.sum = CompressedSum(wire, [Rows(-(-size // _BLOCK), _BLOCK)], Int8(), device, purpose, room)
         self._steps = 0
         self._halfway = False
 
@@ -103,7 +111,7 @@ class CodedTransfer(Transfer):
         """In the middle."""
         return (steps + 1) // 2
 
-    def begin(self, values: Tensor, steps: int) -> None:
+    def begin(self, values: Tensor, steps: int, number: int = 0) -> None:
         """Add the values to what was not said yet, and send that."""
         self._dtype, self._steps, self._halfway = values.dtype, steps, False
         healthy = all_finite([values])
@@ -133,6 +141,49 @@ class CodedTransfer(Transfer):
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Take both back."""
         self.sum.load_state(state)
+
+
+class Rotating:
+    """A transfer for each member that may carry; what one could not say it says when its turn comes again."""
+
+    def __init__(self, wire: Wire, make: Callable[[], Transfer]) -> None:
+        self.wire = wire
+        self.turns: list[Transfer] = []
+        for member in range(wire.topology.shares):
+            with wire.carried_by(member):
+                self.turns.append(make())
+        self._member = 0
+
+    def turn(self, steps: int) -> int | None:
+        """As of any of them."""
+        return self.turns[0].turn(steps)
+
+    def begin(self, values: Tensor, steps: int, number: int = 0) -> None:
+        """Send by the member whose turn the `number`th transfer is."""
+        self._member = number % len(self.turns)
+        with self.wire.carried_by(self._member):
+            self.turns[self._member].begin(values, steps)
+
+    def middle(self) -> None:
+        """Of the one under way."""
+        with self.wire.carried_by(self._member):
+            self.turns[self._member].middle()
+
+    def end(self) -> Tensor | None:
+        """The mean, handed on to its group by who carried it."""
+        with self.wire.carried_by(self._member):
+            return self.turns[self._member].end()
+
+    def state(self) -> dict[str, Tensor]:
+        """Of all of them."""
+        return {f"{name}.{i}": t for i, each in enumerate(self.turns) for name, t in each.state().items()}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Take it back."""
+        for i, each in enumerate(self.turns):
+            own = {name.removesuffix(f".{i}"): t for name, t in state.items() if name.endswith(f".{i}")}
+            if own:
+                each.load_state(own)
 
 
 @contextmanager

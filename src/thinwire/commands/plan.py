@@ -91,7 +91,8 @@ def _plan(recipe: Recipe | None, subject: Subject, flags: dict[str, Any]) -> Pla
         fast_latency=units.seconds(flags["fast_latency"]),
         overhead=units.seconds(flags["overhead"]),
     )
-    defaults = recipe.defaults if recipe else lambda method: {"total_steps": subject.steps}
+    length = {"total_steps": subject.steps, "steps_per_epoch": subject.steps / subject.epochs}
+    defaults = recipe.defaults if recipe else lambda method: length
     configs = {
         v.label: method_config(v.method, v.settings, defaults(v.method), flags["group_size"])
         for v in variants(flags["methods"], flags["settings"])

@@ -7,6 +7,7 @@ The replica calls, in this order:
     lr_factor                  right before the optimizer's update, which it scales and which is put back after it
     before_update(), after_update()     right around the update, where there is one: a scaler may skip it
     after_step()               when a step is over; the only place where phase or shape may change
+    epoch_end(loss)            when the user's loop says that an epoch is over
     lend_merged()              around an evaluation while workers hold different models
     finish(cutoff)             once, at the end: one model on all workers, as small as the method makes it
     settle()                   before a checkpoint: what is under way must have arrived
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thinwire.comm.collectives import Wire
+from thinwire.comm.collectives import Pending, Wire
 from thinwire.comm.replicate import Replicated
 from thinwire.errors import DisagreementError
 from thinwire.factor.convert import Kept, Layer, find_layers, to_factors
@@ -133,6 +134,9 @@ class Method(ABC):
         self.observed[0] += value
         self.observed[1] += 1
 
+    def epoch_end(self, loss: float | None) -> None:  # noqa: B027 - most do not go by epochs
+        """An epoch is over; `loss` is this worker's mean, None that of the losses observed."""
+
     def skip(self, steps: int) -> None:
         """Count quiet steps that a plan does not take."""
         self.step += steps
@@ -209,7 +213,14 @@ class Method(ABC):
 
     def check_counters(self) -> None:
         """All workers must have come equally far; a worker that skipped a step unseen has run one batch more."""
-        rows = self.wire.everyone([self.step, self.forwards], "control")
+        self.compare_counters(self.ask_counters().wait().tolist())
+
+    def ask_counters(self) -> Pending:
+        """How far everyone has come, for `compare_counters`, without waiting for it."""
+        return self.wire.ask_everyone([self.step, self.forwards], "control")
+
+    def compare_counters(self, rows: list[list[float]]) -> None:
+        """Refuse workers that have not come equally far."""
         # Of two equally common, the one with fewer batches: whoever skipped a step has run one more.
         counted = Counter((step, batches) for step, batches in rows)
         common = list(max(counted.items(), key=lambda item: (item[1], -item[0][1]))[0])

@@ -13,13 +13,12 @@ it was first described. With one group nothing is sent, and the outer steps rema
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm.codec import all_finite, unpack_into
+from thinwire.comm.codec import all_finite, pack_wide, unpack_into
 from thinwire.comm.transfer import Transfer, make_transfer
 from thinwire.config import DiLoCo
 from thinwire.errors import ConfigError, DivergedError
@@ -137,7 +136,7 @@ class DiLoCoMethod(Apart):
         ]
 
     def _part(self, parameters: list[nn.Parameter], offset: int) -> Part:
-        outer = flat(parameters)
+        outer = pack_wide(parameters)
         transfer = make_transfer(self.wire, outer.numel(), self.config.wire, outer.device, "merge")
         return Part(parameters, offset, transfer, outer, level=self.step)
 
@@ -147,7 +146,7 @@ class DiLoCoMethod(Apart):
         return None if turn is None or part.sent is None or part.received is not None else part.sent + turn
 
     def _send(self, part: Part, steps: int) -> None:
-        part.transfer.begin(part.outer - flat(part.parameters), steps)
+        part.transfer.begin(part.outer - pack_wide(part.parameters), steps)
         part.sent = self.step
 
     def _arrive(self, part: Part) -> None:
@@ -174,7 +173,7 @@ class DiLoCoMethod(Apart):
         """Train from the outer values, or from a mixture with the group's own."""
         if mix == 0:
             part.level = self.step
-        values = torch.lerp(part.outer, flat(part.parameters), mix) if mix else part.outer
+        values = torch.lerp(part.outer, pack_wide(part.parameters), mix) if mix else part.outer
         # Outer momentum must not move what a lone worker has frozen meanwhile.
         unpack_into(values, [p if p.requires_grad else torch.empty_like(p) for p in part.parameters])
 
@@ -250,12 +249,6 @@ class DiLoCoMethod(Apart):
             own = {name.removesuffix(ending): t for name, t in tensors.items() if name.endswith(ending)}
             if own:
                 part.transfer.load_state(own)
-
-
-def flat(parameters: list[nn.Parameter]) -> Tensor:
-    """A copy of parameters one after the other, in fp32 at least."""
-    dtype = reduce(torch.promote_types, {p.dtype for p in parameters}, torch.float32)
-    return torch.cat([p.detach().reshape(-1).to(dtype) for p in parameters])
 
 
 def cut_into_parts(model: nn.Module, count: int) -> list[list[nn.Parameter]]:

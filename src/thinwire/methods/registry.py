@@ -7,6 +7,7 @@ from thinwire.errors import ConfigError
 from thinwire.methods.ab import ABMethod
 from thinwire.methods.allreduce import AllReduceMethod
 from thinwire.methods.base import Ground, Method
+from thinwire.methods.daso import DASOMethod
 from thinwire.methods.diloco import DiLoCoMethod
 from thinwire.methods.local_sgd import LocalSGDMethod
 from thinwire.methods.oialr import OIALRMethod
@@ -28,6 +29,9 @@ METHODS: dict[str, Entry] = {
     "ab": Entry(config.AB, ABMethod, "groups train low-rank factors alone and merge (AB training)"),
     "oialr": Entry(
         config.OIALR, OIALRMethod, "bases frozen once stable, the small matrix between them trained (OIALR)"
+    ),
+    "daso": Entry(
+        config.DASO, DASOMethod, "gradients inside the node, parameters between nodes while training goes on"
     ),
     "localsgd": Entry(config.LocalSGD, LocalSGDMethod, "groups train alone and average parameters now and then"),
     "diloco": Entry(config.DiLoCo, DiLoCoMethod, "groups train alone; outer Nesterov steps by how far they came"),

@@ -58,6 +58,8 @@ class Subject:
     """The recipe it comes from."""
     eval_every: int | None = None
     """Steps between evaluations; None for a run without them."""
+    epochs: int = 30
+    """Epochs of a run, for methods that go by them."""
     suited: Mapping[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = field(default_factory=dict)
     """Other optimizers, by the methods that have one of their own."""
 
@@ -161,8 +163,12 @@ class _Stage:
                 self.found.note_shape(self.replica.phase, self.replica.module)
             # The step before a change is taken alone: the change happens at its end.
             quiet = self._quiet_steps() - 1 if restless >= _RESTLESS else 1
+            epoch = self._next_epoch
             self._step(max(1, quiet))
             restless += 1
+            if self.replica.step == epoch:
+                # A plan believes in losses that fall: when they stop is not known before.
+                self.replica.epoch_end(2.0 ** -min(1000, epoch * self.subject.epochs // self.subject.steps))
             self._evaluate_if_due()
         self.replica.finish()
         self._sum_of_evaluation()
@@ -171,7 +177,14 @@ class _Stage:
         """Steps up to and with the next that is unlike the others."""
         step, every = self.replica.step, self.subject.eval_every or self.subject.steps
         next_evaluation = (step // every + 1) * every
-        return min(self.method.quiet_until, next_evaluation, self.subject.steps) - step
+        return min(self.method.quiet_until, next_evaluation, self._next_epoch, self.subject.steps) - step
+
+    @property
+    def _next_epoch(self) -> int:
+        """The next step that ends an epoch, as a loop over data counts them."""
+        steps, epochs = self.subject.steps, self.subject.epochs
+        over = self.replica.step * epochs // steps
+        return -(-(over + 1) * steps // epochs)
 
     def _show_model(self) -> None:
         """One real forward pass in each shape, for the order of layers and the weights they read; others only count."""

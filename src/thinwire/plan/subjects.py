@@ -39,6 +39,7 @@ def of_recipe(recipe: Recipe, workers: int, data: Path | None = None) -> Subject
         clip=recipe.clip,
         recipe=recipe.name,
         eval_every=recipe.eval_every,
+        epochs=recipe.epochs,
         suited={method: own.optimizer for method, own in recipe.suited.items() if own.optimizer},
     )
 

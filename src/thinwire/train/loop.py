@@ -107,6 +107,8 @@ def fit(
         _train_step(run, batches.indices(step))
         run.note_stability()
         done = step + 1
+        if recipe.ends_epoch(done):
+            run.replica.epoch_end()
         if done % recipe.eval_every == 0 or done == recipe.steps:
             figures = _evaluate(run)
         if save_every and done % save_every == 0 and done < recipe.steps:

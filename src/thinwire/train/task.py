@@ -88,15 +88,26 @@ class Recipe:
     """Largest gradient norm; None leaves gradients as they are."""
     eval_every: int = 50
     """Steps between evaluations."""
+    epochs: int = 30
+    """Epochs of a run, for methods that go by them; one of fewer steps has as many, and shorter ones."""
     suited: Mapping[str, Suited] = field(default_factory=dict)
     """What is good for single methods, by their names."""
     usual_optimizer: MakeOptimizer | None = None
     """The optimizer that `suited_to` put another in place of."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "eval_every"):
+        for name in ("steps", "batch", "eval_every", "epochs"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"`{name}` must be at least 1, got {getattr(self, name)}")
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps of an epoch; need not be whole."""
+        return self.steps / self.epochs
+
+    def ends_epoch(self, step: int) -> bool:
+        """Whether an epoch is over after so many steps."""
+        return step * self.epochs // self.steps > (step - 1) * self.epochs // self.steps
 
     def suited_to(self, method: str) -> Recipe:
         """The recipe as it is good for one method: with the optimizer and the clipping found for it."""
@@ -109,7 +120,8 @@ class Recipe:
     def defaults(self, method: str) -> dict[str, Any]:
         """Fields of a method's config that hold unless a user sets them."""
         own = self.suited.get(method, Suited())
-        return {"clip": self.suited_to(method).clip, **own.settings, "total_steps": self.steps}
+        length = {"total_steps": self.steps, "steps_per_epoch": self.steps_per_epoch}
+        return {"clip": self.suited_to(method).clip, **own.settings, **length}
 
 
 def describe_optimizer(make: MakeOptimizer) -> dict[str, Any]:

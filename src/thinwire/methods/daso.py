@@ -1,0 +1,349 @@
+"""DASO: hierarchical, asynchronous averaging (dissertation, chapter 3).
+
+Gradients are averaged inside the node at every step. Between nodes, parameters:
+
+    1. warm-up: at every step, and everybody waits
+    2. cycling: every B steps nodes send what they hold and go on training. S steps later the mean is there, and
+       w ← (2S·w + P·mean) / (2S + P), with P the number of nodes (Eq. 3.2)
+    3. cool-down: as the warm-up, so that all end with one model
+
+Once the loss does not fall any more B and S are halved; at B = 1 both start again. What travels is the difference to
+the last agreed values, which every worker has, and running statistics travel with the parameters. The optimizer's
+state is each node's own. With one node it is plain data-parallel training.
+"""
+
+import logging
+import math
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.codec import all_finite, pack_wide, unpack_into
+from thinwire.comm.collectives import Pending
+from thinwire.comm.transfer import make_rotating, make_transfer
+from thinwire.config import DASO
+from thinwire.errors import ConfigError, DivergedError
+from thinwire.methods.base import Ground, Method
+from thinwire.methods.merging import average_buffers, put_back, refuse_diverged
+
+log = logging.getLogger("thinwire")
+
+
+@dataclass
+class Flight:
+    """What was sent and is not taken in yet."""
+
+    sent: int
+    """The step at which it was sent."""
+    wait: int
+    """It is due so many steps later."""
+    counters: Pending | None = None
+    """How far everyone had come then."""
+    mean: Tensor | None = None
+    """What came back, if it was waited for before its time."""
+
+
+@dataclass
+class Plateau:
+    """Whether losses have stopped falling."""
+
+    patience: int
+    threshold: float
+    best: float | None = None
+    worse: int = 0
+    """Losses in a row that were not better."""
+
+    def reached(self, loss: float) -> bool:
+        """Look at one more loss; begins to count anew when it says yes."""
+        if self.best is None or loss < self.best - self.threshold * abs(self.best):
+            self.best, self.worse = loss, 0
+        else:
+            self.worse += 1
+        if self.worse <= self.patience:
+            return False
+        self.worse = 0
+        return True
+
+
+class DASOMethod(Method):
+    """Parameters averaged between nodes while training goes on."""
+
+    phases = ("warmup", "cycling", "cooldown")
+    config: DASO
+
+    def __init__(self, config: DASO, ground: Ground) -> None:
+        super().__init__(config, ground)
+        self.every, self.wait = config.max_skips, config.wait
+        self.plateau = Plateau(config.plateau_patience or 0, config.plateau_threshold)
+        self.epochs = 0
+        self.sent_at = self.sends = 0
+        self.agreed_at = 0
+        self.flight: Flight | None = None
+        self.travellers: list[Tensor] = []
+        self.base = torch.empty(0)
+        self._warned: set[str] = set()
+
+    def attach(self) -> None:
+        """Nodes by themselves from the first step; a warm-up of no steps is over at once."""
+        self.replicated.wrap(self.topology.group)
+        statistics = [b for b in self.model.buffers() if b.is_floating_point() and b.numel()]
+        self.travellers = [*(p for p in self.parameters() if p.requires_grad), *statistics]
+        if not self.spans_world:
+            self.base = pack_wide(self.travellers)
+            make = make_transfer if self.config.sharded else make_rotating
+            self.transfer = make(self.wire, self.base.numel(), self.config.wire, self.base.device, "merge")
+        self._enter_phase()
+
+    def after_step(self) -> None:
+        """Count it, agree on buffers inside the node, and exchange what is due between nodes."""
+        self.step += 1
+        self.replicated.hand_on_buffers()
+        if not self.spans_world:
+            if self.phase == "cycling":
+                self._cycle()
+            else:
+                self._send(0)
+                self._arrive()
+        self._enter_phase()
+        self._warn()
+
+    @property
+    def spans_world(self) -> bool:
+        """Only with one node: parameters may agree between steps, the optimizer's state never does."""
+        return len(self.topology.groups) == 1
+
+    @property
+    def quiet_until(self) -> int:
+        """The end of a phase; in cycling the next average that is sent, or comes back."""
+        if self.phase != "cycling" or self.spans_world:
+            return self._phase_end
+        flight = self.flight
+        ahead = [self._phase_end, self.sent_at + self.every]
+        if flight is not None:
+            turn = self.transfer.turn(flight.wait)
+            ahead += [flight.sent + flight.wait, *([flight.sent + turn] if turn is not None else [])]
+        return min(step for step in ahead if step > self.step)
+
+    def skip(self, steps: int) -> None:
+        """Those of warm-up and cool-down send something each."""
+        super().skip(steps)
+        if self.phase != "cycling":
+            self.sends += steps
+
+    def epoch_end(self, loss: float | None) -> None:
+        """Average oftener once the mean loss over workers does not fall any more; then less often again."""
+        self.epochs += 1
+        if self.spans_world:
+            return
+        total, count = self.observed.tolist() if loss is None else (loss, 1.0)
+        self.observed.zero_()
+        rows = self.wire.everyone([total, count], "control")
+        if not all(row[1] for row in rows):
+            raise ConfigError(
+                "epoch_end() was given no loss and none was observed since the last one; "
+                "call epoch_end(loss), or observe(loss) at every step"
+            )
+        bad = [rank for rank, (total, _) in enumerate(rows) if not math.isfinite(total)]
+        if bad:
+            raise DivergedError(
+                f"rank {bad[0]} has a loss that is not finite at the end of the epoch, step {self.step}; "
+                "lower the learning rate or go back to a checkpoint"
+            )
+        mean = sum(total / count for total, count in rows) / len(rows)
+        if self.phase == "cycling" and self.config.plateau_patience is not None and self.plateau.reached(mean):
+            self._change_pace()
+
+    def finish(self, cutoff: float | None) -> None:
+        """One model again; cut it where a cutoff is given."""
+        self.check_counters()
+        self.merge()
+        super().finish(cutoff)
+
+    def merge(self) -> None:
+        """The mean of what nodes hold now; what is under way is older, and only agreed on."""
+        if self.spans_world:
+            return
+        self.check_health()
+        if self.flight is not None:
+            self._take()
+        if self.agreed_at != self.step:
+            self._send(0)
+            self._arrive()
+        average_buffers(self.wire, self.model, self.weight)
+
+    @contextmanager
+    def lend_merged(self) -> Iterator[None]:
+        """Lend what `merge` would leave; what is under way is waited for, and taken in when it is due."""
+        with self.wire.ledger.everything_is("merge"):  # training pays for it, not the evaluation
+            self.settle()
+        before = self.flight and replace(self.flight), self.base, self.sends, self.sent_at, self.agreed_at
+        errors = {name: t.clone() for name, t in self.transfer.state().items()}
+        with put_back(self.model):
+            try:
+                self.merge()
+                yield
+            finally:
+                self.flight, self.base, self.sends, self.sent_at, self.agreed_at = before
+                self.transfer.load_state(errors)
+
+    @property
+    def weight(self) -> float:
+        """This node's share in a mean over workers."""
+        return len(self.topology.group) / self.topology.world_size
+
+    def check_health(self) -> None:
+        """A node that diverged stops the run here, by name."""
+        refuse_diverged(self.wire, self.model, self.observed, self.step)
+
+    # Exchanges.
+
+    def _cycle(self) -> None:
+        """Take in what is due, then send what is, unless it would come back after the phase is over."""
+        flight = self.flight
+        if flight is not None:
+            turn = self.transfer.turn(flight.wait)
+            if self.step >= flight.sent + flight.wait:
+                self._arrive()
+            elif flight.mean is None and turn is not None and self.step >= flight.sent + turn:
+                self.transfer.middle()
+        if self.flight is None and self.step >= self.sent_at + self.every and self.step + self.wait <= self._phase_end:
+            self._send(self.wait)
+            if self.wait == 0:
+                self._arrive()
+
+    def _send(self, wait: int) -> None:
+        self.flight = Flight(self.step, wait, self.ask_counters())
+        self.transfer.begin(pack_wide(self.travellers) - self.base, wait, self.sends)
+        self.sent_at = self.step
+        self.sends += 1
+
+    def _arrive(self) -> None:
+        """Eq. 3.2, in a form that leaves alone what all nodes have in common."""
+        assert self.flight is not None, "nothing is on its way"
+        wait, nodes = self.flight.wait, len(self.topology.groups)
+        values = self._take()
+        if wait:
+            values = torch.lerp(pack_wide(self.travellers), values, nodes / (2 * wait + nodes))
+        else:
+            self.agreed_at = self.step
+        unpack_into(values, self.travellers)
+
+    def _take(self) -> Tensor:
+        """The mean of what nodes sent, which from now on is what all agree on."""
+        self.settle()
+        assert self.flight is not None and self.flight.mean is not None
+        self.base, self.flight = self.flight.mean, None
+        return self.base
+
+    def settle(self) -> None:
+        """Wait for what is under way; it is taken in when it is due all the same."""
+        flight = self.flight
+        if flight is None or flight.mean is not None:
+            return
+        assert flight.counters is not None
+        self.compare_counters(flight.counters.wait().tolist())
+        mean = self.transfer.end()
+        if mean is None or not all_finite([mean]):
+            self.flight = None
+            self.check_health()
+            raise DivergedError(
+                f"what nodes sent does not add up to finite numbers at step {self.step}; lower the learning rate or go "
+                "back to a checkpoint"
+            )
+        flight.mean = self.base + mean
+
+    # Phases and pace.
+
+    @property
+    def _phase_end(self) -> int:
+        ends = {"warmup": self.config.warmup_length, "cycling": self.config.total_steps - self.config.cooldown_length}
+        return ends.get(self.phase, sys.maxsize)
+
+    def _enter_phase(self) -> None:
+        while self.step >= self._phase_end:
+            self.check_counters()
+            self._set_phase(self.phases[self.phases.index(self.phase) + 1])
+            self.sent_at = self.step
+
+    def _change_pace(self) -> None:
+        config = self.config
+        if self.every == 1:
+            self.every, self.wait = config.max_skips, config.wait
+        else:
+            self.every = max(1, self.every // 2)
+            self.wait = min(max(1, self.wait // 2), self.every) if config.wait else 0
+        if self.topology.rank == 0:
+            log.info(
+                "the loss does not fall any more at step %d: from now on an average every %d steps, %d steps later",
+                self.step, self.every, self.wait,
+            )  # fmt: skip
+
+    def _warn(self) -> None:
+        config = self.config
+        adapts = config.plateau_patience is not None and not self.spans_world
+        if adapts and not self.epochs and self.phase == "cycling" and self.step >= 2 * config.steps_per_epoch:
+            self._warn_once(
+                f"epoch_end() was not called in {self.step} steps, so B={self.every} and S={self.wait} stay as they "
+                "are; call replica.epoch_end(loss) after each epoch, or pin them by plateau_patience=None"
+            )
+        if self.step > config.total_steps:
+            self._warn_once(f"step {self.step} is beyond total_steps={config.total_steps}: training stays in cool-down")
+
+    def _warn_once(self, text: str) -> None:
+        kind = text.split()[0]
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, stacklevel=4)
+
+    # Checkpoints.
+
+    def state(self) -> dict[str, Any]:
+        """With the pace, and what is under way."""
+        return {
+            **super().state(),
+            "pace": [self.every, self.wait],
+            "plateau": asdict(self.plateau),
+            "epochs": self.epochs,
+            "exchanges": [self.sent_at, self.sends, self.agreed_at],
+            "flight": [self.flight.sent, self.flight.wait] if self.flight else None,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go to where the save was made; what is under way is dropped unseen, for it may be what diverged."""
+        if self.flight is not None and self.flight.mean is None:
+            assert self.flight.counters is not None
+            self.flight.counters.wait()
+            self.transfer.end()
+        super().load_state(state)
+        self.every, self.wait = state["pace"]
+        self.plateau = Plateau(**state["plateau"])
+        self.epochs = state["epochs"]
+        self.sent_at, self.sends, self.agreed_at = state["exchanges"]
+        self.flight = Flight(*state["flight"]) if state["flight"] else None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What was last agreed on, and what came back but is not due yet."""
+        kept = {} if self.spans_world else {"base": self.base}
+        return kept | ({"mean": self.flight.mean} if self.flight and self.flight.mean is not None else {})
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Take it back; in a save of one node all agree on the model."""
+        if not self.spans_world:
+            self.base = tensors["base"] if tensors else pack_wide(self.travellers)
+        if self.flight is not None:
+            self.flight.mean = tensors["mean"]
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """What this worker could not say in the bits it had."""
+        return {} if self.spans_world else self.transfer.state()
+
+    def load_own_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Take it back."""
+        if tensors:
+            self.transfer.load_state(tensors)
