@@ -245,6 +245,7 @@ class Replica(nn.Module):
             "config": describe_config(self._method.config),
             "groups": [list(group) for group in self.topology.groups],
             "nodes": [list(node) for node in self.topology.nodes],
+            "events": self._method.events,
             "kept_full": [{"layer": kept.name, "why": kept.why} for kept in self._method.kept],
             "parameters_full": self._full,
             "trainable_full": self._trained,

@@ -30,6 +30,10 @@ class DASO:
     wait: int = 1
     """S, steps that training goes on while an average is under way, at most B; 0 waits for it."""
 
+    compensate: bool = False
+    """Whether a node keeps all that it trained while an average was under way, w ← mean + (w − what it sent), as in
+    arXiv 1906.12043. Else Eq. 3.2, which takes part of it back: P·S/(2S + P) of every B steps."""
+
     plateau_patience: int | None = 2
     """Calls of `epoch_end` without a better loss, after the first of which more than so many halve B and S; at B = 1
     both start again. None pins them."""
@@ -69,6 +73,7 @@ class DASO:
         if not (is_number(self.plateau_threshold) and 0 <= self.plateau_threshold < 1):
             raise ConfigError(f"`plateau_threshold`={self.plateau_threshold!r} must be from 0 to below 1, such as 0.05")
         check_bool(self, "sharded")
+        check_bool(self, "compensate")
         check_choice(self, "wire", ("fp32", "bf16", "int8"))
         check_group_size(self.group_size)
         epochs = self.total_steps / self.steps_per_epoch

@@ -73,6 +73,8 @@ class Method(ABC):
         self.forwards = 0
         self.decompositions = 0
         self.found_ranks: dict[str, int] = {}
+        self.events: list[dict[str, Any]] = []
+        """What it decided on the way and a run's summary tells, as plain values with their steps."""
         # Counters must not be traced: every step would look like another program to torch.compile.
         self.forward = torch.compiler.disable(self.forward, recursive=False)  # type: ignore[method-assign]
         self.watch = torch.compiler.disable(self.replicated.watch)

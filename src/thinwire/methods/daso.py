@@ -4,7 +4,8 @@ Gradients are averaged inside the node at every step. Between nodes, parameters:
 
     1. warm-up: at every step, and everybody waits
     2. cycling: every B steps nodes send what they hold and go on training. S steps later the mean is there, and
-       w ← (2S·w + P·mean) / (2S + P), with P the number of nodes (Eq. 3.2)
+       w ← (2S·w + P·mean) / (2S + P), with P the number of nodes (Eq. 3.2); or, compensated, the mean and all that
+       the node itself has trained since
     3. cool-down: as the warm-up, so that all end with one model
 
 Once the loss does not fall any more B and S are halved; at B = 1 both start again. What travels is the difference to
@@ -47,6 +48,8 @@ class Flight:
     """How far everyone had come then."""
     mean: Tensor | None = None
     """What came back, if it was waited for before its time."""
+    own: Tensor | None = None
+    """The parameters that this node sent, where it is compensated."""
 
 
 @dataclass
@@ -86,6 +89,9 @@ class DASOMethod(Method):
         self.agreed_at = 0
         self.flight: Flight | None = None
         self.travellers: list[Tensor] = []
+        """Parameters, and statistics behind them."""
+        self.trained = 0
+        """Elements of the parameters."""
         self.base = torch.empty(0)
         self._warned: set[str] = set()
 
@@ -93,7 +99,8 @@ class DASOMethod(Method):
         """Nodes by themselves from the first step; a warm-up of no steps is over at once."""
         self.replicated.wrap(self.topology.group)
         statistics = [b for b in self.model.buffers() if b.is_floating_point() and b.numel()]
-        self.travellers = [*(p for p in self.parameters() if p.requires_grad), *statistics]
+        trained = [p for p in self.parameters() if p.requires_grad]
+        self.travellers, self.trained = [*trained, *statistics], sum(p.numel() for p in trained)
         if not self.spans_world:
             self.base = pack_wide(self.travellers)
             make = make_transfer if self.config.sharded else make_rotating
@@ -218,18 +225,26 @@ class DASOMethod(Method):
                 self._arrive()
 
     def _send(self, wait: int) -> None:
-        self.flight = Flight(self.step, wait, self.ask_counters())
-        self.transfer.begin(pack_wide(self.travellers) - self.base, wait, self.sends)
+        values = pack_wide(self.travellers)
+        own = values[: self.trained] if wait and self.config.compensate else None
+        self.flight = Flight(self.step, wait, self.ask_counters(), own=own)
+        self.transfer.begin(values - self.base, wait, self.sends)
         self.sent_at = self.step
         self.sends += 1
 
     def _arrive(self) -> None:
-        """Eq. 3.2, in a form that leaves alone what all nodes have in common."""
+        """Eq. 3.2, in a form that leaves alone what all nodes have in common; statistics are never compensated.
+
+        A variance plus what it changed by elsewhere may be negative.
+        """
         assert self.flight is not None, "nothing is on its way"
-        wait, nodes = self.flight.wait, len(self.topology.groups)
-        values = self._take()
+        wait, own, nodes = self.flight.wait, self.flight.own, len(self.topology.groups)
+        values = mean = self._take()
         if wait:
-            values = torch.lerp(pack_wide(self.travellers), values, nodes / (2 * wait + nodes))
+            now = pack_wide(self.travellers)
+            values = torch.lerp(now, mean, nodes / (2 * wait + nodes))
+            if own is not None:
+                torch.add(mean[: self.trained], now[: self.trained] - own, out=values[: self.trained])
         else:
             self.agreed_at = self.step
         unpack_into(values, self.travellers)
@@ -278,11 +293,10 @@ class DASOMethod(Method):
         else:
             self.every = max(1, self.every // 2)
             self.wait = min(max(1, self.wait // 2), self.every) if config.wait else 0
+        self.events.append({"step": self.step, "every": self.every, "wait": self.wait})
         if self.topology.rank == 0:
-            log.info(
-                "the loss does not fall any more at step %d: from now on an average every %d steps, %d steps later",
-                self.step, self.every, self.wait,
-            )  # fmt: skip
+            told = "the loss stopped falling at step %d: from now on an average every %d steps, taken in %d steps later"
+            log.info(told, *self.events[-1].values())
 
     def _warn(self) -> None:
         config = self.config
@@ -310,6 +324,7 @@ class DASOMethod(Method):
             "pace": [self.every, self.wait],
             "plateau": asdict(self.plateau),
             "epochs": self.epochs,
+            "events": self.events,
             "exchanges": [self.sent_at, self.sends, self.agreed_at],
             "flight": [self.flight.sent, self.flight.wait] if self.flight else None,
         }
@@ -323,21 +338,22 @@ class DASOMethod(Method):
         super().load_state(state)
         self.every, self.wait = state["pace"]
         self.plateau = Plateau(**state["plateau"])
-        self.epochs = state["epochs"]
+        self.epochs, self.events = state["epochs"], state["events"]
         self.sent_at, self.sends, self.agreed_at = state["exchanges"]
         self.flight = Flight(*state["flight"]) if state["flight"] else None
 
     def tensors(self) -> dict[str, Tensor]:
         """What was last agreed on, and what came back but is not due yet."""
         kept = {} if self.spans_world else {"base": self.base}
-        return kept | ({"mean": self.flight.mean} if self.flight and self.flight.mean is not None else {})
+        under_way = {"mean": self.flight.mean, "own": self.flight.own} if self.flight else {}
+        return kept | {name: t for name, t in under_way.items() if t is not None}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Take it back; in a save of one node all agree on the model."""
         if not self.spans_world:
             self.base = tensors["base"] if tensors else pack_wide(self.travellers)
         if self.flight is not None:
-            self.flight.mean = tensors["mean"]
+            self.flight.mean, self.flight.own = tensors["mean"], tensors.get("own")
 
     def own_tensors(self) -> dict[str, Tensor]:
         """What this worker could not say in the bits it had."""

@@ -59,6 +59,7 @@ def summarise(
         ),
         "ranks": _final_ranks(replica, about["kept_full"]),
         "kept_full": about["kept_full"],
+        "events": about["events"],
         "versions": _versions(),
     }
 

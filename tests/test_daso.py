@@ -1,0 +1,623 @@
+"""DASO: its equation against a reference that fits a page, its bytes, its pace, and what happens around a transfer."""
+
+import itertools
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gang
+import small
+import thinwire
+from thinwire import DASO, ConfigError, DisagreementError, DivergedError
+from thinwire.comm.collectives import Pending
+from thinwire.methods.daso import Plateau
+
+PAIRS, RAGGED = ((0, 1), (2, 3)), ((0, 1), (2,))
+
+
+def daso(**fields: Any) -> DASO:
+    """Only cycling, with the pace pinned, unless told otherwise."""
+    usual = {"total_steps": 1000, "steps_per_epoch": 4, "warmup_epochs": 0, "cooldown_epochs": 0}
+    return DASO(**{**usual, "plateau_patience": None, **fields})
+
+
+def train(rank: int, config: Any, steps: int, model: nn.Module, momentum: float = 0.0) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=momentum)
+    replica = thinwire.attach(model, optimizer, config)
+    for number in range(steps):
+        small.step(replica, optimizer, rank, number)
+    return replica
+
+
+def floats(model: nn.Module) -> list[Tensor]:
+    return [t.detach() for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+
+
+def gap(left: list[Tensor], right: list[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(left, right, strict=True))
+
+
+# Eq. 3.2.
+
+
+def reference(
+    groups: tuple[tuple[int, ...], ...], every: int, wait: int, steps: int, compensate: bool
+) -> list[list[Tensor]]:
+    """What each node holds after so many steps, all of them in one process."""
+    models = [small.net() if all(len(group) == 1 for group in groups) else small.mlp() for group in groups]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.05, momentum=0.5) for model in models]
+    weights, nodes = [len(group) / sum(map(len, groups)) for group in groups], len(groups)
+    sent: dict[int, list[Tensor]] = {}
+    own: dict[int, list[list[Tensor]]] = {}
+    for step in range(1, steps + 1):
+        for group, model, optimizer in zip(groups, models, optimizers, strict=True):
+            optimizer.zero_grad()
+            for rank in group:
+                x, y = small.batch(rank, step - 1)
+                (F.cross_entropy(model(x), y) / len(group)).backward()
+            optimizer.step()
+        if step % every == 0 and wait == 0:
+            sent[step] = mean_of(models, weights)
+        if step - wait in sent:
+            for i, model in enumerate(models):
+                for j, (w, mean) in enumerate(zip(floats(model), sent[step - wait], strict=True)):
+                    if compensate and wait and j < len(list(model.parameters())):
+                        w.copy_(mean + w - own[step - wait][i][j])
+                    else:
+                        w.copy_((2 * wait * w + nodes * mean) / (2 * wait + nodes))
+        if step % every == 0:
+            sent[step] = mean_of(models, weights)
+            own[step] = [[t.clone() for t in floats(model)] for model in models]
+    return [[t.clone() for t in floats(model)] for model in models]
+
+
+def mean_of(models: list[nn.Module], weights: list[float]) -> list[Tensor]:
+    return [sum(w * t for w, t in zip(weights, each, strict=True)) for each in zip(*map(floats, models), strict=True)]
+
+
+CADENCES = [(*cadence, c) for cadence in ((1, 1), (4, 0), (4, 1), (4, 2), (4, 4)) for c in (False, True)]
+
+
+def cadences(rank: int, group_size: int) -> dict[tuple[int, int, bool, bool], list[Tensor]]:
+    found = {}
+    for (every, wait, compensate), sharded in itertools.product(CADENCES, (False, True)):
+        fields = {"max_skips": every, "wait": wait, "compensate": compensate, "sharded": sharded}
+        config = daso(**fields, wire="fp32", group_size=group_size)
+        model = small.net() if group_size == 1 else small.mlp()
+        found[every, wait, compensate, sharded] = floats(train(rank, config, 15, model, 0.5).module)
+    return found
+
+
+@pytest.mark.parametrize("groups", [((0,), (1,)), ((0,), (1,), (2,), (3,)), PAIRS, RAGGED])
+def test_what_comes_back_is_mixed_by_the_equation(groups: tuple[tuple[int, ...], ...]) -> None:
+    found = gang.run(cadences, sum(map(len, groups)), len(groups[0]))
+    for every, wait, compensate in CADENCES:
+        expected = reference(groups, every, wait, 15, compensate)
+        for group, own in zip(groups, expected, strict=True):
+            for rank, sharded in itertools.product(group, (False, True)):
+                assert gap(found[rank][every, wait, compensate, sharded], own) < 2e-6, (every, wait, compensate, rank)
+        if every > 1:
+            assert gap(expected[0], expected[1]) > 1e-4
+
+
+def blocking(rank: int) -> list[float]:
+    """Gaps to all-reduce where parameters are averaged at every step, in each of the phases."""
+    plain = floats(train(rank, thinwire.AllReduce(), 7, small.mlp()).module)
+    phases = [
+        daso(max_skips=1, wait=0),
+        daso(warmup_epochs=2),
+        daso(total_steps=7, steps_per_epoch=1, cooldown_epochs=7),
+    ]
+    settings = {"wire": "fp32", "group_size": 2}
+    return [
+        gap(plain, floats(train(rank, daso(**{**vars(config), **settings}), 7, small.mlp()).module))
+        for config in phases
+    ]
+
+
+@pytest.mark.parametrize("workers", [3, 4])
+def test_an_average_at_every_step_equals_all_reduce(workers: int) -> None:
+    for gaps in gang.run(blocking, workers):
+        assert max(gaps) < 1e-6
+
+
+def one_node(rank: int) -> tuple[str, str, set[str]]:
+    """All workers in one node: plain data-parallel training, whatever the phase is called."""
+    plain = train(rank, thinwire.AllReduce(group_size="world"), 9, small.net(), 0.9)
+    config = daso(total_steps=9, steps_per_epoch=3, warmup_epochs=1, cooldown_epochs=1, group_size="world")
+    lone = train(rank, config, 9, small.net(), 0.9)
+    lone.epoch_end(1.0)
+    return small.model_bits(plain.module), small.model_bits(lone.finish()), set(lone.traffic.by_purpose)
+
+
+def test_one_node_is_data_parallel_training() -> None:
+    for plain, lone, purposes in gang.run(one_node, 3):
+        assert plain == lone and "merge" not in purposes
+
+
+def test_alone_it_is_the_bare_optimizer_bit_for_bit() -> None:
+    bare, model = small.net(), small.net()
+    bare_optimizer, optimizer = small.sgd(bare), small.sgd(model)
+    config = daso(total_steps=9, steps_per_epoch=3, warmup_epochs=1, cooldown_epochs=1)
+    replica, phases = thinwire.attach(model, optimizer, config), []
+    for number in range(9):
+        small.step(bare, bare_optimizer, 0, number)
+        phases.append(replica.phase)
+        small.step(replica, optimizer, 0, number)
+        replica.epoch_end(1.0)
+        assert small.model_bits(bare) == small.model_bits(model)
+    assert phases == ["warmup"] * 3 + ["cycling"] * 3 + ["cooldown"] * 3
+    assert small.model_bits(replica.finish()) == small.model_bits(bare)
+    assert replica.traffic.slow_bytes == replica.traffic.fast_bytes == 0
+
+
+# Bytes, turns, agreement.
+
+ROUTES = {
+    "bf16": {"wire": "bf16"},
+    "fp32": {"wire": "fp32"},
+    "sharded": {"wire": "bf16", "sharded": True},
+    "int8": {"wire": "int8", "wait": 2},
+    "int8 sharded": {"wire": "int8", "wait": 2, "sharded": True},
+}
+
+
+def route(rank: int, fields: dict[str, Any], group_size: int) -> dict[str, Any]:
+    """14 steps: a warm-up of 2, 10 of cycling, 2 of cool-down; and how often this worker sent over the slow link."""
+    length = {"total_steps": 14, "steps_per_epoch": 2, "warmup_epochs": 1, "cooldown_epochs": 1, "max_skips": 2}
+    model, calls = small.net(seed=rank), []
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, daso(**length, group_size=group_size, **fields))
+    wire, honest = replica.wire, {name: getattr(dist, name) for name in ("all_reduce", "all_gather")}
+
+    def counted(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("group") is wire._cross and kwargs.get("async_op"):
+                calls.append(name)
+            return honest[name](*args, **kwargs)
+
+        return call
+
+    for name in honest:
+        setattr(dist, name, counted(name))
+    seen = []
+    for _ in small.walk(replica, optimizer, rank, 14):
+        seen.append((replica.phase, small.model_bits(model), replica.traffic.slow_bytes_for("merge")))
+    for name, call in honest.items():
+        setattr(dist, name, call)
+    size = sum(t.numel() for t in floats(model))
+    last = small.model_bits(model), small.model_bits(replica.finish())
+    return {"seen": seen, "size": size, "calls": len(calls), "last": last, "baseline": replica.baseline()}
+
+
+def routes(rank: int, group_size: int) -> dict[str, dict[str, Any]]:
+    return {name: route(rank, fields, group_size) for name, fields in ROUTES.items()}
+
+
+@pytest.fixture(scope="module")
+def pairs() -> list[dict[str, dict[str, Any]]]:
+    return gang.run(routes, 4, 2)
+
+
+@pytest.fixture(scope="module")
+def ragged() -> list[dict[str, dict[str, Any]]]:
+    return gang.run(routes, 3, 2)
+
+
+@pytest.mark.parametrize("name", ROUTES)
+@pytest.mark.parametrize("layout", ["pairs", "ragged"])
+def test_after_the_cool_down_all_workers_are_identical(layout: str, name: str, request: Any) -> None:
+    everyone = [mine[name] for mine in request.getfixturevalue(layout)]
+    for step, seen in enumerate(zip(*(mine["seen"] for mine in everyone), strict=True), start=1):
+        assert (len({bits for _, bits, _ in seen}) == 1) == (step <= 2 or step > 12), step
+    assert len({bits for mine in everyone for bits in mine["last"]}) == 1
+
+
+@pytest.mark.parametrize(("name", "width"), [("bf16", 2), ("fp32", 4), ("sharded", 2)])
+def test_bytes_are_those_of_a_ring_over_nodes(name: str, width: int, pairs: Any) -> None:
+    mine = pairs[0][name]
+    sent = [now - before for before, now in itertools.pairwise([0, *(merge for _, _, merge in mine["seen"])])]
+    ideal = 2 * (2 - 1) / 2 * mine["size"] * width
+    # Every second step in cycling, but for the end, where it would come back too late.
+    assert sent == [ideal, ideal, 0, ideal, 0, ideal, 0, ideal, 0, ideal, 0, 0, ideal, ideal]
+    # A flat ring over four workers puts 1.5 of fp32 gradients on each link: B = 2 in bf16 sends a sixth of it.
+    flat = 1.5 * 4 * (mine["size"] - 2 * 8)  # but for BatchNorm's statistics
+    assert mine["baseline"]["allreduce_fp32"] / 14 == pytest.approx(flat, rel=0.01)
+    assert ideal / 2 / flat == pytest.approx(width / 12, rel=0.02)
+
+
+def test_members_take_turns(pairs: Any, ragged: Any) -> None:
+    assert [mine["bf16"]["calls"] for mine in pairs] == [4, 4, 4, 4]
+    assert [mine["sharded"]["calls"] for mine in pairs] == [8, 8, 8, 8]
+    assert [mine["int8"]["calls"] for mine in pairs] == [4, 4, 4, 4]
+    # As many take turns as the smallest node has workers.
+    assert [mine["bf16"]["calls"] for mine in ragged] == [8, 0, 8]
+
+
+def test_both_ways_over_the_slow_link_give_the_same_bits(pairs: Any) -> None:
+    assert pairs[0]["bf16"]["last"] == pairs[0]["sharded"]["last"]
+
+
+# What travels.
+
+
+def tiny_updates(rank: int) -> dict[str, Any]:
+    """Weights of 1 that move by 1e-5 a step on the one node and 2e-5 on the other, which bf16 cannot hold beside 1."""
+    found = {}
+    for wire, compensate in itertools.product(("fp32", "bf16", "int8"), (False, True)):
+        model = nn.Linear(4, 4)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-5 * (1 + rank))
+        config = daso(max_skips=2, wait=1, wire=wire, compensate=compensate)
+        replica = thinwire.attach(model, optimizer, config)
+        for _ in range(40):
+            optimizer.zero_grad()
+            replica(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        found[wire, compensate] = float(1 - replica.finish().weight.mean())
+    half = small.mlp().to(torch.bfloat16)
+    half.register_buffer("table", torch.randn(7, generator=torch.Generator().manual_seed(0)))
+    optimizer = torch.optim.SGD(half.parameters(), 0.0)
+    before, replica = small.clone(half), thinwire.attach(half, optimizer, daso(max_skips=2, wait=1))
+    for number in range(6):
+        x, y = small.batch(rank, number)
+        F.cross_entropy(replica(x.bfloat16()), y).backward()
+        optimizer.step()
+    return found | {"still": small.same(before, small.clone(half))}
+
+
+def test_small_updates_survive_rounding_and_what_stands_still_stays() -> None:
+    for found in gang.run(tiny_updates, 2):
+        for wire in ("fp32", "bf16", "int8"):
+            assert found[wire, True] == pytest.approx(40 * 1.5e-5, rel=0.01)
+            # The equation takes P·S / (2S + P) of a step back every B steps: half a step of two.
+            assert found[wire, False] == pytest.approx((40 - 19 / 2) * 1.5e-5, rel=0.01)
+        assert found["still"]
+
+
+# Pace.
+
+
+def test_a_plateau_is_reached_by_losses_that_are_not_better() -> None:
+    plateau = Plateau(patience=1, threshold=0.1)
+    told = [plateau.reached(loss) for loss in (2.0, 1.0, 0.95, 0.91, 0.89, 0.89, 0.89, 0.85, 0.85, -1.0, -1.05, -1.2)]
+    assert told == [False, False, False, True, False, False, True, False, True, False, False, False]
+
+
+def paced(rank: int, losses: list[float], **fields: Any) -> Any:
+    settings = {"plateau_patience": 0, "plateau_threshold": 0.0, "max_skips": 8, "wait": 4, "steps_per_epoch": 1}
+    model = small.mlp()
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, daso(**{**settings, **fields}))
+    method, seen = replica._method, []
+    for number, loss in enumerate(losses):
+        small.step(replica, optimizer, rank, number)
+        # Losses of single workers rise and fall; only their mean counts.
+        replica.epoch_end(torch.tensor(loss + (10.0 * number if rank else -10.0 * number)))
+        seen.append((method.every, method.wait))
+    assert len({repr(told) for told in replica.wire.tell(seen)}) == 1
+    return seen, replica.describe()["events"], small.model_bits(replica.finish())
+
+
+def every_pace(rank: int) -> list[Any]:
+    flat = [1.0] * 6
+    observed = small.mlp()
+    optimizer = small.sgd(observed)
+    replica = thinwire.attach(observed, optimizer, daso(plateau_patience=0))
+    said = []
+    for loss in (None, math.nan, math.inf):
+        try:
+            if loss is not None:
+                replica.observe(loss if rank else 1.0)
+            replica.epoch_end()
+        except thinwire.ThinwireError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    replica.observe(0.5)
+    replica.epoch_end()
+    return [
+        paced(rank, flat),
+        paced(rank, flat, wait=0),
+        paced(rank, flat, plateau_patience=None),
+        paced(rank, flat, max_skips=3, wait=3),
+        paced(rank, [2.0, 1.0, 0.5, 0.6, 0.4]),
+        paced(rank, flat, warmup_epochs=4),
+        said,
+    ]
+
+
+def test_b_and_s_are_halved_where_the_loss_stops_falling() -> None:
+    found = gang.run(every_pace, 2)
+    assert found[0] == found[1]
+    flat, blocking, pinned, odd, falling, warm, said = found[0]
+    assert flat[0] == [(8, 4), (4, 2), (2, 1), (1, 1), (8, 4), (4, 2)]
+    assert flat[1][0] == {"step": 2, "every": 4, "wait": 2} and len(flat[1]) == 5
+    assert blocking[0] == [(8, 0), (4, 0), (2, 0), (1, 0), (8, 0), (4, 0)]
+    assert set(pinned[0]) == {(8, 4)} and pinned[1] == []
+    assert odd[0] == [(3, 3), (1, 1), (3, 3), (1, 1), (3, 3), (1, 1)]
+    assert falling[0] == [(8, 4)] * 3 + [(4, 2)] * 2
+    assert warm[0] == [(8, 4)] * 4 + [(4, 2), (2, 1)]  # losses of the warm-up do not count
+    assert "given no loss and none was observed" in said[0] and said[0].startswith("ConfigError")
+    assert "rank 1 has a loss that is not finite" in said[1] and said[2].startswith("DivergedError")
+
+
+def unheard(rank: int) -> list[str]:
+    """Warnings of a loop that never calls epoch_end, and goes beyond its end."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(rank, daso(plateau_patience=2, total_steps=14), 16, small.mlp())
+        train(rank, daso(plateau_patience=None), 16, small.mlp())
+    return [str(w.message) for w in caught]
+
+
+def test_a_loop_that_never_tells_of_epochs_is_told_once() -> None:
+    for told in gang.run(unheard, 2):
+        assert len(told) == 2
+        assert "epoch_end() was not called in 8 steps, so B=4 and S=1 stay" in told[0] and "plateau_patience" in told[0]
+        assert "step 15 is beyond total_steps=14" in told[1]
+
+
+# Around a transfer.
+
+STOPS = (3, 5, 9)
+SAVED = {
+    "rotating": daso(max_skips=3, wait=3, warmup_epochs=0.5, group_size=2),
+    "sharded": daso(max_skips=4, wait=2, sharded=True, wire="fp32", group_size=2),
+    "compensated": daso(max_skips=4, wait=3, compensate=True, group_size=2),
+    "coded": daso(max_skips=4, wait=3, wire="int8", group_size=2),
+    "paced": daso(max_skips=4, wait=4, plateau_patience=0, group_size=2),
+}
+
+
+def build(config: Any, seed: int = 0) -> tuple[Any, Any]:
+    model = small.net(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    return thinwire.attach(model, optimizer, config), optimizer
+
+
+def go_on(replica: Any, optimizer: Any, rank: int, saves: str, looks: bool = False) -> list[bool]:
+    """Up to 12 steps, with a save at each stop; whether something was under way there."""
+    under_way = []
+    for number in range(replica.step, 12):
+        small.step(replica, optimizer, rank, number)
+        if (number + 1) % 4 == 0:
+            replica.epoch_end(1.0)
+        if number + 1 in STOPS:
+            under_way.append(replica._method.flight is not None)
+            if saves:
+                replica.save(saves.format(number + 1))
+        if looks:
+            with replica.merged():
+                pass
+    return under_way
+
+
+def fingerprint(replica: Any, optimizer: Any) -> tuple[str, ...]:
+    own = small.model_bits(replica.module), small.optimizer_bits(optimizer), str(replica.describe()["events"])
+    with replica.merged():
+        lent = small.model_bits(replica.module)
+    assert small.model_bits(replica.module) == own[0]
+    return *own, lent, small.model_bits(replica.finish())
+
+
+def stop_and_resume(rank: int, config: Any, folder: str) -> tuple[list[tuple[str, ...]], list[bool]]:
+    """A run that saves, one that evaluates after every step instead, and from each save one that resumes."""
+    replica, optimizer = build(config)
+    under_way = go_on(replica, optimizer, rank, f"{folder}/at-{{}}")
+    results = [fingerprint(replica, optimizer)]
+    replica, optimizer = build(config)
+    go_on(replica, optimizer, rank, "", looks=True)
+    results.append(fingerprint(replica, optimizer))
+    for stop in STOPS:
+        other, optimizer = build(config, seed=3)
+        go_on(other, optimizer, rank, "") if stop == 9 else None  # a load drops what is under way
+        other.load(Path(folder) / f"at-{stop}")
+        go_on(other, optimizer, rank, f"{folder}/again")
+        results.append(fingerprint(other, optimizer))
+    return results, under_way
+
+
+def every_save(rank: int, folder: str) -> dict[str, Any]:
+    return {name: stop_and_resume(rank, config, f"{folder}/{name}") for name, config in SAVED.items()}
+
+
+def test_saves_and_evaluations_leave_no_trace(tmp_path: Path) -> None:
+    everyone = gang.run(every_save, 3, str(tmp_path))
+    for name in SAVED:
+        for found, under_way in (mine[name] for mine in everyone):
+            assert len(set(found)) == 1, name
+            assert any(under_way)
+        ends = [mine[name][0][0] for mine in everyone]
+        assert len({end[3:] for end in ends}) == 1 and len({end[0] for end in ends}) == 2, name
+
+
+def become_two(rank: int, folder: str) -> tuple[str, str]:
+    replica, optimizer = build(SAVED["rotating"], seed=1)
+    said = ""
+    try:
+        replica.load(Path(folder) / "pair")
+    except ConfigError as error:
+        said = str(error)
+    replica, optimizer = build(daso(max_skips=2, wait=0), seed=1)
+    replica.load(Path(folder) / "lone")
+    for number in range(3, 6):
+        small.step(replica, optimizer, rank, number)
+    return small.model_bits(replica.module), said
+
+
+def save_a_pair(rank: int, folder: str) -> None:
+    replica, optimizer = build(daso(max_skips=2, wait=0))
+    small.step(replica, optimizer, rank, 0)
+    replica.save(Path(folder) / "pair")
+
+
+def test_a_lone_node_may_become_several(tmp_path: Path) -> None:
+    replica, optimizer = build(daso(max_skips=2, wait=0))
+    for number in range(3):
+        small.step(replica, optimizer, 0, number)
+    replica.save(tmp_path / "lone")
+    gang.run(save_a_pair, 2, str(tmp_path))
+    found = gang.run(become_two, 4, str(tmp_path))
+    assert len({bits for bits, _ in found}) == 1
+    assert all("go on with the same layout" in said for _, said in found)
+
+
+def waits(rank: int, wire: str) -> list[int]:
+    """The steps after which parameters under way were waited for; rank 1 sends nothing before rank 0 is ahead."""
+    found, honest, store = [], Pending.wait, dist.distributed_c10d._get_default_store()
+    model = small.mlp()
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, daso(max_skips=4, wait=3, wire=wire))
+
+    def wait(self: Pending) -> Tensor:
+        if self._booking[1] == "merge":
+            found.append(replica.step)
+        return honest(self)
+
+    Pending.wait = wait  # type: ignore[method-assign]
+    for number in small.walk(replica, optimizer, rank, 13):
+        if rank == 1 and number == 2:
+            store.wait([f"ahead {wire}"])
+        if rank == 0 and number == 4:  # its own went out after the step before
+            store.set(f"ahead {wire}", "1")
+    Pending.wait = honest  # type: ignore[method-assign]
+    replica.finish()
+    return found
+
+
+def leaves(rank: int) -> str:
+    """Rank 1 raises with parameters under way; what the other hears."""
+    model = small.mlp()
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, daso(max_skips=4, wait=4))
+    try:
+        for number in small.walk(replica, optimizer, rank, 30):
+            if rank == 1 and number == 5:
+                return "left"
+    except RuntimeError:
+        return "noticed"
+    return "went on"
+
+
+def overlapping(rank: int) -> tuple[list[int], list[int], str]:
+    return waits(rank, "bf16"), waits(rank, "int8"), leaves(rank)
+
+
+def test_training_goes_on_while_parameters_are_under_way() -> None:
+    (plain, coded, noticed), (_, _, left) = gang.run(overlapping, 2, timeout=30, patience=10)
+    assert plain == [7, 11]
+    assert coded == [6, 7, 10, 11]  # there and back
+    assert (noticed, left) == ("noticed", "left")
+
+
+# Disagreement and divergence.
+
+
+def skip_unseen(rank: int) -> str:
+    """A worker that leaves out an update nobody was told of."""
+    model = small.mlp()
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, daso(max_skips=3, wait=2))
+    try:
+        for number in range(20):
+            x, y = small.batch(rank, number)
+            optimizer.zero_grad()
+            F.cross_entropy(replica(x), y).backward()
+            if (rank, number) != (1, 1):
+                optimizer.step()
+    except DisagreementError as error:
+        return str(error)
+    return ""
+
+
+def diverge(rank: int, wire: str) -> list[str]:
+    said = []
+    for where in ("weights", "loss"):
+        model = small.mlp()
+        optimizer = small.sgd(model)
+        replica = thinwire.attach(model, optimizer, daso(max_skips=2, wait=1, wire=wire))
+        try:
+            for number in range(8):
+                small.step(replica, optimizer, rank, number)
+                if rank == 1 and number == 2:
+                    if where == "weights":
+                        model[3].weight.data[0, 0] = math.inf
+                    else:
+                        replica.observe(math.nan)
+            replica.finish()
+        except DivergedError as error:
+            said.append(str(error))
+    return said
+
+
+def trouble(rank: int) -> list[Any]:
+    return [skip_unseen(rank), diverge(rank, "bf16"), diverge(rank, "int8")]
+
+
+def test_disagreement_and_divergence_are_loud() -> None:
+    for skipped, *diverged in gang.run(trouble, 2):
+        assert "rank 1 ran" in skipped and "scaler=scaler" in skipped
+        for weights, loss in diverged:
+            assert "group 1 (ranks 1 to 1) has parameter '" in weights and "not finite" in weights
+            assert "group 1 (ranks 1 to 1) has a loss that is not finite" in loss
+
+
+def scaled(rank: int) -> list[tuple[float, str]]:
+    """A GradScaler that backs off on one node alone; gradients never leave it, so its scale is its own."""
+    model = small.mlp()
+    optimizer = small.sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    replica = thinwire.attach(model, optimizer, daso(max_skips=2, wait=0), scaler=scaler)
+    seen = []
+    for number in range(6):
+        x, y = small.batch(rank, number)
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(replica(x), y)).backward()
+        if rank == 1 and number == 2:
+            model[1].weight.grad[0, 0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((scaler.get_scale(), small.model_bits(model)))
+    return seen
+
+
+def test_a_scaler_may_skip_on_one_node_alone() -> None:
+    first, other = gang.run(scaled, 2)
+    assert [scale for scale, _ in first] == [1024.0] * 6 and other[-1][0] == 512.0
+    assert [left == right for (_, left), (_, right) in zip(first, other, strict=True)] == [False, True] * 3
+
+
+# Bad input.
+
+BAD = {
+    "max_skips": [(0, "`max_skips`=0 must be a whole number from 1 on"), (2.5, "2.5"), (True, "True")],
+    "wait": [(-1, "`wait`=-1 must be a whole number from 0 on"), (5, "`wait`=5 must be at most `max_skips`=4")],
+    "warmup_epochs": [(-1, "from 0 on"), (200, "more than the 250 epochs"), (math.nan, "nan")],
+    "cooldown_epochs": [("4", "'4'"), (151, "are more than the 250 epochs of this run"), (math.inf, "inf")],
+    "steps_per_epoch": [(0, "`steps_per_epoch`=0 must be above 0"), (-3, "-3"), ("all", "'all'")],
+    "total_steps": [(0, "`total_steps`=0"), (2.0, "2.0")],
+    "plateau_patience": [(-1, "from 0 on"), (1.5, "1.5")],
+    "plateau_threshold": [(1, "to below 1"), (-0.1, "-0.1")],
+    "sharded": [("yes", "`sharded`='yes' must be True or False")],
+    "wire": [("fp8", "choose from: fp32, bf16, int8")],
+    "group_size": [(0, "`group_size`=0")],
+}
+
+
+@pytest.mark.parametrize(("field", "value", "sentence"), [(f, *pair) for f, pairs in BAD.items() for pair in pairs])
+def test_bad_input(field: str, value: Any, sentence: str) -> None:
+    usual = {"warmup_epochs": 100, "cooldown_epochs": 100} if "epochs" in field else {}
+    with pytest.raises(ConfigError) as caught:
+        daso(**{**usual, field: value})
+    assert sentence in str(caught.value)
+
+
+def test_all_of_a_run_may_be_warm_up_and_cool_down() -> None:
+    config = daso(total_steps=7, steps_per_epoch=2, warmup_epochs=2.75, cooldown_epochs=0.75)
+    assert config.warmup_length + config.cooldown_length == 7
