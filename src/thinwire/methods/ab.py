@@ -167,7 +167,7 @@ class ABMethod(Factoring):
         parameters = self._merged_parameters()
         chosen = [getattr(weights, kind) for _, kind in parameters]
         average_parameters(self.wire, [p for p, _ in parameters], chosen, self.config.wire, self.base)
-        average_buffers(self.wire, self.model, weights.rest)
+        average_buffers(self.wire, self.model.buffers(), weights.rest)
 
     def _merged_parameters(self) -> list[tuple[nn.Parameter, str]]:
         """What a merge averages and by which weight; parameters the user froze are the same everywhere."""

@@ -182,7 +182,7 @@ class DASOMethod(Method):
         if self.agreed_at != self.step:
             self._send(0)
             self._arrive()
-        average_buffers(self.wire, self.model, self.weight)
+        average_buffers(self.wire, [b for b in self.model.buffers() if not b.is_floating_point()], self.weight)
 
     @contextmanager
     def lend_merged(self) -> Iterator[None]:

@@ -97,7 +97,7 @@ class DiLoCoMethod(Apart):
             part.outer = part.outer - self._take(part)
             self._go_on(part, 0.0)
         if self.buffers_at != self.step:
-            average_buffers(self.wire, self.model, self.weight)
+            average_buffers(self.wire, self.model.buffers(), self.weight)
 
     @contextmanager
     def lend_merged(self) -> Iterator[None]:
@@ -156,7 +156,7 @@ class DiLoCoMethod(Apart):
             self.check_health()
         self._outer_step(part)
         if is_last:
-            average_buffers(self.wire, self.model, self.weight)
+            average_buffers(self.wire, self.model.buffers(), self.weight)
             self._agreed()
             self.ground.after_merge()
 

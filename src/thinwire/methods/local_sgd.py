@@ -137,7 +137,7 @@ class LocalSGDMethod(Apart):
         self.check_health()
         trained = self._trained()
         average_parameters(self.wire, trained, [self.weight] * len(trained), self.config.wire, self.base)
-        average_buffers(self.wire, self.model, self.weight)
+        average_buffers(self.wire, self.model.buffers(), self.weight)
 
     @contextmanager
     def lend_merged(self) -> Iterator[None]:

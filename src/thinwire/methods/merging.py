@@ -1,7 +1,7 @@
 """Averages over groups that trained apart: parameters, buffers, optimizer state; and what comes before and after."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,12 +65,14 @@ def average_parameters(
             p.copy_(value if start is None else start + value)
 
 
-def average_buffers(wire: Wire, model: nn.Module, weight: float) -> None:
+def average_buffers(wire: Wire, buffers: Iterable[Tensor], weight: float) -> None:
     """Running statistics by their mean, counters by their maximum, anything else as rank 0 has it.
 
     Only buffers that differ travel: constants such as position tables would come back rounded.
     """
-    buffers = [b for b in model.buffers() if b.numel()]
+    buffers = [b for b in buffers if b.numel()]
+    if not buffers:
+        return
     apart = [buffers[i] for i in wire.differing([[b] for b in buffers], "checksums")]
     statistics = [b for b in apart if b.is_floating_point()]
     _average(wire, statistics, weight, "buffers")
