@@ -26,6 +26,9 @@ BASELINE = "allreduce wire=fp32"
 TOLERANCE = {"accuracy": 0.005, "perplexity": 0.02}
 """Points of accuracy, and a share of the perplexity."""
 
+PACES = ((4, 1), (4, 4), (8, 1), (8, 8), (16, 16), (32, 32))
+"""DASO's B and S."""
+
 
 class Setting(NamedTuple):
     """A method, its settings, and another optimizer or learning rate than the recipe's, as in `validation.py`."""
@@ -51,6 +54,10 @@ def grid() -> list[Setting]:
         Setting("diloco", (f"every={h}", f"outer_lr={lr}", f"outer_momentum={m}", "warmup=0.05"))
         for h, lr, m in product((12, 24), (0.4, 0.7, 1.0), (0.5, 0.9))
     ]
+    found += [
+        Setting("daso", (*_pace(b, s, e), f"compensate={c}", f"plateau_patience={p}"))
+        for (b, s), e, c, p in product(PACES, (4, 1), ("false", "true"), (2, "none"))
+    ]
     found += [Setting("topk", (f"density={d}", f"warmup={w}")) for d, w in product((0.001, 0.01, 0.05), (0.05, 0.2))]
     found += [Setting("onebit", (f"warmup={w}",)) for w in (0, 0.05, 0.2)]
     for rate in (0.03, 0.1, 0.3):
@@ -60,6 +67,10 @@ def grid() -> list[Setting]:
         found += [Setting("onebit", ("warmup=0.05",), f"lr_{rate}")]
         found += [Setting("topk", ("density=0.05", "warmup=0.05"), f"lr_{rate}")]
     return found
+
+
+def _pace(every: int, wait: int, epochs: int) -> tuple[str, ...]:
+    return f"max_skips={every}", f"wait={wait}", f"warmup_epochs={epochs}", f"cooldown_epochs={epochs}"
 
 
 def main() -> None:
