@@ -75,7 +75,8 @@ def attach(
     """The replica that the command line asks for."""
     given = dict(text.split("=", 1) for text in options.set)
     size = None if options.group_size is None else _number(options.group_size)
-    config = from_strings(METHODS[options.method].config, given, total_steps=steps, group_size=size, clip=clip)
+    length = {"total_steps": steps, "steps_per_epoch": steps / options.epochs}
+    config = from_strings(METHODS[options.method].config, given, **length, group_size=size, clip=clip)
     if options.compile:
         # Every change of ranks is another program.
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
@@ -169,6 +170,8 @@ def fit(
         optimizer.step()
         scheduler.step()
         history.after_step(step)
+        if step % per_epoch == 0:
+            replica.epoch_end()
         if step % (options.evaluate_every * per_epoch) == 0:
             history.evaluate(step, test, train_loss=loss.item(), lr=scheduler.get_last_lr()[0])
     history.seconds = _clock() - start

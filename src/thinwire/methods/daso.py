@@ -148,6 +148,7 @@ class DASOMethod(Method):
         self.epochs += 1
         if self.spans_world:
             return
+        self.wire.barrier("epoch_end()")
         total, count = self.observed.tolist() if loss is None else (loss, 1.0)
         self.observed.zero_()
         rows = self.wire.everyone([total, count], "control")
