@@ -347,6 +347,21 @@ def test_b_and_s_are_halved_where_the_loss_stops_falling() -> None:
     assert "rank 1 has a loss that is not finite" in said[1] and said[2].startswith("DivergedError")
 
 
+def alone(rank: int) -> str:
+    replica = train(rank, daso(plateau_patience=2), 1, small.mlp())
+    try:
+        if rank == 0:
+            replica.epoch_end(1.0)
+    except DisagreementError as error:
+        return str(error)
+    return ""
+
+
+def test_the_end_of_an_epoch_is_everybodys() -> None:
+    said, _ = gang.run(alone, 2, patience=3)
+    assert "epoch_end() is collective: every rank must call it" in said and "rank 1" in said
+
+
 def unheard(rank: int) -> list[str]:
     """Warnings of a loop that never calls epoch_end, and goes beyond its end."""
     with warnings.catch_warnings(record=True) as caught:
