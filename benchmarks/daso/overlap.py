@@ -185,10 +185,8 @@ def rows(chosen: list[Variant], seen: list[list[list[Block]]]) -> Iterator[dict[
     by_variant = [list(zip(*(worker[i] for worker in seen), strict=True)) for i in range(len(chosen))]
     alone = [i for i, variant in enumerate(chosen) if variant.config == ALONE]
     for variant, rounds in zip(chosen, by_variant, strict=True):
-        each, plain = (
-            _steps(_seconds, rounds, variant),
-            _means(_steps(_seconds, by_variant[i], chosen[i]) for i in alone),
-        )
+        each = _steps(_seconds, rounds, variant)
+        plain = _means(_steps(_seconds, by_variant[i], chosen[i]) for i in alone)
         ratios = _ratios(each, plain)
         busy = _ratios(_steps(_busy, rounds, variant), _means(_steps(_busy, by_variant[i], chosen[i]) for i in alone))
         yield {
