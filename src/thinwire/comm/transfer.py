@@ -62,9 +62,10 @@ class Transfer:
         if len(topology.groups) == 1:
             self._pending = Pending(values, None, self.wire.ledger, self.purpose, Sent())
             return
-        travelling = values * (len(topology.group) / topology.world_size)
-        if self.rounding != "fp32":
-            travelling = travelling.to(WIRES[self.rounding])
+        dtype = values.dtype if self.rounding == "fp32" else WIRES[self.rounding]
+        travelling = torch.empty_like(values, dtype=dtype)
+        if self.wire.carries:  # to the others it comes from those that do
+            torch.mul(values, len(topology.group) / topology.world_size, out=travelling)
         self._shares = list(travelling.tensor_split(topology.shares))
         sent = topology.at_once([(topology.crossing(j), size_of(share)) for j, share in enumerate(self._shares)])
         with hidden_behind(self.wire, steps):

@@ -17,15 +17,15 @@ import logging
 import math
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from thinwire.comm.codec import all_finite, pack_wide, unpack_into
+from thinwire.comm.codec import all_finite, pack_wide
 from thinwire.comm.collectives import Pending
 from thinwire.comm.transfer import make_rotating, make_transfer
 from thinwire.config import DASO
@@ -74,6 +74,12 @@ class Plateau:
         return True
 
 
+def views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """A flat vector in the shapes of tensors that it holds one after the other."""
+    pieces = flat.split([t.numel() for t in like])
+    return [piece.view(t.shape) for piece, t in zip(pieces, like, strict=True)]
+
+
 class DASOMethod(Method):
     """Parameters averaged between nodes while training goes on."""
 
@@ -88,10 +94,9 @@ class DASOMethod(Method):
         self.sent_at = self.sends = 0
         self.agreed_at = 0
         self.flight: Flight | None = None
+        self.trained: list[nn.Parameter] = []
         self.travellers: list[Tensor] = []
-        """Parameters, and statistics behind them."""
-        self.trained = 0
-        """Elements of the parameters."""
+        """Those parameters, and statistics behind them."""
         self.base = torch.empty(0)
         self._warned: set[str] = set()
 
@@ -99,8 +104,8 @@ class DASOMethod(Method):
         """Nodes by themselves from the first step; a warm-up of no steps is over at once."""
         self.replicated.wrap(self.topology.group)
         statistics = [b for b in self.model.buffers() if b.is_floating_point() and b.numel()]
-        trained = [p for p in self.parameters() if p.requires_grad]
-        self.travellers, self.trained = [*trained, *statistics], sum(p.numel() for p in trained)
+        self.trained = [p for p in self.parameters() if p.requires_grad]
+        self.travellers = [*self.trained, *statistics]
         if not self.spans_world:
             self.base = pack_wide(self.travellers)
             make = make_transfer if self.config.sharded else make_rotating
@@ -227,35 +232,42 @@ class DASOMethod(Method):
 
     def _send(self, wait: int) -> None:
         values = pack_wide(self.travellers)
-        own = values[: self.trained] if wait and self.config.compensate else None
+        own = pack_wide(self.trained) if wait and self.config.compensate else None
         self.flight = Flight(self.step, wait, self.ask_counters(), own=own)
-        self.transfer.begin(values - self.base, wait, self.sends)
+        self.transfer.begin(values.sub_(self.base), wait, self.sends)
         self.sent_at = self.step
         self.sends += 1
 
     def _arrive(self) -> None:
-        """Eq. 3.2, in a form that leaves alone what all nodes have in common; statistics are never compensated.
+        """Take in what came back, in forms that leave alone what all nodes have in common.
 
-        A variance plus what it changed by elsewhere may be negative.
+        Statistics are never compensated: a variance plus what it changed by elsewhere may be negative.
         """
-        assert self.flight is not None, "nothing is on its way"
-        wait, own, nodes = self.flight.wait, self.flight.own, len(self.topology.groups)
-        values = mean = self._take()
-        if wait:
-            now = pack_wide(self.travellers)
-            values = torch.lerp(now, mean, nodes / (2 * wait + nodes))
-            if own is not None:
-                torch.add(mean[: self.trained], now[: self.trained] - own, out=values[: self.trained])
-        else:
+        flight, nodes = self._take(), len(self.topology.groups)
+        # Where a tensor is wide already this is the tensor itself.
+        wide = [t.detach().to(self.base.dtype) for t in self.travellers]
+        rest, means = wide, views(self.base, wide)
+        if flight.own is not None:
+            count = len(self.trained)
+            rest, means = wide[count:], means[count:]
+            shift = torch.sub(self.base[: len(flight.own)], flight.own, out=flight.own)
+            torch._foreach_add_(wide[:count], views(shift, wide[:count]))
+        if flight.wait == 0:
             self.agreed_at = self.step
-        unpack_into(values, self.travellers)
+            torch._foreach_copy_(rest, means)
+        elif rest:
+            torch._foreach_lerp_(rest, means, nodes / (2 * flight.wait + nodes))
+        for t, changed in zip(self.travellers, wide, strict=True):
+            if t.dtype != changed.dtype:
+                t.detach().copy_(changed)
 
-    def _take(self) -> Tensor:
-        """The mean of what nodes sent, which from now on is what all agree on."""
+    def _take(self) -> Flight:
+        """What was under way; its mean is from now on what all agree on."""
         self.settle()
-        assert self.flight is not None and self.flight.mean is not None
-        self.base, self.flight = self.flight.mean, None
-        return self.base
+        flight, self.flight = self.flight, None
+        assert flight is not None and flight.mean is not None, "nothing is on its way"
+        self.base = flight.mean
+        return flight
 
     def settle(self) -> None:
         """Wait for what is under way; it is taken in when it is due all the same."""
@@ -272,7 +284,7 @@ class DASOMethod(Method):
                 f"what nodes sent does not add up to finite numbers at step {self.step}; lower the learning rate or go "
                 "back to a checkpoint"
             )
-        flight.mean = self.base + mean
+        flight.mean = mean.add_(self.base)
 
     # Phases and pace.
 
