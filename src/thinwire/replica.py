@@ -110,7 +110,8 @@ class Replica(nn.Module):
 
         For methods that go by epochs: DASO averages oftener once the loss does not fall any more.
         """
-        self._method.epoch_end(float(loss) if loss is not None else None)
+        given = loss.detach().double().mean() if isinstance(loss, Tensor) else loss
+        self._method.epoch_end(None if given is None else float(given))
 
     @contextlib.contextmanager
     def merged(self) -> Iterator["Replica"]:

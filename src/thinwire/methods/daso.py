@@ -4,22 +4,23 @@ Gradients are averaged inside the node at every step. Between nodes, parameters:
 
     1. warm-up: at every step, and everybody waits
     2. cycling: every B steps nodes send what they hold and go on training. S steps later the mean is there, and
-       w ← (2S·w + P·mean) / (2S + P), with P the number of nodes (Eq. 3.2); or, compensated, the mean and all that
-       the node itself has trained since
+       w ← w + P/(2S + P) · (mean − w), with P the number of nodes (Eq. 3.2); or, compensated, the difference of the
+       mean to what the node sent
     3. cool-down: as the warm-up, so that all end with one model
 
 Once the loss does not fall any more B and S are halved; at B = 1 both start again. What travels is the difference to
-the last agreed values, which every worker has, and running statistics travel with the parameters. The optimizer's
-state is each node's own. With one node it is plain data-parallel training.
+the last agreed values, which every worker has. Running statistics travel with the parameters, in fp32; other buffers
+are averaged where phases change. The optimizer's state is each node's own. With one node it is plain data-parallel
+training.
 """
 
 import logging
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 from thinwire.comm.codec import all_finite, pack_wide
 from thinwire.comm.collectives import Pending
-from thinwire.comm.transfer import make_rotating, make_transfer
+from thinwire.comm.transfer import Rotating, Transfer, make_rotating, make_transfer
 from thinwire.config import DASO
 from thinwire.errors import ConfigError, DivergedError
 from thinwire.methods.base import Ground, Method
@@ -46,10 +47,21 @@ class Flight:
     """It is due so many steps later."""
     counters: Pending | None = None
     """How far everyone had come then."""
-    mean: Tensor | None = None
+    means: list[Tensor] = field(default_factory=list)
     """What came back, if it was waited for before its time."""
     own: Tensor | None = None
     """The parameters that this node sent, where it is compensated."""
+
+
+@dataclass
+class Cargo:
+    """Tensors that travel together, one after the other in a flat vector."""
+
+    tensors: Callable[[], list[Tensor]]
+    """As they are now: a module may put others in their place."""
+    transfer: Transfer | Rotating
+    base: Tensor
+    """What all nodes last agreed on."""
 
 
 @dataclass
@@ -74,12 +86,6 @@ class Plateau:
         return True
 
 
-def views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """A flat vector in the shapes of tensors that it holds one after the other."""
-    pieces = flat.split([t.numel() for t in like])
-    return [piece.view(t.shape) for piece, t in zip(pieces, like, strict=True)]
-
-
 class DASOMethod(Method):
     """Parameters averaged between nodes while training goes on."""
 
@@ -94,22 +100,14 @@ class DASOMethod(Method):
         self.sent_at = self.sends = 0
         self.agreed_at = 0
         self.flight: Flight | None = None
-        self.trained: list[nn.Parameter] = []
-        self.travellers: list[Tensor] = []
-        """Those parameters, and statistics behind them."""
-        self.base = torch.empty(0)
+        self.cargo: list[Cargo] = []
+        """Parameters, then statistics if there are any."""
         self._warned: set[str] = set()
 
     def attach(self) -> None:
         """Nodes by themselves from the first step; a warm-up of no steps is over at once."""
         self.replicated.wrap(self.topology.group)
-        statistics = [b for b in self.model.buffers() if b.is_floating_point() and b.numel()]
-        self.trained = [p for p in self.parameters() if p.requires_grad]
-        self.travellers = [*self.trained, *statistics]
-        if not self.spans_world:
-            self.base = pack_wide(self.travellers)
-            make = make_transfer if self.config.sharded else make_rotating
-            self.transfer = make(self.wire, self.base.numel(), self.config.wire, self.base.device, "merge")
+        self._load_cargo()
         self._enter_phase()
 
     def after_step(self) -> None:
@@ -123,6 +121,8 @@ class DASOMethod(Method):
                 self._send(0)
                 self._arrive()
         self._enter_phase()
+        if self.step == self.config.total_steps and not self.spans_world:
+            self._average_rest()
         self._warn()
 
     @property
@@ -138,7 +138,7 @@ class DASOMethod(Method):
         flight = self.flight
         ahead = [self._phase_end, self.sent_at + self.every]
         if flight is not None:
-            turn = self.transfer.turn(flight.wait)
+            turn = self.cargo[0].transfer.turn(flight.wait)
             ahead += [flight.sent + flight.wait, *([flight.sent + turn] if turn is not None else [])]
         return min(step for step in ahead if step > self.step)
 
@@ -188,22 +188,24 @@ class DASOMethod(Method):
         if self.agreed_at != self.step:
             self._send(0)
             self._arrive()
-        average_buffers(self.wire, [b for b in self.model.buffers() if not b.is_floating_point()], self.weight)
+        self._average_rest()
 
     @contextmanager
     def lend_merged(self) -> Iterator[None]:
         """Lend what `merge` would leave; what is under way is waited for, and taken in when it is due."""
         with self.wire.ledger.everything_is("merge"):  # training pays for it, not the evaluation
             self.settle()
-        before = self.flight and replace(self.flight), self.base, self.sends, self.sent_at, self.agreed_at
-        errors = {name: t.clone() for name, t in self.transfer.state().items()}
+        before = self.flight, self.cargo, self.sends, self.sent_at, self.agreed_at
+        self.cargo = [replace(part) for part in self.cargo]
+        errors = [{name: t.clone() for name, t in part.transfer.state().items()} for part in self.cargo]
         with put_back(self.model):
             try:
                 self.merge()
                 yield
             finally:
-                self.flight, self.base, self.sends, self.sent_at, self.agreed_at = before
-                self.transfer.load_state(errors)
+                self.flight, self.cargo, self.sends, self.sent_at, self.agreed_at = before
+                for part, error in zip(self.cargo, errors, strict=True):
+                    part.transfer.load_state(error)
 
     @property
     def weight(self) -> float:
@@ -216,25 +218,53 @@ class DASOMethod(Method):
 
     # Exchanges.
 
+    def _load_cargo(self) -> None:
+        """Who travels, from now on as if all nodes had just agreed on it."""
+        self.cargo = []
+        if self.spans_world:
+            return
+        self._refuse_complex()
+        trained = [p for p in self.parameters() if p.requires_grad]
+        make = make_transfer if self.config.sharded else make_rotating
+        kinds: list[tuple[Callable[[], list[Tensor]], str]]
+        kinds = [(lambda: list(trained), self.config.wire), (self._statistics, "fp32")]
+        for tensors, rounding in kinds:
+            if any(t.numel() for t in tensors()):
+                base = pack_wide(tensors())
+                transfer = make(self.wire, base.numel(), rounding, base.device, "merge")
+                self.cargo.append(Cargo(tensors, transfer, base))
+
+    def _statistics(self) -> list[Tensor]:
+        """Running means and variances; in fewer bits a small variance beside a large one might become negative."""
+        norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+        return [b for norm in norms for b in norm.buffers(recurse=False) if b.is_floating_point()]
+
+    def _average_rest(self) -> None:
+        """Buffers that do not travel with the parameters, if they differ."""
+        known = {id(b) for b in self._statistics()}
+        average_buffers(self.wire, [b for b in self.model.buffers() if id(b) not in known], self.weight)
+
     def _cycle(self) -> None:
         """Take in what is due, then send what is, unless it would come back after the phase is over."""
         flight = self.flight
         if flight is not None:
-            turn = self.transfer.turn(flight.wait)
+            turn = self.cargo[0].transfer.turn(flight.wait)
             if self.step >= flight.sent + flight.wait:
                 self._arrive()
-            elif flight.mean is None and turn is not None and self.step >= flight.sent + turn:
-                self.transfer.middle()
+            elif not flight.means and turn is not None and self.step >= flight.sent + turn:
+                self.cargo[0].transfer.middle()
         if self.flight is None and self.step >= self.sent_at + self.every and self.step + self.wait <= self._phase_end:
             self._send(self.wait)
             if self.wait == 0:
                 self._arrive()
 
     def _send(self, wait: int) -> None:
-        values = pack_wide(self.travellers)
-        own = pack_wide(self.trained) if wait and self.config.compensate else None
-        self.flight = Flight(self.step, wait, self.ask_counters(), own=own)
-        self.transfer.begin(values.sub_(self.base), wait, self.sends)
+        self.flight = Flight(self.step, wait, self.ask_counters())
+        for part in self.cargo:
+            values = pack_wide(part.tensors())
+            if part is self.cargo[0] and wait and self.config.compensate:
+                self.flight.own = values.clone()
+            part.transfer.begin(values.sub_(part.base), wait, self.sends)
         self.sent_at = self.step
         self.sends += 1
 
@@ -244,47 +274,53 @@ class DASOMethod(Method):
         Statistics are never compensated: a variance plus what it changed by elsewhere may be negative.
         """
         flight, nodes = self._take(), len(self.topology.groups)
-        # Where a tensor is wide already this is the tensor itself.
-        wide = [t.detach().to(self.base.dtype) for t in self.travellers]
-        rest, means = wide, views(self.base, wide)
-        if flight.own is not None:
-            count = len(self.trained)
-            rest, means = wide[count:], means[count:]
-            shift = torch.sub(self.base[: len(flight.own)], flight.own, out=flight.own)
-            torch._foreach_add_(wide[:count], views(shift, wide[:count]))
+        weight = nodes / (2 * flight.wait + nodes)
+        for part in self.cargo:
+            tensors = part.tensors()
+            wide = [t.detach().to(part.base.dtype) for t in tensors]  # the tensor itself where it is wide already
+            if part is self.cargo[0] and flight.own is not None:
+                torch._foreach_add_(wide, _views(torch.sub(part.base, flight.own, out=flight.own), wide), alpha=weight)
+            elif flight.wait:
+                torch._foreach_lerp_(wide, _views(part.base, wide), weight)
+            else:
+                torch._foreach_copy_(wide, _views(part.base, wide))
+            for t, changed in zip(tensors, wide, strict=True):
+                if t.dtype != changed.dtype:
+                    t.detach().copy_(changed)
         if flight.wait == 0:
             self.agreed_at = self.step
-            torch._foreach_copy_(rest, means)
-        elif rest:
-            torch._foreach_lerp_(rest, means, nodes / (2 * flight.wait + nodes))
-        for t, changed in zip(self.travellers, wide, strict=True):
-            if t.dtype != changed.dtype:
-                t.detach().copy_(changed)
 
     def _take(self) -> Flight:
-        """What was under way; its mean is from now on what all agree on."""
+        """What was under way; its means are from now on what all agree on."""
         self.settle()
         flight, self.flight = self.flight, None
-        assert flight is not None and flight.mean is not None, "nothing is on its way"
-        self.base = flight.mean
+        assert flight is not None, "nothing is on its way"
+        for part, mean in zip(self.cargo, flight.means, strict=True):
+            part.base = mean
         return flight
 
     def settle(self) -> None:
         """Wait for what is under way; it is taken in when it is due all the same."""
         flight = self.flight
-        if flight is None or flight.mean is not None:
+        if flight is None or flight.means:
             return
         assert flight.counters is not None
         self.compare_counters(flight.counters.wait().tolist())
-        mean = self.transfer.end()
-        if mean is None or not all_finite([mean]):
+        found = [part.transfer.end() for part in self.cargo]
+        means = [mean for mean in found if mean is not None]
+        if len(means) < len(found) or not all_finite(means):
             self.flight = None
             self.check_health()
             raise DivergedError(
                 f"what nodes sent does not add up to finite numbers at step {self.step}; lower the learning rate or go "
                 "back to a checkpoint"
             )
-        flight.mean = mean.add_(self.base)
+        flight.means = [mean.add_(part.base) for mean, part in zip(means, self.cargo, strict=True)]
+
+    def _refuse_complex(self) -> None:
+        name = next((name for name, p in self.model.named_parameters() if p.is_complex() and p.requires_grad), None)
+        if name is not None and self.config.wire != "fp32":
+            raise ConfigError(f"`wire`={self.config.wire!r} cannot carry the complex parameter {name!r}; use 'fp32'")
 
     # Phases and pace.
 
@@ -296,6 +332,8 @@ class DASOMethod(Method):
     def _enter_phase(self) -> None:
         while self.step >= self._phase_end:
             self.check_counters()
+            if not self.spans_world:
+                self._average_rest()
             self._set_phase(self.phases[self.phases.index(self.phase) + 1])
             self.sent_at = self.step
 
@@ -314,7 +352,8 @@ class DASOMethod(Method):
     def _warn(self) -> None:
         config = self.config
         adapts = config.plateau_patience is not None and not self.spans_world
-        if adapts and not self.epochs and self.phase == "cycling" and self.step >= 2 * config.steps_per_epoch:
+        late = self.step > 2 * max(1.0, config.steps_per_epoch)
+        if adapts and late and not self.epochs and self.phase == "cycling":
             self._warn_once(
                 f"epoch_end() was not called in {self.step} steps, so B={self.every} and S={self.wait} stay as they "
                 "are; call replica.epoch_end(loss) after each epoch, or pin them by plateau_patience=None"
@@ -344,10 +383,11 @@ class DASOMethod(Method):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go to where the save was made; what is under way is dropped unseen, for it may be what diverged."""
-        if self.flight is not None and self.flight.mean is None:
+        if self.flight is not None and not self.flight.means:
             assert self.flight.counters is not None
             self.flight.counters.wait()
-            self.transfer.end()
+            for part in self.cargo:
+                part.transfer.end()
         super().load_state(state)
         self.every, self.wait = state["pace"]
         self.plateau = Plateau(**state["plateau"])
@@ -357,22 +397,38 @@ class DASOMethod(Method):
 
     def tensors(self) -> dict[str, Tensor]:
         """What was last agreed on, and what came back but is not due yet."""
-        kept = {} if self.spans_world else {"base": self.base}
-        under_way = {"mean": self.flight.mean, "own": self.flight.own} if self.flight else {}
-        return kept | {name: t for name, t in under_way.items() if t is not None}
+        kept = {f"base.{i}": part.base for i, part in enumerate(self.cargo)}
+        if self.flight is not None:
+            kept |= {f"mean.{i}": mean for i, mean in enumerate(self.flight.means)}
+            kept |= {"own": self.flight.own} if self.flight.own is not None else {}
+        return kept
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Take it back; in a save of one node all agree on the model."""
-        if not self.spans_world:
-            self.base = tensors["base"] if tensors else pack_wide(self.travellers)
+        self._load_cargo()
+        for i, part in enumerate(self.cargo if tensors else ()):
+            base = tensors[f"base.{i}"]
+            if base.shape != part.base.shape:
+                raise ConfigError(
+                    f"the save is of {len(base)} trained values, here are {len(part.base)}; "
+                    "freeze the same parameters as where it was made"
+                )
+            part.base = base
         if self.flight is not None:
-            self.flight.mean, self.flight.own = tensors["mean"], tensors.get("own")
+            self.flight.means = [tensors[f"mean.{i}"] for i in range(len(self.cargo))]
+            self.flight.own = tensors.get("own")
 
     def own_tensors(self) -> dict[str, Tensor]:
         """What this worker could not say in the bits it had."""
-        return {} if self.spans_world else self.transfer.state()
+        return self.cargo[0].transfer.state() if self.cargo else {}
 
     def load_own_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Take it back."""
         if tensors:
-            self.transfer.load_state(tensors)
+            self.cargo[0].transfer.load_state(tensors)
+
+
+def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """A flat vector in the shapes of the tensors that it holds one after the other."""
+    pieces = flat.split([t.numel() for t in like])
+    return [piece.view(t.shape) for piece, t in zip(pieces, like, strict=True)]

@@ -168,7 +168,7 @@ class _Stage:
             restless += 1
             if self.replica.step == epoch:
                 # A plan believes in losses that fall: when they stop is not known before.
-                self.replica.epoch_end(2.0 ** -min(1000, epoch * self.subject.epochs // self.subject.steps))
+                self.replica.epoch_end(-(2.0 ** (1000 * epoch / self.subject.steps)))
             self._evaluate_if_due()
         self.replica.finish()
         self._sum_of_evaluation()

@@ -121,7 +121,9 @@ class Recipe:
         """Fields of a method's config that hold unless a user sets them."""
         own = self.suited.get(method, Suited())
         length = {"total_steps": self.steps, "steps_per_epoch": self.steps_per_epoch}
-        return {"clip": self.suited_to(method).clip, **own.settings, **length}
+        phase = min(4, self.epochs / 4)  # a run of few epochs still has room for what lies between
+        phases = {"warmup_epochs": phase, "cooldown_epochs": phase}
+        return {"clip": self.suited_to(method).clip, **phases, **own.settings, **length}
 
 
 def describe_optimizer(make: MakeOptimizer) -> dict[str, Any]:
