@@ -69,7 +69,7 @@ def reference(
             for i, model in enumerate(models):
                 for j, (w, mean) in enumerate(zip(floats(model), sent[step - wait], strict=True)):
                     if compensate and wait and j < len(list(model.parameters())):
-                        w.add_(nodes / (2 * wait + nodes) * (mean - own[step - wait][i][j]))
+                        w.copy_(mean + w - own[step - wait][i][j])
                     else:
                         w.copy_((2 * wait * w + nodes * mean) / (2 * wait + nodes))
         if step % every == 0:
@@ -525,7 +525,20 @@ def become_two(rank: int, folder: str) -> tuple[str, str]:
     replica.load(Path(folder) / "lone")
     for number in range(3, 6):
         small.step(replica, optimizer, rank, number)
+    fresh, used = (coded_after(rank, steps, Path(folder) / "coded") for steps in (0, 5))
+    assert fresh == used, "what was left to say is forgotten by a load"
     return small.model_bits(replica.module), said
+
+
+def coded_after(rank: int, steps: int, folder: Path) -> str:
+    """A lone node's save, gone on with by nodes that had trained so many steps before."""
+    replica, optimizer = build(daso(max_skips=2, wait=0, wire="int8"), seed=1)
+    for number in range(steps):
+        small.step(replica, optimizer, rank, number)
+    replica.load(folder)
+    for number in range(3, 7):
+        small.step(replica, optimizer, rank, number)
+    return small.model_bits(replica.module)
 
 
 def save_a_pair(rank: int, folder: str) -> None:
@@ -535,10 +548,11 @@ def save_a_pair(rank: int, folder: str) -> None:
 
 
 def test_a_lone_node_may_become_several(tmp_path: Path) -> None:
-    replica, optimizer = build(daso(max_skips=2, wait=0))
-    for number in range(3):
-        small.step(replica, optimizer, 0, number)
-    replica.save(tmp_path / "lone")
+    for name, wire in (("lone", "bf16"), ("coded", "int8")):
+        replica, optimizer = build(daso(max_skips=2, wait=0, wire=wire))
+        for number in range(3):
+            small.step(replica, optimizer, 0, number)
+        replica.save(tmp_path / name)
     gang.run(save_a_pair, 2, str(tmp_path))
     found = gang.run(become_two, 4, str(tmp_path))
     assert len({bits for bits, _ in found}) == 1

@@ -31,8 +31,8 @@ class DASO:
     """S, steps that training goes on while an average is under way, at most B; 0 waits for it."""
 
     compensate: bool = False
-    """Whether what comes back is compared with what the node sent, w ← w + P/(2S + P)·(mean − sent). Else with what it
-    holds by then, Eq. 3.2, which takes P·S/(2S + P) steps of training back every B steps."""
+    """Whether a node keeps all that it trained while an average was under way, w ← mean + (w − what it sent), as in
+    arXiv 1906.12043; good where S is 1 or 2. Else Eq. 3.2, which takes P·S/(2S + P) steps back every B steps."""
 
     plateau_patience: int | None = 2
     """Calls of `epoch_end` without a better loss, after the first of which more than so many halve B and S; at B = 1

@@ -4,8 +4,8 @@ Gradients are averaged inside the node at every step. Between nodes, parameters:
 
     1. warm-up: at every step, and everybody waits
     2. cycling: every B steps nodes send what they hold and go on training. S steps later the mean is there, and
-       w ← w + P/(2S + P) · (mean − w), with P the number of nodes (Eq. 3.2); or, compensated, the difference of the
-       mean to what the node sent
+       w ← (2S·w + P·mean) / (2S + P), with P the number of nodes (Eq. 3.2); or, compensated, the mean and all that
+       the node itself has trained since
     3. cool-down: as the warm-up, so that all end with one model
 
 Once the loss does not fall any more B and S are halved; at B = 1 both start again. What travels is the difference to
@@ -279,7 +279,7 @@ class DASOMethod(Method):
             tensors = part.tensors()
             wide = [t.detach().to(part.base.dtype) for t in tensors]  # the tensor itself where it is wide already
             if part is self.cargo[0] and flight.own is not None:
-                torch._foreach_add_(wide, _views(torch.sub(part.base, flight.own, out=flight.own), wide), alpha=weight)
+                torch._foreach_add_(wide, _views(torch.sub(part.base, flight.own, out=flight.own), wide))
             elif flight.wait:
                 torch._foreach_lerp_(wide, _views(part.base, wide), weight)
             else:
