@@ -1,6 +1,6 @@
 """B × S: how accurate and how fast DASO is by how seldom it averages and how late (dissertation, Table 3.1, in small).
 
-sudo python benchmarks/daso/grid.py --out runs/daso-grid            about an hour on 2 cores
+sudo python benchmarks/daso/grid.py --out runs/daso-grid            about 25 minutes on 2 cores
 python benchmarks/daso/grid.py --out runs/daso-plain --plain        on plain workers: accuracy and bytes, no seconds
 
 Two hosts with two gloo workers each over a slow link, warm-up and cool-down of 4 of the recipe's 30 epochs, B and S
@@ -28,8 +28,8 @@ from thinwire.report.records import read_records
 from thinwire.report.tables import figure, ratio
 
 HOSTS, WORKERS = 2, 4
-KINDS = {"S = 0": lambda b: 0, "S = 1": lambda b: 1, "S = B/2": lambda b: b // 2, "S = B": lambda b: b}
-"""How S goes with B: one line each in the picture."""
+KINDS = {"S = 0": lambda b: 0, "S = 1": lambda b: 1, "S = B": lambda b: b}
+"""How S goes with B: one line each in the picture, and one more where what comes late is compensated."""
 
 
 class Cell(NamedTuple):
@@ -37,21 +37,26 @@ class Cell(NamedTuple):
 
     skips: int = 0
     wait: int = 0
+    compensated: bool = False
 
     @property
     def name(self) -> str:
-        return f"B={self.skips} S={self.wait}" if self.skips else "allreduce"
+        return f"B={self.skips} S={self.wait}{' compensated' * self.compensated}" if self.skips else "allreduce"
 
     @property
     def settings(self) -> tuple[str, ...]:
         pinned = ("warmup_epochs=4", "cooldown_epochs=4", "plateau_patience=none")
-        return (f"max_skips={self.skips}", f"wait={self.wait}", *pinned) if self.skips else ()
+        own = (f"max_skips={self.skips}", f"wait={self.wait}", f"compensate={str(self.compensated).lower()}")
+        return (*own, *pinned) if self.skips else ()
 
 
-def cells(skips: list[int]) -> list[Cell]:
+def cells(skips: list[int], compensate: bool) -> list[Cell]:
     """All-reduce, then every B with each S there is for it."""
-    waits = {b: sorted({kind(b) for kind in KINDS.values()}) for b in skips}
-    return [Cell(), *(Cell(b, s) for b in skips for s in waits[b])]
+    found = [Cell()]
+    for b in skips:
+        for s in sorted({kind(b) for kind in KINDS.values()}):
+            found += [Cell(b, s), *([Cell(b, s, True)] if compensate and s else [])]
+    return found
 
 
 def main() -> None:
@@ -60,7 +65,7 @@ def main() -> None:
     recipe = named(given.recipe, steps=given.steps)
     about = {"recipe": given.recipe, "steps": recipe.steps, "rate": None if given.plain else given.rate}
     found = _kept(given.out / "grid.json", about)
-    chosen = cells([int(b) for b in given.skips.split(",")])
+    chosen = cells([int(b) for b in given.skips.split(",")], given.compensate)
     if not given.tables:
         with ExitStack() as stack:
             places: tuple[Seat, ...] = (Seat(),)
@@ -130,7 +135,9 @@ def table(summed: dict[Cell, dict[str, Any]], about: dict[str, Any]) -> str:
     headings = ["B", "S", metric, "bytes vs fp32 all-reduce", *timed, "seeds"]
     lines = [f"### {_title(about)}", "", f"| {' | '.join(headings)} |", f"|{' --: |' * len(headings)}"]
     for cell, row in summed.items():
-        place = [str(cell.skips), str(cell.wait)] if cell.skips else ["all-reduce", ""]
+        place = (
+            [str(cell.skips), f"{cell.wait}{', compensated' * cell.compensated}"] if cell.skips else ["all-reduce", ""]
+        )
         spent = [f"{row['seconds']:.1f}"] if timed else []
         words = [*place, figure(metric, row["mean"], row["std"]), ratio(row["bytes"]), *spent, str(row["seeds"])]
         lines.append(f"| {' | '.join(words)} |")
@@ -145,14 +152,18 @@ def draw(summed: dict[Cell, dict[str, Any]], about: dict[str, Any], path: Path) 
     panels = [("mean", metric)] + ([("seconds", "seconds of training")] if about["rate"] else [])
     picture = blank(5.5 * len(panels), 4.4)
     for axes, (key, beside) in zip(picture.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        for stroke, (kind, wait) in zip(strokes(len(KINDS)), KINDS.items(), strict=True):
-            _line(
-                axes,
-                {c.skips: row for c, row in summed.items() if c.skips and c.wait == wait(c.skips)},
-                key,
-                stroke,
-                kind,
-            )
+        lines = {
+            f"{kind}{', compensated' * way}": {
+                c.skips: row
+                for c, row in summed.items()
+                if c.skips and c.wait == wait(c.skips) and c.compensated == way
+            }
+            for kind, wait in KINDS.items()
+            for way in (False, True)
+        }
+        drawn = {label: by_skips for label, by_skips in lines.items() if by_skips}
+        for stroke, (label, by_skips) in zip(strokes(len(drawn)), drawn.items(), strict=True):
+            _line(axes, by_skips, key, stroke, label)
         if (usual := summed.get(Cell())) is not None:
             axes.axhline(usual[key], color="#8c8c8c", linestyle="--", label="all-reduce")
         _mark_skips(axes, sorted({cell.skips for cell in summed if cell.skips}))
@@ -210,6 +221,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="instead of the recipe's")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--skips", default="1,2,4,8,16,32", help="B, by commas")
+    parser.add_argument("--compensate", action="store_true", help="every S above 0 with compensation as well")
     parser.add_argument("--rate", default="100Mbit", help="of each host's link, or unshaped")
     parser.add_argument("--plain", action="store_true", help="workers of this machine without hosts; no root needed")
     parser.add_argument("--tables", action="store_true", help="run nothing")

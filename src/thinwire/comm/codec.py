@@ -14,10 +14,10 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.detach().reshape(-1) for t in tensors])
 
 
-def pack_wide(tensors: Sequence[Tensor]) -> Tensor:
-    """One flat copy of tensors of any floating dtypes, in fp32 at least."""
+def pack_wide(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """One flat copy of tensors of any floating dtypes, in fp32 at least; in `out` if it is given."""
     dtype = reduce(torch.promote_types, {t.dtype for t in tensors}, torch.float32)
-    return torch.cat([t.detach().reshape(-1).to(dtype) for t in tensors])
+    return torch.cat([t.detach().reshape(-1).to(dtype) for t in tensors], out=out)
 
 
 def unpack_into(flat: Tensor, tensors: Sequence[Tensor]) -> None:

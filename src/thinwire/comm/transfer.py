@@ -55,8 +55,15 @@ class Transfer:
         """Steps after `begin` at which `middle` is to be called, if all may take `steps`; None where there is none."""
         return None
 
+    def carries(self, number: int) -> bool:
+        """Whether this worker's values are sent at all the `number`th time."""
+        return self.wire.carries
+
     def begin(self, values: Tensor, steps: int, number: int = 0) -> None:
-        """Send the group's values, which come back `steps` steps later; `number` is for those that take turns."""
+        """Send the group's values, which come back `steps` steps later; `number` is for those that take turns.
+
+        Of a worker that does not carry only how many they are is looked at.
+        """
         self._dtype = values.dtype
         topology = self.wire.topology
         if len(topology.groups) == 1:
@@ -76,13 +83,18 @@ class Transfer:
 
     def end(self) -> Tensor | None:
         """The mean, the same bits on all workers; None if someone's values could not be sent."""
+        mean = self.end_narrow()
+        return mean.to(self._dtype) if mean is not None else None
+
+    def end_narrow(self) -> Tensor | None:
+        """The same as it travelled."""
         assert self._pending is not None, "nothing is on its way"
         mean, self._pending = self._pending.wait(), None
         for j, share in enumerate(self._shares):
             if share.numel():
                 self.wire.share_out([share], j, self.purpose)
         self._shares = []
-        return mean.to(self._dtype)
+        return mean
 
     def state(self) -> dict[str, Tensor]:
         """What stays with this worker between two transfers."""
@@ -115,7 +127,7 @@ class CodedTransfer(Transfer):
     def begin(self, values: Tensor, steps: int, number: int = 0) -> None:
         """Add the values to what was not said yet, and send that."""
         self._dtype, self._steps, self._halfway = values.dtype, steps, False
-        healthy = all_finite([values])
+        healthy = not self.wire.carries or all_finite([values])
         start, end = self.sum.span[0], min(self.sum.span[1], self.size)
         if healthy and start < end:
             self.sum.residual[: end - start] += values[start:end]
@@ -129,11 +141,16 @@ class CodedTransfer(Transfer):
             with hidden_behind(self.wire, self._steps // 2):
                 self.sum.middle()
 
-    def end(self) -> Tensor | None:
-        """The mean as all workers heard it."""
+    def end_narrow(self) -> Tensor | None:
+        """The mean as all workers heard it, where the next one will be written."""
         self.middle()
         mean = self.sum.end()
-        return mean[: self.size].to(self._dtype, copy=True) if mean is not None else None
+        return mean[: self.size] if mean is not None else None
+
+    def end(self) -> Tensor | None:
+        """A copy of it."""
+        mean = self.end_narrow()
+        return mean.to(self._dtype, copy=True) if mean is not None else None
 
     def state(self) -> dict[str, Tensor]:
         """Both errors."""
@@ -159,6 +176,11 @@ class Rotating:
         """As of any of them."""
         return self.turns[0].turn(steps)
 
+    def carries(self, number: int) -> bool:
+        """Whether it is this worker's turn."""
+        with self.wire.carried_by(number % len(self.turns)):
+            return self.wire.carries
+
     def begin(self, values: Tensor, steps: int, number: int = 0) -> None:
         """Send by the member whose turn the `number`th transfer is."""
         self._member = number % len(self.turns)
@@ -170,10 +192,10 @@ class Rotating:
         with self.wire.carried_by(self._member):
             self.turns[self._member].middle()
 
-    def end(self) -> Tensor | None:
+    def end_narrow(self) -> Tensor | None:
         """The mean, handed on to its group by who carried it."""
         with self.wire.carried_by(self._member):
-            return self.turns[self._member].end()
+            return self.turns[self._member].end_narrow()
 
     def state(self) -> dict[str, Tensor]:
         """Of all of them."""

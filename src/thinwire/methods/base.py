@@ -107,6 +107,11 @@ class Method(ABC):
         return True
 
     @property
+    def assumes(self) -> str:
+        """What a plan takes for granted that a run may decide otherwise."""
+        return ""
+
+    @property
     def quiet_until(self) -> int:
         """The next step that may be unlike the one before it; a plan counts those up to it by one of them."""
         return self.step + 1

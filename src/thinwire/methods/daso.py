@@ -62,6 +62,8 @@ class Cargo:
     transfer: Transfer | Rotating
     base: Tensor
     """What all nodes last agreed on."""
+    room: Tensor
+    """For as much again; taking new memory each time costs more than filling it."""
 
 
 @dataclass
@@ -131,6 +133,12 @@ class DASOMethod(Method):
         return len(self.topology.groups) == 1
 
     @property
+    def assumes(self) -> str:
+        """Losses are not known before."""
+        adapts = self.config.plateau_patience is not None and not self.spans_world
+        return "the loss keeps falling, so B and S stay" if adapts else ""
+
+    @property
     def quiet_until(self) -> int:
         """The end of a phase; in cycling the next average that is sent, or comes back."""
         if self.phase != "cycling" or self.spans_world:
@@ -196,7 +204,7 @@ class DASOMethod(Method):
         with self.wire.ledger.everything_is("merge"):  # training pays for it, not the evaluation
             self.settle()
         before = self.flight, self.cargo, self.sends, self.sent_at, self.agreed_at
-        self.cargo = [replace(part) for part in self.cargo]
+        self.cargo = [replace(p, base=p.base.clone(), room=torch.empty_like(p.base)) for p in self.cargo]
         errors = [{name: t.clone() for name, t in part.transfer.state().items()} for part in self.cargo]
         with put_back(self.model):
             try:
@@ -232,7 +240,7 @@ class DASOMethod(Method):
             if any(t.numel() for t in tensors()):
                 base = pack_wide(tensors())
                 transfer = make(self.wire, base.numel(), rounding, base.device, "merge")
-                self.cargo.append(Cargo(tensors, transfer, base))
+                self.cargo.append(Cargo(tensors, transfer, base, torch.empty_like(base)))
 
     def _statistics(self) -> list[Tensor]:
         """Running means and variances; in fewer bits a small variance beside a large one might become negative."""
@@ -261,10 +269,11 @@ class DASOMethod(Method):
     def _send(self, wait: int) -> None:
         self.flight = Flight(self.step, wait, self.ask_counters())
         for part in self.cargo:
-            values = pack_wide(part.tensors())
             if part is self.cargo[0] and wait and self.config.compensate:
-                self.flight.own = values.clone()
-            part.transfer.begin(values.sub_(part.base), wait, self.sends)
+                self.flight.own = pack_wide(part.tensors())
+            if part.transfer.carries(self.sends):
+                pack_wide(part.tensors(), out=part.room).sub_(part.base)
+            part.transfer.begin(part.room, wait, self.sends)
         self.sent_at = self.step
         self.sends += 1
 
@@ -296,7 +305,7 @@ class DASOMethod(Method):
         flight, self.flight = self.flight, None
         assert flight is not None, "nothing is on its way"
         for part, mean in zip(self.cargo, flight.means, strict=True):
-            part.base = mean
+            part.base, part.room = mean, part.base
         return flight
 
     def settle(self) -> None:
@@ -306,7 +315,7 @@ class DASOMethod(Method):
             return
         assert flight.counters is not None
         self.compare_counters(flight.counters.wait().tolist())
-        found = [part.transfer.end() for part in self.cargo]
+        found = [part.transfer.end_narrow() for part in self.cargo]
         means = [mean for mean in found if mean is not None]
         if len(means) < len(found) or not all_finite(means):
             self.flight = None
@@ -315,7 +324,7 @@ class DASOMethod(Method):
                 f"what nodes sent does not add up to finite numbers at step {self.step}; lower the learning rate or go "
                 "back to a checkpoint"
             )
-        flight.means = [mean.add_(part.base) for mean, part in zip(means, self.cargo, strict=True)]
+        flight.means = [torch.add(part.base, mean, out=part.room) for mean, part in zip(means, self.cargo, strict=True)]
 
     def _refuse_complex(self) -> None:
         name = next((name for name, p in self.model.named_parameters() if p.is_complex() and p.requires_grad), None)
@@ -351,9 +360,8 @@ class DASOMethod(Method):
 
     def _warn(self) -> None:
         config = self.config
-        adapts = config.plateau_patience is not None and not self.spans_world
         late = self.step > 2 * max(1.0, config.steps_per_epoch)
-        if adapts and late and not self.epochs and self.phase == "cycling":
+        if self.assumes and late and not self.epochs and self.phase == "cycling":
             self._warn_once(
                 f"epoch_end() was not called in {self.step} steps, so B={self.every} and S={self.wait} stay as they "
                 "are; call replica.epoch_end(loss) after each epoch, or pin them by plateau_patience=None"
@@ -387,7 +395,7 @@ class DASOMethod(Method):
             assert self.flight.counters is not None
             self.flight.counters.wait()
             for part in self.cargo:
-                part.transfer.end()
+                part.transfer.end_narrow()
         super().load_state(state)
         self.every, self.wait = state["pace"]
         self.plateau = Plateau(**state["plateau"])

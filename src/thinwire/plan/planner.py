@@ -123,6 +123,7 @@ class Plan:
             "speedup": row.speedup(self.baseline, self.links),
             "pays_below_bits": pays_below(forecast, self.baseline, self.links),
             "memory_bytes": forecast.memory,
+            "assumes": forecast.rehearsals[0].assumes,
         }
 
 

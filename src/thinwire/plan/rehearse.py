@@ -110,6 +110,8 @@ class Rehearsal:
     """Shapes of the weights this worker decomposed; where there are any, what is sent depends on ranks."""
     sharers: int = 1
     """Workers that share the decompositions out among themselves."""
+    assumes: str = ""
+    """What is taken for granted of the run."""
     state_bytes: int = 0
     """The most that parameters, gradients, their buckets, buffers, the optimizer's and the method's state took."""
 
@@ -141,6 +143,7 @@ def rehearse(subject: Subject, config: Any, topology: Topology, foresee: Foresig
         return basis(layer, foresee(layer, method.step / subject.steps) if cutoff else None, max_shrink)
 
     method = make(config, Ground(model, optimizer, wire, find_factors=find_factors, find_basis=find_basis))
+    found.assumes = method.assumes
     _Stage(subject, method, Replica(method), wire, found).play()
     return found
 

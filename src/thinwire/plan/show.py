@@ -50,6 +50,10 @@ def _caption(plan: dict[str, Any]) -> str:
         told.append(f"Ranks of {plan['ranks']}.")
     elif any(row["slow_bytes_range"] for row in plan["methods"]):
         told.append("Ranks of a typical run; below, rank 1 to full rank. A run's own: --ranks DIR.")
+    assumed: dict[str, list[str]] = {}
+    for row in plan["methods"]:
+        assumed.setdefault(row["assumes"], []).append(row["method"])
+    told += [f"{', '.join(methods)}: if {what}." for what, methods in assumed.items() if what]
     if plan["allreduce"] == "tree":
         told.append("All-reduce by a tree over nodes; the ledger counts gloo's ring.")
     if plan["compute_measured"]:
