@@ -43,6 +43,16 @@ def digits() -> Recipe:
         eval_every=25,
         suited={
             "oialr": Suited({"delay": 0.1, "cutoff": 0.2}),
+            "daso": Suited(
+                {
+                    "max_skips": 32,
+                    "wait": 32,
+                    "warmup_epochs": 1,
+                    "cooldown_epochs": 1,
+                    "compensate": True,
+                    "plateau_patience": None,
+                }
+            ),
             "powersgd": Suited({"rank": 1}),
             "localsgd": Suited({"every": 48}),
             "diloco": Suited({"every": 24, "outer_lr": 0.4, "warmup": 0.05}),
@@ -71,6 +81,7 @@ def shakespeare() -> Recipe:
         suited={
             "ab": Suited({"merge": "trained"}),
             "oialr": Suited({"delay": 0.8, "layer_fraction": 0.25}),
+            "daso": Suited({"compensate": True}),
             "powersgd": Suited({"rank": 16, "start_step": 0.05}),
             "localsgd": Suited({"every": 4, "warmup": 0.05}),
             "diloco": Suited({"every": 12, "outer_momentum": 0.5, "warmup": 0.05}),
