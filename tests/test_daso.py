@@ -16,6 +16,7 @@ import gang
 import small
 import thinwire
 from thinwire import DASO, ConfigError, DisagreementError, DivergedError
+from thinwire.comm.codec import checksum
 from thinwire.comm.collectives import Pending
 from thinwire.methods.daso import Plateau
 
@@ -271,16 +272,38 @@ def tiny_updates(rank: int) -> dict[str, Any]:
         x, y = small.batch(rank, number)
         F.cross_entropy(replica(x.bfloat16()), y).backward()
         optimizer.step()
-    return found | {"still": small.same(before, small.clone(half))}
+    return found | {"still": small.same(before, small.clone(half)), "half": half_precision(rank)}
+
+
+def half_precision(rank: int) -> list[int]:
+    """A bf16 model with its BatchNorm in fp32, after averages that are waited for and after one that came late."""
+    seen = []
+    for fields in ({"wait": 0}, {"wait": 1}, {"wait": 1, "compensate": True}):
+        model = small.net().to(torch.bfloat16)
+        model.norm.float()
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        replica = thinwire.attach(model, optimizer, daso(max_skips=2, **fields))
+        for number in range(4 + fields["wait"]):
+            x, y = small.batch(rank, number)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                F.cross_entropy(replica(x.bfloat16()).float(), y).backward()
+            optimizer.step()
+        seen.append(checksum([*model.parameters(), *model.buffers()]))
+        assert gap(floats(model), floats(small.net())) > 0.1
+    return seen
 
 
 def test_small_updates_survive_rounding_and_what_stands_still_stays() -> None:
-    for found in gang.run(tiny_updates, 2):
+    everyone = gang.run(tiny_updates, 2)
+    for found in everyone:
         for wire in ("fp32", "bf16", "int8"):
             assert found[wire, True] == pytest.approx(40 * 1.5e-5, rel=0.01)
             # The equation takes P·S / (2S + P) of a step back every B steps: half a step of two.
             assert found[wire, False] == pytest.approx((40 - 19 / 2) * 1.5e-5, rel=0.01)
         assert found["still"]
+    (waited, late, kept), (other_waited, other_late, other_kept) = (mine["half"] for mine in everyone)
+    assert waited == other_waited and late != other_late and kept != other_kept and late != kept
 
 
 class Odd(nn.Module):
@@ -303,8 +326,11 @@ class Odd(nn.Module):
         return self.line(self.norm(x))
 
 
-def odd_buffers(rank: int) -> list[Any]:
-    """What all of it comes to, by the wire: the finished model, its smallest variance, its bytes."""
+def odd_buffers(rank: int) -> tuple[list[Any], str]:
+    """What all of it comes to, by the wire: the finished model, its smallest variance, its bytes.
+
+    And a model whose statistics moved after its last average.
+    """
     found = []
     for wire, steps in (("int8", 40), ("bf16", 13), ("fp32", 12)):
         model, table = Odd(), Odd().table
@@ -325,14 +351,25 @@ def odd_buffers(rank: int) -> list[Any]:
         assert torch.equal(done.table, table) and bool(torch.isinf(done.mask).any())
         assert bool(torch.isfinite(done.eval()(scale[None])).all())
         found.append((lent, small.model_bits(done), ended, lowest, replica.traffic.slow_bytes_for("merge")))
+    model = small.net()
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, daso(max_skips=1, wait=0))
+    small.step(replica, optimizer, rank, 0)
+    with torch.no_grad():
+        replica(small.batch(rank, 1)[0])  # as `update_bn` does
+    moved = small.model_bits(replica.finish())
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(ConfigError, match="all are frozen"):
+        thinwire.attach(frozen, small.sgd(frozen), daso())
     model = nn.Linear(2, 2, dtype=torch.complex64)
     with pytest.raises(ConfigError, match="cannot carry the complex parameter 'weight'"):
         thinwire.attach(model, small.sgd(model), daso())
-    return found
+    return found, moved
 
 
 def test_buffers_of_every_kind_agree_in_the_end() -> None:
-    first, second = gang.run(odd_buffers, 2)
+    (first, moved), (second, other_moved) = gang.run(odd_buffers, 2)
+    assert moved == other_moved
     for (lent, done, _, lowest, sent), (other_lent, other_done, *_), width in zip(
         first, second, (1, 2, 4), strict=True
     ):

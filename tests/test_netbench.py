@@ -35,7 +35,7 @@ needs_hosts = pytest.mark.skipif(reason is not None, reason=f"hosts cannot be ma
 
 # Every method there is, every other wire it has, and settings under which the thrifty ones send more than a little.
 EXTRA = """allreduce:wire=bf16 allreduce:wire=int8 ab:wire=bf16 powersgd:rank=16 localsgd:every=6:wire=bf16
-    diloco:every=6:wire=int8 daso:wire=int8:max_skips=4:wait=2:sharded=true topk:density=0.2"""
+    diloco:every=6:wire=int8 daso:max_skips=4 daso:wire=int8:max_skips=4:wait=2:sharded=true topk:density=0.2"""
 VARIANTS = [*METHODS, *(label for label in EXTRA.split() if label.split(":")[0] in METHODS)]
 STEPS = 16
 

@@ -46,7 +46,6 @@ def digits() -> Recipe:
             "daso": Suited(
                 {
                     "max_skips": 32,
-                    "wait": 32,
                     "warmup_epochs": 1,
                     "cooldown_epochs": 1,
                     "compensate": True,

@@ -21,6 +21,7 @@ from thinwire.comm.collectives import Pending, Wire
 from thinwire.comm.compressed import CompressedSum
 from thinwire.comm.dry import DryWire
 from thinwire.comm.sent import Sent
+from thinwire.errors import ConfigError
 
 _BLOCK = 256
 
@@ -69,6 +70,8 @@ class Transfer:
         if len(topology.groups) == 1:
             self._pending = Pending(values, None, self.wire.ledger, self.purpose, Sent())
             return
+        if values.is_complex() and self.rounding != "fp32":
+            raise ConfigError(f"`wire`={self.rounding!r} cannot carry complex parameters; use 'fp32'")
         dtype = values.dtype if self.rounding == "fp32" else WIRES[self.rounding]
         travelling = torch.empty_like(values, dtype=dtype)
         if self.wire.carries:  # to the others it comes from those that do

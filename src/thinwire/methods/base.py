@@ -180,6 +180,10 @@ class Method(ABC):
         """What a checkpoint keeps of this worker alone, as tensors."""
         return {}
 
+    def workspace(self) -> list[Tensor]:
+        """What it holds beside that, for good; a plan counts it as memory."""
+        return []
+
     def users_optimizer(self) -> AbstractContextManager[None]:
         """Around a checkpoint's look at the optimizer, which has all of its user's settings there."""
         return nullcontext()

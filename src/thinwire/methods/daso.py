@@ -51,6 +51,8 @@ class Flight:
     """What came back, if it was waited for before its time."""
     own: Tensor | None = None
     """The parameters that this node sent, where it is compensated."""
+    first: int = 0
+    """The first part of the cargo that it carries."""
 
 
 @dataclass
@@ -64,6 +66,15 @@ class Cargo:
     """What all nodes last agreed on."""
     room: Tensor
     """For as much again; taking new memory each time costs more than filling it."""
+
+    def check_size(self) -> None:
+        """Refuse tensors that have become others than those that were attached."""
+        now = sum(t.numel() for t in self.tensors())
+        if now != len(self.base):
+            raise ConfigError(
+                f"what nodes average had {len(self.base)} values when it was attached and has {now}; "
+                "detach() before parameters or running statistics change their size, and attach() again"
+            )
 
 
 @dataclass
@@ -193,8 +204,10 @@ class DASOMethod(Method):
         self.check_health()
         if self.flight is not None:
             self._take()
-        if self.agreed_at != self.step:
-            self._send(0)
+        # Statistics may have moved since, by batches that were no step of training.
+        first = 0 if self.agreed_at != self.step else 1
+        if self.cargo[first:]:
+            self._send(0, first)
             self._arrive()
         self._average_rest()
 
@@ -233,6 +246,8 @@ class DASOMethod(Method):
             return
         self._refuse_complex()
         trained = [p for p in self.parameters() if p.requires_grad]
+        if not trained:
+            raise ConfigError("no parameter of the model is trained: all are frozen, so there is nothing to average")
         make = make_transfer if self.config.sharded else make_rotating
         kinds: list[tuple[Callable[[], list[Tensor]], str]]
         kinds = [(lambda: list(trained), self.config.wire), (self._statistics, "fp32")]
@@ -245,11 +260,12 @@ class DASOMethod(Method):
     def _statistics(self) -> list[Tensor]:
         """Running means and variances; in fewer bits a small variance beside a large one might become negative."""
         norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
-        return [b for norm in norms for b in norm.buffers(recurse=False) if b.is_floating_point()]
+        found = [b for norm in norms for b in norm.buffers(recurse=False) if b.is_floating_point()]
+        return list({id(b): b for b in found}.values())
 
     def _average_rest(self) -> None:
         """Buffers that do not travel with the parameters, if they differ."""
-        known = {id(b) for b in self._statistics()}
+        known = {id(b) for part in self.cargo for b in part.tensors()}
         average_buffers(self.wire, [b for b in self.model.buffers() if id(b) not in known], self.weight)
 
     def _cycle(self) -> None:
@@ -266,9 +282,10 @@ class DASOMethod(Method):
             if self.wait == 0:
                 self._arrive()
 
-    def _send(self, wait: int) -> None:
-        self.flight = Flight(self.step, wait, self.ask_counters())
-        for part in self.cargo:
+    def _send(self, wait: int, first: int = 0) -> None:
+        self.flight = Flight(self.step, wait, self.ask_counters(), first=first)
+        for part in self.cargo[first:]:
+            part.check_size()
             if part is self.cargo[0] and wait and self.config.compensate:
                 self.flight.own = pack_wide(part.tensors())
             if part.transfer.carries(self.sends):
@@ -284,7 +301,7 @@ class DASOMethod(Method):
         """
         flight, nodes = self._take(), len(self.topology.groups)
         weight = nodes / (2 * flight.wait + nodes)
-        for part in self.cargo:
+        for part in self.cargo[flight.first :]:
             tensors = part.tensors()
             wide = [t.detach().to(part.base.dtype) for t in tensors]  # the tensor itself where it is wide already
             if part is self.cargo[0] and flight.own is not None:
@@ -304,7 +321,7 @@ class DASOMethod(Method):
         self.settle()
         flight, self.flight = self.flight, None
         assert flight is not None, "nothing is on its way"
-        for part, mean in zip(self.cargo, flight.means, strict=True):
+        for part, mean in zip(self.cargo[flight.first :], flight.means, strict=True):
             part.base, part.room = mean, part.base
         return flight
 
@@ -315,7 +332,8 @@ class DASOMethod(Method):
             return
         assert flight.counters is not None
         self.compare_counters(flight.counters.wait().tolist())
-        found = [part.transfer.end_narrow() for part in self.cargo]
+        parts = self.cargo[flight.first :]
+        found = [part.transfer.end_narrow() for part in parts]
         means = [mean for mean in found if mean is not None]
         if len(means) < len(found) or not all_finite(means):
             self.flight = None
@@ -324,7 +342,7 @@ class DASOMethod(Method):
                 f"what nodes sent does not add up to finite numbers at step {self.step}; lower the learning rate or go "
                 "back to a checkpoint"
             )
-        flight.means = [torch.add(part.base, mean, out=part.room) for mean, part in zip(means, self.cargo, strict=True)]
+        flight.means = [torch.add(part.base, mean, out=part.room) for mean, part in zip(means, parts, strict=True)]
 
     def _refuse_complex(self) -> None:
         name = next((name for name, p in self.model.named_parameters() if p.is_complex() and p.requires_grad), None)
@@ -355,8 +373,7 @@ class DASOMethod(Method):
             self.wait = min(max(1, self.wait // 2), self.every) if config.wait else 0
         self.events.append({"step": self.step, "every": self.every, "wait": self.wait})
         if self.topology.rank == 0:
-            told = "the loss stopped falling at step %d: from now on an average every %d steps, taken in %d steps later"
-            log.info(told, *self.events[-1].values())
+            log.info("the loss stopped falling at step %d: from now on B = %d, S = %d", *self.events[-1].values())
 
     def _warn(self) -> None:
         config = self.config
@@ -418,13 +435,17 @@ class DASOMethod(Method):
             base = tensors[f"base.{i}"]
             if base.shape != part.base.shape:
                 raise ConfigError(
-                    f"the save is of {len(base)} trained values, here are {len(part.base)}; "
-                    "freeze the same parameters as where it was made"
+                    f"the save holds {len(base)} values that nodes average, here are {len(part.base)}; "
+                    "build the same model, with the same parameters frozen"
                 )
             part.base = base
         if self.flight is not None:
             self.flight.means = [tensors[f"mean.{i}"] for i in range(len(self.cargo))]
             self.flight.own = tensors.get("own")
+
+    def workspace(self) -> list[Tensor]:
+        """Room for what is packed."""
+        return [part.room for part in self.cargo]
 
     def own_tensors(self) -> dict[str, Tensor]:
         """What this worker could not say in the bits it had."""

@@ -242,7 +242,7 @@ class _Stage:
         gradients = [p for p in model.parameters() if p.requires_grad]
         state = [v for values in self.method.optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
         buckets = gradients if len(self.method.replicated.members) > 1 else []
-        kept = [*self.method.tensors().values(), *self.method.own_tensors().values()]
+        kept = [*self.method.tensors().values(), *self.method.own_tensors().values(), *self.method.workspace()]
         return sum(size_of(t) for t in [*held, *gradients, *state, *buckets, *kept])
 
 
