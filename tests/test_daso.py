@@ -110,17 +110,14 @@ def test_what_comes_back_is_mixed_by_the_equation(groups: tuple[tuple[int, ...],
 
 def blocking(rank: int) -> list[float]:
     """Gaps to all-reduce where parameters are averaged at every step, in each of the phases."""
-    plain = floats(train(rank, thinwire.AllReduce(), 7, small.mlp()).module)
-    phases = [
-        daso(max_skips=1, wait=0),
-        daso(warmup_epochs=2),
-        daso(total_steps=7, steps_per_epoch=1, cooldown_epochs=7),
-    ]
-    settings = {"wire": "fp32", "group_size": 2}
-    return [
-        gap(plain, floats(train(rank, daso(**{**vars(config), **settings}), 7, small.mlp()).module))
-        for config in phases
-    ]
+    cooling = {"total_steps": 7, "steps_per_epoch": 1, "cooldown_epochs": 7}
+    phases: list[dict[str, Any]] = [{"max_skips": 1, "wait": 0}, {"warmup_epochs": 2}, cooling]
+    gaps = []
+    for momentum, fields in itertools.product((0.0, 0.9), phases):
+        plain = train(rank, thinwire.AllReduce(), 7, small.mlp(), momentum)
+        ours = train(rank, daso(**fields, wire="fp32", group_size=2), 7, small.mlp(), momentum)
+        gaps.append(gap(floats(plain.module), floats(ours.module)))
+    return gaps
 
 
 @pytest.mark.parametrize("workers", [3, 4])
