@@ -18,7 +18,7 @@ import thinwire
 from thinwire import DASO, ConfigError, DisagreementError, DivergedError
 from thinwire.comm.codec import checksum
 from thinwire.comm.collectives import Pending
-from thinwire.methods.daso import Plateau
+from thinwire.methods.plateau import Plateau
 
 PAIRS, RAGGED = ((0, 1), (2, 3)), ((0, 1), (2,))
 

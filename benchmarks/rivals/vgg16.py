@@ -57,6 +57,8 @@ TABLE = [
     "powersgd --set rank=16",
     "localsgd --set every=24 warmup=0.05",
     "diloco --set every=24 outer_lr=1.0 outer_momentum=0.5 warmup=0.05",
+    "daso",
+    "daso --set warmup_epochs=1 cooldown_epochs=1 plateau_patience=none compensate=true",
     "allreduce --optimizer sgd --lr 0.3",
     "powersgd --optimizer sgd --lr 0.1 --set rank=4",
     "topk --optimizer sgd --lr 0.3 --set density=0.01 warmup=0.1",

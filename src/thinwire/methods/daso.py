@@ -18,85 +18,23 @@ import logging
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from thinwire.comm.codec import all_finite, pack_wide
-from thinwire.comm.collectives import Pending
-from thinwire.comm.transfer import Rotating, Transfer, make_rotating, make_transfer
+from thinwire.comm.transfer import make_rotating, make_transfer
 from thinwire.config import DASO
 from thinwire.errors import ConfigError, DivergedError
 from thinwire.methods.base import Ground, Method
+from thinwire.methods.cargo import Cargo, Flight
 from thinwire.methods.merging import average_buffers, put_back, refuse_diverged
+from thinwire.methods.plateau import Plateau
 
 log = logging.getLogger("thinwire")
-
-
-@dataclass
-class Flight:
-    """What was sent and is not taken in yet."""
-
-    sent: int
-    """The step at which it was sent."""
-    wait: int
-    """It is due so many steps later."""
-    counters: Pending | None = None
-    """How far everyone had come then."""
-    means: list[Tensor] = field(default_factory=list)
-    """What came back, if it was waited for before its time."""
-    own: Tensor | None = None
-    """The parameters that this node sent, where it is compensated."""
-    first: int = 0
-    """The first part of the cargo that it carries."""
-
-
-@dataclass
-class Cargo:
-    """Tensors that travel together, one after the other in a flat vector."""
-
-    tensors: Callable[[], list[Tensor]]
-    """As they are now: a module may put others in their place."""
-    transfer: Transfer | Rotating
-    base: Tensor
-    """What all nodes last agreed on."""
-    room: Tensor
-    """For as much again; taking new memory each time costs more than filling it."""
-
-    def check_size(self) -> None:
-        """Refuse tensors that have become others than those that were attached."""
-        now = sum(t.numel() for t in self.tensors())
-        if now != len(self.base):
-            raise ConfigError(
-                f"what nodes average had {len(self.base)} values when it was attached and has {now}; "
-                "detach() before parameters or running statistics change their size, and attach() again"
-            )
-
-
-@dataclass
-class Plateau:
-    """Whether losses have stopped falling."""
-
-    patience: int
-    threshold: float
-    best: float | None = None
-    worse: int = 0
-    """Losses in a row that were not better."""
-
-    def reached(self, loss: float) -> bool:
-        """Look at one more loss; begins to count anew when it says yes."""
-        if self.best is None or loss < self.best - self.threshold * abs(self.best):
-            self.best, self.worse = loss, 0
-        else:
-            self.worse += 1
-        if self.worse <= self.patience:
-            return False
-        self.worse = 0
-        return True
 
 
 class DASOMethod(Method):
@@ -217,7 +155,7 @@ class DASOMethod(Method):
         with self.wire.ledger.everything_is("merge"):  # training pays for it, not the evaluation
             self.settle()
         before = self.flight, self.cargo, self.sends, self.sent_at, self.agreed_at
-        self.cargo = [replace(p, base=p.base.clone(), room=torch.empty_like(p.base)) for p in self.cargo]
+        self.cargo = [Cargo(part.tensors, part.transfer, part.base.clone()) for part in self.cargo]
         errors = [{name: t.clone() for name, t in part.transfer.state().items()} for part in self.cargo]
         with put_back(self.model):
             try:
@@ -255,7 +193,7 @@ class DASOMethod(Method):
             if any(t.numel() for t in tensors()):
                 base = pack_wide(tensors())
                 transfer = make(self.wire, base.numel(), rounding, base.device, "merge")
-                self.cargo.append(Cargo(tensors, transfer, base, torch.empty_like(base)))
+                self.cargo.append(Cargo(tensors, transfer, base))
 
     def _statistics(self) -> list[Tensor]:
         """Running means and variances; in fewer bits a small variance beside a large one might become negative."""
@@ -285,34 +223,24 @@ class DASOMethod(Method):
     def _send(self, wait: int, first: int = 0) -> None:
         self.flight = Flight(self.step, wait, self.ask_counters(), first=first)
         for part in self.cargo[first:]:
-            part.check_size()
             if part is self.cargo[0] and wait and self.config.compensate:
                 self.flight.own = pack_wide(part.tensors())
-            if part.transfer.carries(self.sends):
-                pack_wide(part.tensors(), out=part.room).sub_(part.base)
-            part.transfer.begin(part.room, wait, self.sends)
+            part.send(wait, self.sends)
         self.sent_at = self.step
         self.sends += 1
 
     def _arrive(self) -> None:
-        """Take in what came back, in forms that leave alone what all nodes have in common.
+        """Take in what came back; statistics are never compensated.
 
-        Statistics are never compensated: a variance plus what it changed by elsewhere may be negative.
+        A variance plus what it changed by elsewhere may be negative.
         """
         flight, nodes = self._take(), len(self.topology.groups)
         weight = nodes / (2 * flight.wait + nodes)
         for part in self.cargo[flight.first :]:
-            tensors = part.tensors()
-            wide = [t.detach().to(part.base.dtype) for t in tensors]  # the tensor itself where it is wide already
             if part is self.cargo[0] and flight.own is not None:
-                torch._foreach_add_(wide, _views(torch.sub(part.base, flight.own, out=flight.own), wide))
-            elif flight.wait:
-                torch._foreach_lerp_(wide, _views(part.base, wide), weight)
+                part.shift_from(flight.own)
             else:
-                torch._foreach_copy_(wide, _views(part.base, wide))
-            for t, changed in zip(tensors, wide, strict=True):
-                if t.dtype != changed.dtype:
-                    t.detach().copy_(changed)
+                part.mix(weight)
         if flight.wait == 0:
             self.agreed_at = self.step
 
@@ -322,7 +250,7 @@ class DASOMethod(Method):
         flight, self.flight = self.flight, None
         assert flight is not None, "nothing is on its way"
         for part, mean in zip(self.cargo[flight.first :], flight.means, strict=True):
-            part.base, part.room = mean, part.base
+            part.agree_on(mean)
         return flight
 
     def settle(self) -> None:
@@ -342,7 +270,7 @@ class DASOMethod(Method):
                 f"what nodes sent does not add up to finite numbers at step {self.step}; lower the learning rate or go "
                 "back to a checkpoint"
             )
-        flight.means = [torch.add(part.base, mean, out=part.room) for mean, part in zip(means, parts, strict=True)]
+        flight.means = [part.received(mean) for mean, part in zip(means, parts, strict=True)]
 
     def _refuse_complex(self) -> None:
         name = next((name for name, p in self.model.named_parameters() if p.is_complex() and p.requires_grad), None)
@@ -455,9 +383,3 @@ class DASOMethod(Method):
         """Take it back."""
         if tensors:
             self.cargo[0].transfer.load_state(tensors)
-
-
-def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """A flat vector in the shapes of the tensors that it holds one after the other."""
-    pieces = flat.split([t.numel() for t in like])
-    return [piece.view(t.shape) for piece, t in zip(pieces, like, strict=True)]
