@@ -17,8 +17,8 @@ import small
 import thinwire
 from thinwire import DASO, ConfigError, DisagreementError, DivergedError
 from thinwire.comm.codec import checksum
-from thinwire.comm.collectives import Pending
 from thinwire.methods.plateau import Plateau
+from under_way import leaves, waits
 
 PAIRS, RAGGED = ((0, 1), (2, 3)), ((0, 1), (2,))
 
@@ -593,45 +593,10 @@ def test_a_lone_node_may_become_several(tmp_path: Path) -> None:
     assert all("go on with the same layout" in said for _, said in found)
 
 
-def waits(rank: int, wire: str) -> list[int]:
-    """The steps after which parameters under way were waited for; rank 1 sends nothing before rank 0 is ahead."""
-    found, honest, store = [], Pending.wait, dist.distributed_c10d._get_default_store()
-    model = small.mlp()
-    optimizer = small.sgd(model)
-    replica = thinwire.attach(model, optimizer, daso(max_skips=4, wait=3, wire=wire))
-
-    def wait(self: Pending) -> Tensor:
-        if self._booking[1] == "merge":
-            found.append(replica.step)
-        return honest(self)
-
-    Pending.wait = wait  # type: ignore[method-assign]
-    for number in small.walk(replica, optimizer, rank, 13):
-        if rank == 1 and number == 2:
-            store.wait([f"ahead {wire}"])
-        if rank == 0 and number == 4:  # its own went out after the step before
-            store.set(f"ahead {wire}", "1")
-    Pending.wait = honest  # type: ignore[method-assign]
-    replica.finish()
-    return found
-
-
-def leaves(rank: int) -> str:
-    """Rank 1 raises with parameters under way; what the other hears."""
-    model = small.mlp()
-    optimizer = small.sgd(model)
-    replica = thinwire.attach(model, optimizer, daso(max_skips=4, wait=4))
-    try:
-        for number in small.walk(replica, optimizer, rank, 30):
-            if rank == 1 and number == 5:
-                return "left"
-    except RuntimeError:
-        return "noticed"
-    return "went on"
-
-
 def overlapping(rank: int) -> tuple[list[int], list[int], str]:
-    return waits(rank, "bf16"), waits(rank, "int8"), leaves(rank)
+    """Rank 0 is ahead by the step after the one at whose end it sent."""
+    plain, coded = (waits(rank, daso(max_skips=4, wait=3, wire=wire), wire, 2, 4) for wire in ("bf16", "int8"))
+    return plain, coded, leaves(rank, daso(max_skips=4, wait=4), 5)
 
 
 def test_training_goes_on_while_parameters_are_under_way() -> None:

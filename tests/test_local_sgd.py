@@ -20,7 +20,6 @@ import gang
 import small
 import thinwire
 from thinwire import ConfigError, DiLoCo, DivergedError, LocalSGD
-from thinwire.comm.collectives import Pending
 from thinwire.comm.topology import arrange
 from thinwire.methods.diloco import DiLoCoMethod, cut_into_parts
 from thinwire.methods.local_sgd import LocalSGDMethod
@@ -29,6 +28,7 @@ from thinwire.plan.compute import given
 from thinwire.plan.forecast import Forecast, Layout
 from thinwire.plan.links import Links
 from thinwire.plan.rehearse import Subject, rehearse
+from under_way import leaves, waits
 
 RAGGED = ((0, 1), (2,))
 STREAM = {"every": 6, "fragments": 3, "delay": 2, "outer_momentum": 0.6}
@@ -307,44 +307,10 @@ def test_parts_are_whole_layers_from_the_whole_depth() -> None:
         train(0, DiLoCo(fragments=5, warmup=9), 0, small.mlp())
 
 
-def waits(rank: int, wire: str) -> list[int]:
-    """The steps after which something under way was waited for; rank 1 sends nothing before rank 0 is a step ahead."""
-    found, honest, store = [], Pending.wait, dist.distributed_c10d._get_default_store()
-    model = small.mlp()
-    optimizer = small.sgd(model)
-    replica = thinwire.attach(model, optimizer, DiLoCo(**STREAM, wire=wire))
-
-    def wait(self: Pending) -> Tensor:
-        if self._booking[1] == "merge":
-            found.append(replica.step)
-        return honest(self)
-
-    Pending.wait = wait  # type: ignore[method-assign]
-    for number in small.walk(replica, optimizer, rank, 13):
-        if rank == 1 and number == 0:
-            store.wait([f"ahead {wire}"])
-        if rank == 0 and number == 2 - (wire == "int8"):
-            store.set(f"ahead {wire}", "1")
-    Pending.wait = honest  # type: ignore[method-assign]
-    return found
-
-
-def leaves(rank: int) -> str:
-    """Rank 1 stops with a part under way; what the other hears."""
-    model = small.mlp()
-    optimizer = small.sgd(model)
-    replica = thinwire.attach(model, optimizer, DiLoCo(**STREAM))
-    try:
-        for number in small.walk(replica, optimizer, rank, 30):
-            if rank == 1 and number == 2:
-                return "left"
-    except RuntimeError:
-        return "noticed"
-    return "went on"
-
-
 def streaming(rank: int) -> tuple[list[int], list[int], str]:
-    return waits(rank, "fp32"), waits(rank, "int8"), leaves(rank)
+    plain = waits(rank, DiLoCo(**STREAM, wire="fp32"), "fp32", 0, 2)
+    coded = waits(rank, DiLoCo(**STREAM, wire="int8"), "int8", 0, 1)
+    return plain, coded, leaves(rank, DiLoCo(**STREAM), 2)
 
 
 def test_training_goes_on_while_a_part_is_under_way() -> None:

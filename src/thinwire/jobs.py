@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from thinwire.comm.collectives import leave
+from thinwire.comm.process_groups import leave
 from thinwire.comm.topology import arrange
 from thinwire.errors import ConfigError, unknown
 from thinwire.launch import Seat, as_worker, inside_job, launch, share

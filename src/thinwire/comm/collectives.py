@@ -5,28 +5,22 @@ every call is the identity and nothing is counted.
 """
 
 import functools
-import gc
-import itertools
 import operator
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.comm import process_groups
 from thinwire.comm.codec import WIRES, by_dtype, checksum, pack, size_of, unpack_into
 from thinwire.comm.ledger import Ledger, mean_over_nodes
 from thinwire.comm.sent import Ranks, Sent
 from thinwire.comm.topology import Topology, discover
 from thinwire.errors import DisagreementError
-
-# Process groups cost connections, and a process that attaches twice wants the same ones again.
-_process_groups: dict[Ranks, Any] = {}
-_CONTROL: Ranks = ()
 
 
 class Pending:
@@ -61,7 +55,7 @@ class Wire:
         self._cross = None
         if len(topology.groups) > 1:
             self._cross = self._process_group_of([topology.crossing(j) for j in range(topology.shares)])
-        self._control = _control_group() if topology.world_size > 1 else None
+        self._control = process_groups.control_group() if topology.world_size > 1 else None
 
     @classmethod
     def open(cls, group_size: int | str | None, settings: str, device: torch.device, ledger: Ledger) -> "Wire":
@@ -229,11 +223,11 @@ class Wire:
         self._timed(lambda: self._meet(call), sent, "control")
 
     def _meet(self, call: str) -> None:
-        number = _sign_in(self.topology.rank)
+        number = process_groups.sign_in(self.topology.rank)
         try:
-            dist.monitored_barrier(self._control, timeout=_timeout_of(self._control), wait_all_ranks=True)
+            dist.monitored_barrier(self._control, timeout=process_groups.timeout_of(self._control), wait_all_ranks=True)
         except RuntimeError as error:
-            missing = _not_signed_in(self.topology.world, number)
+            missing = process_groups.not_signed_in(self.topology.world, number)
             ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
             who = f"{ranks} did not" if missing else "another rank came too late, or left"
             raise DisagreementError(f"{call} is collective: every rank must call it, and {who} ({error})") from error
@@ -244,7 +238,7 @@ class Wire:
             return None
         mine = None
         for part in parts:
-            group = _process_group(part)
+            group = process_groups.process_group(part)
             mine = group if self.topology.rank in part else mine
         return mine
 
@@ -288,67 +282,3 @@ class Wire:
         call()
         self.count(purpose, sent)
         self.ledger.waited(purpose, sent, start, self.ledger.clock.mark())
-
-
-def leave() -> None:
-    """End `torch.distributed` in order.
-
-    A process group's threads live as long as somebody holds it. Those that the interpreter's own end finds running
-    abort the process now and then ("terminate called without an active exception"), when all work is done.
-    """
-    _process_groups.clear()
-    gc.collect()  # replicas that are gone but for cycles
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-# Only rank 0 hears from a barrier who is missing, and nobody if it is rank 0. So each rank leaves a note first.
-_barriers = itertools.count(1)
-
-
-def _sign_in(rank: int) -> int:
-    number = next(_barriers)
-    _store().set(f"thinwire/barrier/{rank}", str(number))
-    return number
-
-
-def _not_signed_in(world: Ranks, number: int) -> list[int]:
-    keys = {rank: f"thinwire/barrier/{rank}" for rank in world}
-    try:
-        return [r for r, key in keys.items() if not _store().check([key]) or int(_store().get(key)) < number]
-    except RuntimeError:  # whoever kept the notes has left
-        return []
-
-
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
-
-
-def _process_group(members: Ranks) -> Any:
-    known = _known_groups()
-    if members not in known:
-        known[members] = dist.new_group(list(members), timeout=_timeout_of(dist.group.WORLD))
-    return known[members]
-
-
-def _control_group() -> Any:
-    """A gloo group of the world, for small numbers on the CPU and for noticing who is missing."""
-    known = _known_groups()
-    if _CONTROL not in known:
-        known[_CONTROL] = dist.new_group(backend="gloo", timeout=_timeout_of(dist.group.WORLD))
-    return known[_CONTROL]
-
-
-def _known_groups() -> dict[Ranks, Any]:
-    """This world's groups; those of a world that was destroyed are forgotten."""
-    world = tuple(range(dist.get_world_size()))
-    if _process_groups.get(world) is not dist.group.WORLD:
-        _process_groups.clear()
-        _process_groups[world] = dist.group.WORLD
-    return _process_groups
-
-
-def _timeout_of(group: Any) -> timedelta:
-    device = "cpu" if "cpu" in dist.get_backend_config(group) else "cuda"
-    options = group._get_backend(torch.device(device)).options
-    return options._timeout
