@@ -1,0 +1,56 @@
+"""Chance that follows from (seed, step) alone and does not ask how many workers share a batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Draws:
+    """Random numbers for one step's examples.
+
+    Every call draws for the whole global batch and returns this worker's rows. So an example meets the same chance
+    whichever worker has it, by any method, and a resumed run needs nothing but its step.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        step: int,
+        *,
+        batch: int,
+        rank: int = 0,
+        world_size: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._key = (seed, step)
+        self._batch = batch
+        self._rank, self._world_size = rank, world_size
+        word = np.random.SeedSequence(self._key).generate_state(1, np.uint64)[0]
+        self._generator = torch.Generator(device).manual_seed(int(word >> np.uint64(1)))
+
+    def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
+        """(examples, *shape), evenly between `low` and `high`."""
+        return self._mine(torch.rand(self._batch, *shape, **self._own)) * (high - low) + low
+
+    def normal(self, *shape: int) -> Tensor:
+        """(examples, *shape), normal with mean 0 and deviation 1."""
+        return self._mine(torch.randn(self._batch, *shape, **self._own))
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        """(examples, *shape), whole numbers from `low` to `high` − 1."""
+        return self._mine(torch.randint(low, high, (self._batch, *shape), **self._own))
+
+    def on(self, device: torch.device | str) -> Draws:
+        """The same step's chance on another device, from its own beginning."""
+        seed, step = self._key
+        place = {"rank": self._rank, "world_size": self._world_size}
+        return Draws(seed, step, batch=self._batch, **place, device=device)
+
+    @property
+    def _own(self) -> dict[str, torch.Generator | torch.device]:
+        return {"generator": self._generator, "device": self._generator.device}
+
+    def _mine(self, drawn: Tensor) -> Tensor:
+        return torch.tensor_split(drawn, self._world_size)[self._rank]
