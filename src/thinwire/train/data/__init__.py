@@ -1,0 +1,7 @@
+"""What recipes are trained on, and the batches a run takes from it."""
+
+from thinwire.train.data.images import Images, digits
+from thinwire.train.data.source import SHIPPED, Batches, Source, locate, share
+from thinwire.train.data.text import Text, shakespeare
+
+__all__ = ["SHIPPED", "Batches", "Images", "Source", "Text", "digits", "locate", "shakespeare", "share"]

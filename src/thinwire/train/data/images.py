@@ -1,0 +1,62 @@
+"""Images held in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.train.data.source import locate
+from thinwire.train.draws import Draws
+
+_SPLIT_SEED = 1797
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """Images and their classes."""
+
+    x: Tensor
+    """All images, (examples, channels, height, width)."""
+    y: Tensor
+    """All classes, (examples,)."""
+    train_rows: np.ndarray
+    """Rows of `x` that are trained on."""
+    heldout_rows: np.ndarray
+    """Rows of `x` that are held out."""
+
+    @property
+    def train_size(self) -> int:
+        return len(self.train_rows)
+
+    @property
+    def heldout_size(self) -> int:
+        return len(self.heldout_rows)
+
+    def train(self, indices: np.ndarray, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
+        return self._rows(self.train_rows[indices])
+
+    def heldout(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        return self._rows(self.heldout_rows[indices])
+
+    def to(self, device: torch.device | str) -> Images:
+        """The same images, held on `device`."""
+        return replace(self, x=self.x.to(device), y=self.y.to(device))
+
+    def _rows(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+        chosen = torch.from_numpy(rows).to(self.x.device)
+        return self.x[chosen], self.y[chosen]
+
+
+def digits(folder: Path | None = None) -> Images:
+    """1,797 handwritten digits of 8×8 pixels: 1,257 to train on and 540 held out, by a fixed permutation."""
+    with np.load(locate("digits8x8.npz", folder)) as file:
+        x, y = file["x"], file["y"]
+    order = np.random.default_rng(_SPLIT_SEED).permutation(len(x))
+    cut = len(x) * 7 // 10
+    pixels = torch.from_numpy(x.astype(np.float32))[:, None] / 8 - 1
+    classes = torch.from_numpy(y.astype(np.int64))
+    return Images(x=pixels, y=classes, train_rows=order[:cut], heldout_rows=order[cut:])

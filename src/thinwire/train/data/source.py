@@ -1,0 +1,82 @@
+"""What a run reads its examples from, and batches that follow from (seed, step) alone.
+
+Every worker computes the whole global batch's indices and takes its share, so the batches are the same
+for every method and every number of workers, and a resumed run needs nothing but its step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from thinwire.errors import ConfigError
+from thinwire.train.draws import Draws
+
+SHIPPED = Path(__file__).parent.parent.parent / "datasets"
+
+
+class Source(Protocol):
+    """A training part and a held-out part, each a numbered list of examples.
+
+    A source whose examples fit in memory may have `to(device)`, which gives the same data held on that device;
+    indices stay numpy's. One with a third part may have `validation_size` and `validation(indices)`.
+    """
+
+    @property
+    def train_size(self) -> int: ...
+    @property
+    def heldout_size(self) -> int: ...
+    def train(self, indices: np.ndarray, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
+        """Examples to train on. What is random in reading one comes from `draws`, whose rows are these examples."""
+        ...
+
+    def heldout(self, indices: np.ndarray) -> tuple[Tensor, Tensor]: ...
+
+
+def locate(name: str, folder: Path | None = None) -> Path:
+    """The file `name` in `folder`, or the copy that travels with the package."""
+    path = Path(folder or SHIPPED) / name
+    if path.is_file():
+        return path
+    if folder is None:
+        raise ConfigError(f"the package's own `{name}` is missing; reinstall thinwire or give `--data DIR`")
+    raise ConfigError(
+        f"no `{name}` in `{folder}`; give a folder that holds a file of that name, "
+        "or leave `--data` out to use the copy in the package"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """The order in which a run sees its examples: each once an epoch, drawn from (seed, epoch)."""
+
+    size: int
+    """Examples in the training part."""
+    batch: int
+    """Examples in a global batch."""
+    seed: int
+    """The run's seed."""
+
+    def indices(self, step: int) -> np.ndarray:
+        """The global batch of `step`, counted from 0; a batch may reach into the next epoch."""
+        places = np.arange(step * self.batch, (step + 1) * self.batch)
+        epochs, within = np.divmod(places, self.size)
+        return np.concatenate([_order(self.size, self.seed, int(e))[within[epochs == e]] for e in np.unique(epochs)])
+
+
+@lru_cache(maxsize=2)
+def _order(size: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(size)
+
+
+def share(indices: np.ndarray, rank: int, world_size: int) -> np.ndarray:
+    """Worker `rank`'s part of a global list; parts differ by one at most.
+
+    Where they do, every worker's mean loss still weighs the same, as with DDP and a sharded loader.
+    """
+    return np.array_split(indices, world_size)[rank]
