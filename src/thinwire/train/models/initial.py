@@ -1,0 +1,70 @@
+"""First values: orthogonal ones, and models whose values do not hang on the chance their construction took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+M = TypeVar("M", bound=nn.Module)
+
+_LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_STD = 0.02
+
+
+def build(make: Callable[[], M], *, orthogonal: bool = False) -> M:
+    """What `make` builds, with its own first values or orthogonal ones.
+
+    The values follow from one number of torch's global chance, and no more is taken from there: neither these
+    orthogonal values nor anything drawn afterwards tell how much chance the construction took. So a library's model
+    and ours begin alike.
+    """
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = make()
+        if orthogonal:
+            torch.default_generator.manual_seed(seed)
+            _redraw(model)
+    return model
+
+
+def orthogonal(model: M) -> M:
+    """Give every Linear and convolution an orthogonal weight, and return the model.
+
+    All singular values are 1 once the dimensions behind the first are flattened. Biases are zero, norms one and zero.
+    Embeddings, a head tied to one, and parameters of other modules (places, a class token) are normal with deviation
+    0.02; vectors among the latter stay as they are. Values are drawn on the CPU, in the order of names, so they are
+    the same on any device and for any model with these names.
+    """
+    _redraw(model)
+    return model
+
+
+@torch.no_grad()
+def _redraw(model: nn.Module) -> None:
+    embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    for _, module in sorted(model.named_modules(), key=lambda item: item[0]):
+        if isinstance(module, _NORMS):
+            module.reset_parameters()
+        elif isinstance(module, _LINEAR):
+            if id(module.weight) not in embedded:
+                module.weight.copy_(nn.init.orthogonal_(_empty(module.weight)))
+            if module.bias is not None:
+                module.bias.zero_()
+        else:
+            _draw_own(module)
+
+
+def _draw_own(module: nn.Module) -> None:
+    """Normal values for the matrices that this module holds itself."""
+    for _, parameter in sorted(module.named_parameters(recurse=False), key=lambda item: item[0]):
+        if parameter.dim() > 1:
+            parameter.copy_(nn.init.normal_(_empty(parameter), std=_STD))
+
+
+def _empty(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=torch.float32, device="cpu")
