@@ -24,7 +24,8 @@ class Source(Protocol):
     """A training part and a held-out part, each a numbered list of examples.
 
     A source whose examples fit in memory may have `to(device)`, which gives the same data held on that device;
-    indices stay numpy's. One with a third part may have `validation_size` and `validation(indices)`.
+    indices stay numpy's. One that is `streamed`, true, reads files for every batch and is worth reading ahead. One
+    with a third part may have `validation_size` and `validation(indices)`.
     """
 
     @property

@@ -1,0 +1,150 @@
+"""CIFAR-10 and CIFAR-100, from the files their authors publish or from npz files."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from thinwire.errors import ConfigError
+from thinwire.train.data.images import Images
+
+Arrays = tuple[np.ndarray, np.ndarray]
+"""uint8 pixels (examples, 3, 32, 32) and classes (examples,)."""
+
+_PICKLED: dict[tuple[str, str], Any] = {
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0] for core in ("core", "_core")},
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): np.dtype,
+}
+"""All that a pickled array names; a pickle may name anything, and what it names is called."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """One way in which a set lies in a folder; the last of its files is the held-out part."""
+
+    files: tuple[str, ...]
+    """Names of the files."""
+    read: Callable[[Path], Arrays]
+    """Reads one of them."""
+    inner: str = "."
+    """The folder that the archive unpacks to, which may be given itself or as part of another."""
+
+    def missing(self, folder: Path) -> tuple[Path, list[str]]:
+        """Where to read from, and what is not there; of two folders the one that has more."""
+        found = [
+            (place, [f for f in self.files if not (place / f).is_file()]) for place in (folder, folder / self.inner)
+        ]
+        return min(found, key=lambda pair: len(pair[1]))
+
+
+def cifar10(folder: Path | None) -> Images:
+    """CIFAR-10: 50,000 images of 32×32 pixels to train on and 10,000 held out, as bytes, in 10 classes.
+
+    `folder` holds the files of `cifar-10-python.tar.gz` or the folder that it unpacks to, or `cifar10_train_1.npz` …
+    `cifar10_train_5.npz` and `cifar10_test.npz`.
+    """
+    batches = tuple(f"data_batch_{k}" for k in range(1, 6))
+    packed = tuple(f"cifar10_train_{k}.npz" for k in range(1, 6))
+    original = _Layout(files=(*batches, "test_batch"), inner="cifar-10-batches-py", read=_pickled("labels"))
+    return _load(
+        "CIFAR-10", "cifar-10-python", folder, original, _Layout(files=(*packed, "cifar10_test.npz"), read=_npz)
+    )
+
+
+def cifar100(folder: Path | None) -> Images:
+    """CIFAR-100: 50,000 images of 32×32 pixels to train on and 10,000 held out, as bytes, in 100 classes.
+
+    `folder` holds the files of `cifar-100-python.tar.gz` or the folder that it unpacks to.
+    """
+    original = _Layout(files=("train", "test"), inner="cifar-100-python", read=_pickled("fine_labels"))
+    return _load("CIFAR-100", "cifar-100-python", folder, original)
+
+
+def _load(name: str, archive: str, folder: Path | None, *layouts: _Layout) -> Images:
+    place, files, read = _choose(name, archive, folder, *layouts)
+    with ThreadPoolExecutor(len(files)) as pool:
+        parts = list(pool.map(lambda file: _checked(read, place / file), files))
+    x, y = (torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*parts))
+    cut = len(x) - len(parts[-1][0])
+    return Images(x=x, y=y.long(), train_rows=np.arange(cut), heldout_rows=np.arange(cut, len(x)))
+
+
+def _choose(
+    name: str, archive: str, folder: Path | None, *layouts: _Layout
+) -> tuple[Path, tuple[str, ...], Callable[[Path], Arrays]]:
+    """The first layout that is whole."""
+    told = []
+    for layout in layouts:
+        files = f"{', '.join(layout.files)}{f' (there or in {layout.inner}/)' if layout.inner != '.' else ''}"
+        if folder is not None:
+            place, missing = layout.missing(Path(folder))
+            if not missing:
+                return place, layout.files, layout.read
+            files += f"; missing: {', '.join(missing)}" if len(missing) < len(layout.files) else "; none is there"
+        told.append(files)
+    where = f"no {name} in `{folder}`" if folder is not None else f"{name} does not come with Thinwire"
+    url = f"https://www.cs.toronto.edu/~kriz/{archive}.tar.gz"
+    target = folder if folder is not None else "DIR"
+    raise ConfigError(
+        f"{where}; looked for " + ", or for ".join(told) + f". To fill the folder: mkdir -p {target} && "
+        f"curl -LO {url} && tar xzf {archive}.tar.gz -C {target}; then give `--data {target}`"
+    )
+
+
+def _checked(read: Callable[[Path], Arrays], path: Path) -> Arrays:
+    """What `read` finds in a file, in the shape of images and classes."""
+    try:
+        x, y = read(path)
+    except ConfigError:
+        raise
+    except Exception as error:  # a damaged archive or pickle can raise anything
+        raise _damaged(path, f"{type(error).__name__}: {error}") from error
+    if x.dtype != np.uint8 or x.shape[1:] != (3, 32, 32) or y.shape != x.shape[:1] or y.dtype.kind not in "iu":
+        raise _damaged(path, f"it holds {x.dtype} {x.shape} and {y.dtype} {y.shape}")
+    return x, y
+
+
+def _damaged(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"`{path}` is not what its name says, or damaged ({why}); download and unpack it again")
+
+
+def _npz(path: Path) -> Arrays:
+    """Pixels as differences that wrap around: red and blue less green, then along columns and rows."""
+    with np.load(path) as file:
+        d, y = file["d"], file["y"]
+    x = np.cumsum(np.cumsum(d, 2, dtype=np.uint8), 3, dtype=np.uint8)  # (3, examples, 32, 32)
+    x[::2] += x[1]
+    return np.ascontiguousarray(x.transpose(1, 0, 2, 3)), y
+
+
+def _pickled(labels: str) -> Callable[[Path], Arrays]:
+    def read(path: Path) -> Arrays:
+        with path.open("rb") as file:
+            held = _Unpickler(file, path).load()
+        return held[b"data"].reshape(-1, 3, 32, 32), np.array(held[labels.encode()])
+
+    return read
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads arrays, bytes, text, numbers, lists and dicts, as Python 2 wrote them, and calls nothing else."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        super().__init__(file, encoding="bytes")
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _PICKLED:
+            return _PICKLED[module, name]
+        raise ConfigError(
+            f"`{self._path}` asks to run `{module}.{name}`, which no file of CIFAR does; "
+            "it was not run. Delete the file and download it again"
+        )

@@ -1,0 +1,177 @@
+"""Images that lie in folders, one a class, and are decoded when they are asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.errors import ConfigError
+from thinwire.train.data.crops import TRIES, Box, centre_box, decode, random_box
+from thinwire.train.draws import Draws
+
+_ENDINGS = (".jpg", ".jpeg", ".png")
+_HELDOUT = ("val", "validation")
+_FILL = (
+    "Who registers at https://www.image-net.org/download.php may download ImageNet, ILSVRC2012_img_train.tar and "
+    "ILSVRC2012_img_val.tar; https://github.com/pytorch/examples/blob/main/imagenet/extract_ILSVRC.sh unpacks them so"
+)
+
+Chance = Sequence[Sequence[float]] | None
+"""What picks an example's crop; None takes the middle."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """The images of one part. ImageNet has over a million, so their names are held in one array."""
+
+    folder: Path
+    """Holds a folder a class."""
+    names: np.ndarray
+    """File names as bytes, (examples,)."""
+    numbers: np.ndarray
+    """Their classes, int64 (examples,)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folder:
+    """Images in folders, one a class; what an example is cropped and resized from is read when it is asked for."""
+
+    train_files: Files
+    """The part that is trained on."""
+    heldout_files: Files
+    """The part held out."""
+    classes: tuple[str, ...]
+    """Names of the classes, in the order of their numbers."""
+    size: int
+    """Height and width of an example."""
+    crop_pct: float
+    """Share of the shorter side that evaluation sees."""
+    scale: tuple[float, float]
+    """Smallest and largest share of an image's area that a training crop takes."""
+    threads: int
+    """Images decoded at a time."""
+
+    @property
+    def streamed(self) -> bool:
+        return True
+
+    @property
+    def train_size(self) -> int:
+        return len(self.train_files.names)
+
+    @property
+    def heldout_size(self) -> int:
+        return len(self.heldout_files.names)
+
+    def train(self, indices: np.ndarray, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
+        """uint8 (examples, 3, size, size) and classes, cropped by chance; without `draws` as they are held out."""
+        chances = [None] * len(indices) if draws is None else draws.uniform(TRIES, 4).tolist()
+        return self._decode(self.train_files, indices, chances)
+
+    def heldout(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        """uint8 (examples, 3, size, size) and classes, from the middle of each image."""
+        return self._decode(self.heldout_files, indices, [None] * len(indices))
+
+    def _decode(self, files: Files, indices: np.ndarray, chances: Sequence[Chance]) -> tuple[Tensor, Tensor]:
+        assert len(chances) == len(indices), "the draws are for another number of examples"
+        x = torch.empty(len(indices), 3, self.size, self.size, dtype=torch.uint8)
+        pixels = x.numpy()
+
+        def fill(row: int) -> None:
+            index = indices[row]
+            path = files.folder / self.classes[files.numbers[index]] / os.fsdecode(files.names[index])
+            pixels[row] = decode(path, self.size, lambda width, height: self._box(width, height, chances[row]))
+
+        with ThreadPoolExecutor(self.threads) as pool:  # Pillow lets go of the interpreter while it decodes
+            list(pool.map(fill, range(len(indices))))
+        return x, torch.from_numpy(files.numbers[indices])
+
+    def _box(self, width: int, height: int, chance: Chance) -> Box:
+        if chance is None:
+            return centre_box(width, height, self.crop_pct)
+        return random_box(width, height, self.scale, chance)
+
+
+def image_folder(
+    folder: Path | None,
+    *,
+    size: int,
+    crop_pct: float = 0.875,
+    scale: tuple[float, float] = (0.08, 1.0),
+    threads: int | None = None,
+) -> Folder:
+    """Images of `folder/train/CLASS` to train on and of `folder/val/CLASS`, or `validation`, held out.
+
+    Classes are numbered by their sorted names. The list of files is read once, here. `threads` is this worker's share
+    of the machine's cores unless given.
+    """
+    if find_spec("PIL") is None:
+        raise ConfigError("reading image files needs Pillow: pip install 'thinwire[images]'")
+    train, heldout = _part(folder, ("train",)), _part(folder, _HELDOUT)
+    classes = _classes(train)
+    _compare(train, classes, heldout, _classes(heldout))
+    return Folder(
+        train_files=_scan(train, classes),
+        heldout_files=_scan(heldout, classes),
+        classes=classes,
+        size=size,
+        crop_pct=crop_pct,
+        scale=scale,
+        threads=threads or _cores(),
+    )
+
+
+def _part(folder: Path | None, names: tuple[str, ...]) -> Path:
+    for name in names:
+        if folder is not None and (path := Path(folder) / name).is_dir():
+            return path
+    where = f"no folder `{names[0]}` in `{folder}`" if folder is not None else "images do not come with Thinwire"
+    raise ConfigError(
+        f"{where}; give `--data DIR` with DIR/train/CLASS/*.jpg and DIR/{' (or '.join(_HELDOUT)})/CLASS/*.jpg, "
+        f"or .jpeg or .png. {_FILL}"
+    )
+
+
+def _classes(part: Path) -> tuple[str, ...]:
+    with os.scandir(part) as entries:
+        found = tuple(sorted(e.name for e in entries if e.is_dir() and not e.name.startswith(".")))
+    if not found:
+        raise ConfigError(f"`{part}` holds no folder; sort its images into one folder a class. {_FILL}")
+    return found
+
+
+def _compare(train: Path, known: tuple[str, ...], heldout: Path, found: tuple[str, ...]) -> None:
+    lone = {train: sorted(set(known) - set(found)), heldout: sorted(set(found) - set(known))}
+    told = [
+        f"only in `{part}`: {', '.join(names[:5])}{' …' * (len(names) > 5)}" for part, names in lone.items() if names
+    ]
+    if told:
+        raise ConfigError(f"both parts must have the same class folders; {'; '.join(told)}")
+
+
+def _scan(part: Path, classes: tuple[str, ...]) -> Files:
+    names, numbers = [], []
+    for number, name in enumerate(classes):
+        with os.scandir(part / name) as entries:
+            found = sorted(
+                os.fsencode(e.name) for e in entries if e.name.lower().endswith(_ENDINGS) and e.name[0] != "."
+            )
+        if not found:
+            raise ConfigError(f"`{part / name}` holds no image that ends in {', '.join(_ENDINGS)}; remove or fill it")
+        names += found
+        numbers += [number] * len(found)
+    return Files(folder=part, names=np.array(names), numbers=np.array(numbers, dtype=np.int64))
+
+
+def _cores() -> int:
+    """The cores that are this worker's when those of one machine share them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
