@@ -1,0 +1,212 @@
+"""Time series held in memory: the ETT data of transformers' temperatures, by quarters of an hour."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from thinwire.errors import ConfigError
+from thinwire.train.draws import Draws
+
+COLUMNS = ("HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT")
+_ORIGIN = "https://raw.githubusercontent.com/zhouhaoyi/ETDataset/main/ETT-small"
+_MONTH = 30 * 24 * 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """A series of several variables; an example is a window, which may begin at any row of its part.
+
+    `x` is (examples, inputs + horizon, variables + marks) with zeros for the values to come, which are `y`,
+    (examples, horizon, variables). Every window counts. The published loaders of ETT drop the last batch that is not
+    full, in some versions in the test too: at batches of 32 one window of 11,425.
+    """
+
+    values: Tensor
+    """The variables, (rows, variables), standardised by the rows that are trained on."""
+    marks: Tensor
+    """What the clock says of each row, (rows, marks), from −0.5 to 0.5."""
+    mean: Tensor
+    """Of each variable, before standardising."""
+    deviation: Tensor
+    """Of each variable, before standardising."""
+    train_rows: np.ndarray
+    """Rows at which windows to train on begin."""
+    validation_rows: np.ndarray
+    """Rows at which windows for validation begin; their inputs may lie in the part before, their targets do not."""
+    heldout_rows: np.ndarray
+    """Rows at which held-out windows begin, likewise."""
+    inputs: int
+    """Rows whose values are known."""
+    label: int
+    """The last of them that a decoder starts from; nothing here depends on it."""
+    horizon: int
+    """Rows whose values are to be told."""
+
+    @property
+    def train_size(self) -> int:
+        return len(self.train_rows)
+
+    @property
+    def validation_size(self) -> int:
+        return len(self.validation_rows)
+
+    @property
+    def heldout_size(self) -> int:
+        return len(self.heldout_rows)
+
+    def train(self, indices: np.ndarray, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
+        return self._windows(self.train_rows[indices])
+
+    def validation(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        return self._windows(self.validation_rows[indices])
+
+    def heldout(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        return self._windows(self.heldout_rows[indices])
+
+    def to(self, device: torch.device | str) -> Series:
+        """The same series, held on `device`."""
+        moved = {name: getattr(self, name).to(device) for name in ("values", "marks", "mean", "deviation")}
+        return replace(self, **moved)
+
+    def _windows(self, starts: np.ndarray) -> tuple[Tensor, Tensor]:
+        device = self.values.device
+        rows = torch.from_numpy(starts).to(device)[:, None] + torch.arange(self.inputs + self.horizon, device=device)
+        known = self.values[rows[:, : self.inputs]]  # (examples, inputs, variables)
+        x = torch.cat([F.pad(known, (0, 0, 0, self.horizon)), self.marks[rows]], 2)
+        return x, self.values[rows[:, self.inputs :]]
+
+
+def ett(folder: Path | None, *, inputs: int = 96, label: int = 48, horizon: int = 96, name: str = "ETTm2") -> Series:
+    """ETTm2 or, by its `name`, ETTm1: 12 months to train on, 4 to validate and 4 held out, of 30 days each.
+
+    What comes after these 20 months is not used, as in the papers. A shorter file is cut at 60 and 80 %.
+    """
+    if min(inputs, horizon) < 1:
+        raise ConfigError(f"`inputs`={inputs} and `horizon`={horizon} must be whole numbers from 1 on")
+    path = _find(name, folder)
+    dates, table = _read(path)
+    ends = _ends(len(table))
+    trained = table[: ends[0]]
+    # A variable that never changes is only moved, as by scikit-learn's StandardScaler.
+    mean, deviation = trained.mean(0), trained.std(0)
+    deviation[deviation == 0] = 1
+    train, validation, heldout = _starts(ends, inputs, horizon, path)
+    return Series(
+        values=_float((table - mean) / deviation),
+        marks=_float(np.array([time_marks(date) for date in dates])),
+        mean=_float(mean),
+        deviation=_float(deviation),
+        train_rows=train,
+        validation_rows=validation,
+        heldout_rows=heldout,
+        inputs=inputs,
+        label=label,
+        horizon=horizon,
+    )
+
+
+def time_marks(date: datetime) -> tuple[float, ...]:
+    """Minute, hour, day of the week, of the month and of the year, each from −0.5 to 0.5: GluonTS's for minutes."""
+    day_of_year = date.timetuple().tm_yday
+    shares = (date.minute / 59, date.hour / 23, date.weekday() / 6, (date.day - 1) / 30, (day_of_year - 1) / 365)
+    return tuple(share - 0.5 for share in shares)
+
+
+def _ends(rows: int) -> tuple[int, int, int]:
+    """Where the three parts end."""
+    if rows >= 20 * _MONTH:
+        return 12 * _MONTH, 16 * _MONTH, 20 * _MONTH
+    return rows * 6 // 10, rows * 8 // 10, rows
+
+
+def _starts(ends: tuple[int, int, int], inputs: int, horizon: int, path: Path) -> Iterator[np.ndarray]:
+    """The rows at which the windows of each part begin. But for the first, a part's inputs reach back before it."""
+    begins = (0, ends[0] - inputs, ends[1] - inputs)
+    for part, begin, end in zip(("train on", "validate on", "hold out"), begins, ends, strict=True):
+        if end - begin < inputs + horizon:
+            raise ConfigError(
+                f"`{path}` has {ends[-1]} rows, too few for a window of {inputs} + {horizon} to {part}; "
+                "give a longer file or set a smaller `inputs` or `horizon`"
+            )
+        yield np.arange(begin, end - inputs - horizon + 1)
+
+
+def _find(name: str, folder: Path | None) -> Path:
+    """`name`.csv, or the same packed, in `folder`."""
+    for suffix in (".csv", ".csv.gz"):
+        path = Path(folder or ".") / f"{name}{suffix}"
+        if folder is not None and path.is_file():
+            return path
+    where = f"no `{name}.csv` and no `{name}.csv.gz` in `{folder}`" if folder else f"`{name}.csv` is not in the package"
+    into = folder or "DIR"
+    raise ConfigError(
+        f"{where}; get it by `curl -L -o {into}/{name}.csv {_ORIGIN}/{name}.csv` and give its folder by `--data {into}`"
+    )
+
+
+def _read(path: Path) -> tuple[list[datetime], np.ndarray]:
+    """The dates, and the values of `COLUMNS` as (rows, variables) in fp64."""
+    try:
+        with _open(path) as file:
+            rows = [_parsed(path, *row) for row in _rows(path, file)]
+    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"cannot read `{path}`: {error}; fetch it again") from error
+    return [date for date, _ in rows], np.array([values for _, values in rows]).reshape(-1, len(COLUMNS))
+
+
+def _open(path: Path) -> TextIO:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8", newline="")
+    return path.open(encoding="utf-8", newline="")
+
+
+def _rows(path: Path, file: TextIO) -> Iterator[tuple[int, list[str]]]:
+    """The number of each line that is not empty, and its date and values in the order of `COLUMNS`."""
+    reader = csv.reader(file)
+    header = next(reader, [])
+    wanted = ("date", *COLUMNS)
+    if missing := [column for column in wanted if column not in header]:
+        raise ConfigError(
+            f"`{path}`, line 1: no column `{missing[0]}` in `{','.join(header)}`; it must name all of {', '.join(wanted)}"
+        )
+    places = [header.index(column) for column in wanted]
+    for fields in filter(None, reader):
+        if len(fields) != len(header):
+            line = f"`{path}`, line {reader.line_num}"
+            raise ConfigError(f"{line}: {len(fields)} values where the first line names {len(header)} columns")
+        yield reader.line_num, [fields[place] for place in places]
+
+
+def _parsed(path: Path, line: int, fields: list[str]) -> tuple[datetime, list[float]]:
+    numbers = [_number(field) for field in fields[1:]]
+    for column, field, number in zip(COLUMNS, fields[1:], numbers, strict=True):
+        if not math.isfinite(number):
+            raise ConfigError(f"`{path}`, line {line}: `{column}` is `{field}`, which is no finite number")
+    try:
+        return datetime.fromisoformat(fields[0]), numbers
+    except ValueError as error:
+        allowed = "which is no date such as 2016-07-01 00:15:00"
+        raise ConfigError(f"`{path}`, line {line}: `date` is `{fields[0]}`, {allowed}") from error
+
+
+def _number(field: str) -> float:
+    try:
+        return float(field)
+    except ValueError:
+        return math.nan
+
+
+def _float(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(array.astype(np.float32))
