@@ -178,9 +178,8 @@ def _rows(path: Path, file: TextIO) -> Iterator[tuple[int, list[str]]]:
     header = next(reader, [])
     wanted = ("date", *COLUMNS)
     if missing := [column for column in wanted if column not in header]:
-        raise ConfigError(
-            f"`{path}`, line 1: no column `{missing[0]}` in `{','.join(header)}`; it must name all of {', '.join(wanted)}"
-        )
+        found = f"`{path}`, line 1: no column `{missing[0]}` in `{','.join(header)}`"
+        raise ConfigError(f"{found}; the first line must name {', '.join(wanted)}")
     places = [header.index(column) for column in wanted]
     for fields in filter(None, reader):
         if len(fields) != len(header):

@@ -42,7 +42,8 @@ class Autoformer(nn.Module):
         self.decompose = Decomposition(window)
         self.encoder_embedding = _Embedding(variables, marks, width, dropout)
         self.decoder_embedding = _Embedding(variables, marks, width, dropout)
-        sizes: dict[str, Any] = dict(width=width, hidden=hidden, window=window, factor=factor, dropout=dropout)
+        sizes: dict[str, Any] = {"width": width, "hidden": hidden, "factor": factor}
+        sizes |= {"window": window, "dropout": dropout}
         self.encoder = nn.ModuleList(_EncoderLayer(**sizes) for _ in range(encoder_layers))
         self.encoder_norm = _SeasonalNorm(width)
         self.decoder = nn.ModuleList(_DecoderLayer(variables, **sizes) for _ in range(decoder_layers))
