@@ -113,7 +113,7 @@ def _ettm2(folder: Path) -> None:
 
 
 def _text(folder: Path) -> None:
-    words = np.array("the wire is thin and the words are few but they come home".split())
+    words = np.array(["the", "wire", "is", "thin", "and", "words", "are", "few", "but", "they", "come", "home"])
     text = " ".join(words[np.random.default_rng(0).integers(0, len(words), 4_000)])
     (folder / "a.txt").write_text(text, encoding="utf-8")
     (folder / "b.txt.gz").write_bytes(gzip.compress(text[::-1].encode(), mtime=0))
