@@ -98,11 +98,11 @@ def ett(folder: Path | None, *, inputs: int = 96, label: int = 48, horizon: int 
     path = _find(name, folder)
     dates, table = _read(path)
     ends = _ends(len(table))
+    train, validation, heldout = _starts(ends, inputs, horizon, path)
     trained = table[: ends[0]]
     # A variable that never changes is only moved, as by scikit-learn's StandardScaler.
     mean, deviation = trained.mean(0), trained.std(0)
     deviation[deviation == 0] = 1
-    train, validation, heldout = _starts(ends, inputs, horizon, path)
     return Series(
         values=_float((table - mean) / deviation),
         marks=_float(np.array([time_marks(date) for date in dates])),
@@ -189,22 +189,28 @@ def _rows(path: Path, file: TextIO) -> Iterator[tuple[int, list[str]]]:
 
 
 def _parsed(path: Path, line: int, fields: list[str]) -> tuple[datetime, list[float]]:
-    numbers = [_number(field) for field in fields[1:]]
-    for column, field, number in zip(COLUMNS, fields[1:], numbers, strict=True):
-        if not math.isfinite(number):
-            raise ConfigError(f"`{path}`, line {line}: `{column}` is `{field}`, which is no finite number")
     try:
-        return datetime.fromisoformat(fields[0]), numbers
+        date, values = datetime.fromisoformat(fields[0]), [float(field) for field in fields[1:]]
     except ValueError as error:
-        allowed = "which is no date such as 2016-07-01 00:15:00"
-        raise ConfigError(f"`{path}`, line {line}: `date` is `{fields[0]}`, {allowed}") from error
+        raise _wrong(path, line, fields) from error
+    if not all(map(math.isfinite, values)):
+        raise _wrong(path, line, fields)
+    return date, values
 
 
-def _number(field: str) -> float:
+def _wrong(path: Path, line: int, fields: list[str]) -> ConfigError:
+    """The error that names the first value which is no number, or else the date."""
+    for column, field in zip(COLUMNS, fields[1:], strict=True):
+        if not _is_number(field):
+            return ConfigError(f"`{path}`, line {line}: `{column}` is `{field}`, which is no finite number")
+    return ConfigError(f"`{path}`, line {line}: `date` is `{fields[0]}`, which is no date such as 2016-07-01 00:15:00")
+
+
+def _is_number(field: str) -> bool:
     try:
-        return float(field)
+        return math.isfinite(float(field))
     except ValueError:
-        return math.nan
+        return False
 
 
 def _float(array: np.ndarray) -> Tensor:
