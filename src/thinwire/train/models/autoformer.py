@@ -129,8 +129,8 @@ class AutoCorrelation(nn.Module):
         In training the delays are the best ones of the whole batch, otherwise each example's own.
         """
         count = int(self.factor * math.log(alike.shape[1]))
-        judged = alike.mean(0, keepdim=True).expand_as(alike) if self.training else alike
-        delays = judged.topk(count, dim=1).indices
+        judged = alike.mean(0, keepdim=True) if self.training else alike
+        delays = judged.argsort(1, descending=True)[:, :count].expand(len(alike), -1)
         best = alike.gather(1, delays).softmax(1)
         return torch.zeros_like(alike).scatter(1, delays, best)
 
