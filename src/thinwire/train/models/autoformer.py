@@ -130,7 +130,7 @@ class AutoCorrelation(nn.Module):
         """
         count = int(self.factor * math.log(alike.shape[1]))
         judged = alike.mean(0, keepdim=True) if self.training else alike
-        delays = judged.argsort(1, descending=True)[:, :count].expand(len(alike), -1)
+        delays = judged.argsort(1, descending=True)[:, :count].expand(alike.shape[0], -1)
         best = alike.gather(1, delays).softmax(1)
         return torch.zeros_like(alike).scatter(1, delays, best)
 
