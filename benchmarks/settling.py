@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import thinwire
 from thinwire.recipes import named
 from thinwire.train.data import Batches
-from thinwire.train.schedule import cosine
+from thinwire.train.schedule import Cosine, scheduled
 
 PARTS = 5
 
@@ -43,8 +43,9 @@ def _looks(options: argparse.Namespace, rate: str) -> list[dict[str, Any]]:
     torch.manual_seed(options.seed)
     model = recipe.model(source)
     optimizer = recipe.optimizer(model.parameters())
-    rising = round(recipe.warmup * recipe.steps)
-    scheduler = cosine(optimizer, steps=recipe.steps, warmup=rising)
+    rising = recipe.steps // 20
+    course = Cosine(warmup=rising / recipe.steps)
+    scheduler = scheduled(optimizer, course, steps=recipe.steps, epochs=recipe.epochs)
     if rate == "constant":
         scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / rising))
     batches = Batches(size=source.train_size, batch=recipe.batch, seed=options.seed)

@@ -72,7 +72,7 @@ class Sequences:
 
     train_size, heldout_size = 64, 8
 
-    def train(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def train(self, indices: np.ndarray, draws: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
         x = (torch.as_tensor(indices)[:, None] + torch.arange(6)) % 16
         return x, (x + 1) % 16
 

@@ -15,7 +15,7 @@ from thinwire.recipes import RECIPES, named
 from thinwire.settings import from_strings
 from thinwire.train.checkpoint import _random_state, _restore_random
 from thinwire.train.recorder import Recorder
-from thinwire.train.schedule import cosine
+from thinwire.train.schedule import Cosine, scheduled
 from thinwire.train.task import describe_optimizer
 
 
@@ -159,7 +159,7 @@ def test_optimizers_are_told_as_plain_values():
 
 def test_cosine_rises_and_falls():
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    scheduler = cosine(optimizer, steps=100, warmup=10)
+    scheduler = scheduled(optimizer, Cosine(warmup=0.1), steps=100, epochs=1)
     rates = []
     for _ in range(120):
         rates.append(scheduler.get_last_lr()[0])

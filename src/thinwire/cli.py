@@ -59,6 +59,7 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="Workers to start."),
         click.option("--group-size", metavar="G", help='Workers to a group, or "world". On one machine: to a node.'),
         click.option("--steps", type=click.IntRange(1), metavar="N", help="Steps instead of the recipe's."),
+        click.option("--epochs", type=click.IntRange(1), metavar="N", help="Epochs instead of the recipe's."),
         click.option("--data", type=path, metavar="DIR", help="Read data from here, not from the package."),
         click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="A field of the method."),
         click.option("--out", type=path, metavar="DIR", help="Where to write; under runs/ if not given."),
@@ -128,7 +129,7 @@ def compare(
     base = Job(recipe=recipe, method="", out=folder, **_as_fields(flags))
     jobs = [
         (v.label, base.of(v, seed=seed, out=folder / f"{v.folder}-seed{seed}"))
-        for v in variants(methods, base.settings)
+        for v in variants(methods, base.settings, base.trained.scheduled)
         for seed in range(seeds)
     ]
     _check_all(jobs)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from thinwire.comm.process_groups import leave
-from thinwire.comm.topology import arrange
+from thinwire.comm.topology import arrange, place
 from thinwire.errors import ConfigError, unknown
 from thinwire.launch import Seat, as_worker, inside_job, launch, share
 from thinwire.methods.registry import METHODS
@@ -19,6 +19,10 @@ from thinwire.recipes import Recipe, named
 from thinwire.settings import describe, from_strings
 from thinwire.train import checkpoint, fit
 from thinwire.train.task import describe_optimizer
+
+Defaults = Callable[[str, str | None], Mapping[str, Any]]
+"""Fields of a method's config by its name and the name of a schedule, as `Recipe.defaults`."""
+_SCHEDULE = "schedule"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,8 @@ class Job:
     """Workers to a group, a number or "world"."""
     steps: int | None = None
     """Steps instead of the recipe's."""
+    epochs: int | None = None
+    """Epochs instead of the recipe's."""
     seed: int = 0
     """The run's seed."""
     data: Path | None = None
@@ -61,12 +67,15 @@ class Job:
     @cached_property
     def trained(self) -> Recipe:
         """The recipe over this job's steps, with the optimizer that suits the method."""
-        return named(self.recipe, steps=self.steps, eval_every=self.eval_every).suited_to(self.method)
+        here = place()
+        workers = here.world_size if here else self.workers
+        length = {"steps": self.steps, "epochs": self.epochs, "eval_every": self.eval_every}
+        return named(self.recipe, **length, workers=workers).suited_to(self.method)
 
     @cached_property
     def config(self) -> Any:
         """The method's config."""
-        return method_config(self.method, self.settings, self.trained.defaults(self.method), self.group_size)
+        return method_config(self.method, self.settings, self.trained.defaults, self.group_size)
 
     def of(self, variant: Variant, **fields: Any) -> Job:
         """The same job by a method as it is to be run."""
@@ -83,13 +92,12 @@ class Job:
                     f"a batch of {self.trained.batch} cannot be shared by {self.workers} workers; "
                     f"use at most {self.trained.batch}"
                 )
+            self.trained.source(self.data)
         if self.stability and self.stability * self.stability_back > self.trained.steps:
             raise ConfigError(
                 f"`--stability {self.stability} --stability-back {self.stability_back}` leaves nothing to compare "
                 f"in a run of {self.trained.steps} steps; look more often"
             )
-        if self.data is not None:
-            self.trained.source(self.data)
         if self.resume and (saved := checkpoint.find(self.out / "checkpoint")):
             checkpoint.position(saved, checkpoint.identity(self.trained, self.config, self.seed))
 
@@ -156,6 +164,7 @@ class Job:
         ]
         optional = {
             "--steps": self.steps,
+            "--epochs": self.epochs,
             "--group-size": self.group_size,
             "--data": self.data,
             "--save-every": self.save_every,
@@ -171,13 +180,14 @@ class Job:
         return [*words, "--quiet", *(flag for flag, given in flags.items() if given)]
 
 
-def method_config(method: str, settings: Iterable[str], defaults: Mapping[str, Any], group_size: str | None) -> Any:
+def method_config(method: str, settings: Iterable[str], defaults: Defaults, group_size: str | None) -> Any:
     """A method's config from what was typed for it, above `defaults`, such as a recipe has for it."""
     if method not in METHODS:
         raise unknown("method", method, METHODS)
     own = dict(_setting(text, method) for text in settings if _concerns(text, method))
+    beneath = defaults(method, own.pop(_SCHEDULE, None))
     typed = {} if group_size is None else {"group_size": _group_size(group_size)}
-    return from_strings(METHODS[method].config, own, **{**defaults, **typed})
+    return from_strings(METHODS[method].config, own, **{**beneath, **typed})
 
 
 class Variant(NamedTuple):
@@ -193,10 +203,10 @@ class Variant(NamedTuple):
         return self.label.replace(":", "-").replace("=", "-")
 
 
-def variants(methods: str | None, settings: tuple[str, ...]) -> list[Variant]:
+def variants(methods: str | None, settings: tuple[str, ...], scheduled: Container[str] = ()) -> list[Variant]:
     """Methods separated by commas, each maybe with settings of its own, as METHOD:FIELD=VALUE; all if None.
 
-    A bare FIELD=VALUE of `settings` goes to every method that has the field.
+    A bare FIELD=VALUE of `settings` goes to every method that has the field, and `schedule` to those `scheduled`.
     """
     labels = [label.strip() for label in methods.split(",") if label.strip()] if methods else list(METHODS)
     if not labels:
@@ -205,7 +215,7 @@ def variants(methods: str | None, settings: tuple[str, ...]) -> list[Variant]:
     dealt: dict[str, tuple[str, ...]] = dict.fromkeys(chosen, ())
     for text in settings:
         field = text.partition("=")[0]
-        takers = [v for v in chosen.values() if "." in field or v.method not in METHODS or field in _fields(v.method)]
+        takers = [v for v in chosen.values() if "." in field or _takes(v.method, field, scheduled)]
         # With no taker it goes to all, so that the check says which fields there are.
         for v in takers or chosen.values():
             dealt[v.label] += (text,)
@@ -217,8 +227,12 @@ def _parts(label: str) -> tuple[str, tuple[str, ...]]:
     return method, tuple(own)
 
 
-def _fields(method: str) -> set[str]:
-    return {field.name for field in dataclasses.fields(METHODS[method].config)}
+def _takes(method: str, field: str, scheduled: Container[str]) -> bool:
+    if method not in METHODS:
+        return True  # the check says which there are
+    if field == _SCHEDULE:
+        return method in scheduled
+    return field in {own.name for own in dataclasses.fields(METHODS[method].config)}
 
 
 def _group_size(text: str | None) -> int | str | None:

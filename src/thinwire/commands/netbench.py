@@ -86,7 +86,7 @@ def _bench(recipe: str, flags: dict[str, Any]) -> Bench:
     )
     return Bench(
         base=base,
-        variants=variants(flags["methods"], flags["settings"]),
+        variants=variants(flags["methods"], flags["settings"], trained.scheduled),
         hosts=hosts,
         rates=_rates(flags["rates"]),
         name=flags["name"],

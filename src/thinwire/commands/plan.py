@@ -41,6 +41,7 @@ _DIR = click.Path(path_type=Path, file_okay=False)
 @click.option("--compute", metavar="TIME", help="A full-rank step without the wire, as 120ms; else measured.")
 @click.option("--ranks", type=_DIR, metavar="RUN_DIR", help="Take the ranks that this run found.")
 @click.option("--steps", type=click.IntRange(1), metavar="N", help="Steps instead of the recipe's.")
+@click.option("--epochs", type=click.IntRange(1), metavar="N", help="Epochs instead of the recipe's.")
 @click.option("--data", type=_DIR, metavar="DIR", help="Read data from here, not from the package.")
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="adamw", help="With --model.")
 @click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="A field of the method.")
@@ -54,7 +55,8 @@ def plan(recipe: str | None, model: str | None, as_json: bool, out: Path | None,
     """
     if (recipe is None) == (model is None):
         raise click.UsageError("give either RECIPE or --model FILE.py:FUNCTION")
-    chosen = None if recipe is None else named(recipe, steps=flags["steps"])
+    length = {name: flags[name] for name in ("steps", "epochs", "workers")}
+    chosen = None if recipe is None else named(recipe, **length)
     made = _plan(chosen, _subject(chosen, model, flags), flags)
     told = made.as_dict()
     if as_json:
@@ -80,6 +82,8 @@ def _subject(recipe: Recipe | None, model: str | None, flags: dict[str, Any]) ->
     assert model is not None
     if flags["data"] is not None:
         raise click.UsageError("--data is for recipes; the function of --model loads its own")
+    if flags["epochs"] is not None:
+        raise click.UsageError("--epochs is for recipes; give --steps with --model")
     return of_function(model, flags["steps"], flags["optimizer"])
 
 
@@ -92,10 +96,10 @@ def _plan(recipe: Recipe | None, subject: Subject, flags: dict[str, Any]) -> Pla
         overhead=units.seconds(flags["overhead"]),
     )
     length = {"total_steps": subject.steps, "steps_per_epoch": subject.steps / subject.epochs}
-    defaults = recipe.defaults if recipe else lambda method: length
+    defaults = recipe.defaults if recipe else lambda method, schedule: length
     configs = {
-        v.label: method_config(v.method, v.settings, defaults(v.method), flags["group_size"])
-        for v in variants(flags["methods"], flags["settings"])
+        v.label: method_config(v.method, v.settings, defaults, flags["group_size"])
+        for v in variants(flags["methods"], flags["settings"], recipe.scheduled if recipe else ())
     }
     layout = Layout(workers=flags["workers"], nodes=flags["nodes"], algorithm=flags["allreduce"])
     for config in configs.values():

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from thinwire.recipes import RECIPES, Recipe, call_function, named
 from thinwire.report import read_run
 from thinwire.store import newest, read_json, read_tensors
 from thinwire.train.data import Source
+from thinwire.train.feed import Feed
 
 _ROUNDING = 1e-5
 """Singular values up to this share of the largest are what multiplying out left; a layer keeps the rank it had."""
@@ -131,14 +131,13 @@ def _built(recipe: Recipe, data: Path | None) -> tuple[Source, nn.Module]:
 def _judged(recipe: Recipe, source: Source) -> dict[str, Any]:
     """An input, the metric, and how to find it for a model."""
 
+    feed = Feed(recipe, source, _device())
+
     def evaluate(model: nn.Module) -> float:
-        parts = np.array_split(np.arange(source.heldout_size), -(-source.heldout_size // 256))
-        batches = ([t.to(_device()) for t in source.heldout(part)] for part in parts)
-        totals = torch.stack([recipe.task.totals(model(x), y) for x, y in batches])
+        totals = torch.stack([recipe.task.totals(model(x), y) for x, y in feed.parts()])
         return recipe.task.figures(totals.sum(0))[recipe.task.metric]
 
-    example, _ = source.heldout(np.arange(2))
-    return {"example": example, "metric": recipe.task.metric, "evaluate": evaluate}
+    return {"example": feed.example(), "metric": recipe.task.metric, "evaluate": evaluate}
 
 
 def _kept(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,14 +5,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from thinwire.errors import ConfigError, unknown
 from thinwire.plan.rehearse import Subject
 from thinwire.recipes import Recipe, call_function
-from thinwire.train.data import share
+from thinwire.train.feed import Feed
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "adamw": AdamW,
@@ -28,7 +28,7 @@ def of_recipe(recipe: Recipe, workers: int, data: Path | None = None) -> Subject
             f"a batch of {recipe.batch} cannot be shared by {workers} workers; use at most {recipe.batch}"
         )
     source = recipe.source(data)
-    x, y = source.train(share(np.arange(recipe.batch) % source.train_size, 0, workers))
+    x, y = Feed(recipe, source, torch.device("cpu"), world_size=workers).batch(0)
     return Subject(
         name=recipe.name,
         model=recipe.model(source),

@@ -45,7 +45,8 @@ def find(folder: Path) -> Path | None:
 
 def identity(recipe: Recipe, config: Any, seed: int) -> dict[str, Any]:
     """What must be the same for a run to be gone on with, as plain values."""
-    about = {"recipe": recipe.name, "steps": recipe.steps, "batch": recipe.batch, "clip": recipe.clip, "seed": seed}
+    about = {name: getattr(recipe, name) for name in ("steps", "epochs", "batch", "clip")}
+    about |= {"recipe": recipe.name, "seed": seed, "rate": repr(recipe.rate), "views": repr(recipe.views)}
     return about | describe_optimizer(recipe.optimizer) | {"method": type(config).__name__} | describe(config)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,7 +13,8 @@ class Draws:
     """Random numbers for one step's examples.
 
     Every call draws for the whole global batch and returns this worker's rows. So an example meets the same chance
-    whichever worker has it, by any method, and a resumed run needs nothing but its step.
+    whichever worker has it, by any method, and a resumed run needs nothing but its step. What draws apart from others
+    in the same step has a `stream` of its own.
     """
 
     def __init__(
@@ -22,12 +25,13 @@ class Draws:
         batch: int,
         rank: int = 0,
         world_size: int = 1,
+        stream: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._key = (seed, step)
+        key = (seed, step, stream)
         self._batch = batch
         self._rank, self._world_size = rank, world_size
-        word = np.random.SeedSequence(self._key).generate_state(1, np.uint64)[0]
+        word = np.random.SeedSequence(key).generate_state(1, np.uint64)[0]
         self._generator = torch.Generator(device).manual_seed(int(word >> np.uint64(1)))
 
     def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
@@ -42,14 +46,8 @@ class Draws:
         """(examples, *shape), whole numbers from `low` to `high` − 1."""
         return self._mine(torch.randint(low, high, (self._batch, *shape), **self._own))
 
-    def on(self, device: torch.device | str) -> Draws:
-        """The same step's chance on another device, from its own beginning."""
-        seed, step = self._key
-        place = {"rank": self._rank, "world_size": self._world_size}
-        return Draws(seed, step, batch=self._batch, **place, device=device)
-
     @property
-    def _own(self) -> dict[str, torch.Generator | torch.device]:
+    def _own(self) -> dict[str, Any]:
         return {"generator": self._generator, "device": self._generator.device}
 
     def _mine(self, drawn: Tensor) -> Tensor:

@@ -22,9 +22,9 @@ from thinwire.factor.stability import Stability
 from thinwire.replica import Replica, attach
 from thinwire.train import checkpoint
 from thinwire.train.counts import Counts
-from thinwire.train.data import Batches, Source, share
+from thinwire.train.feed import Batch, Feed
 from thinwire.train.recorder import Recorder
-from thinwire.train.schedule import cosine
+from thinwire.train.schedule import scheduled
 from thinwire.train.summary import summarise, write_model, write_summary
 from thinwire.train.task import Recipe
 
@@ -33,7 +33,7 @@ from thinwire.train.task import Recipe
 class _Run:
     recipe: Recipe
     seed: int
-    source: Source
+    feed: Feed
     replica: Replica
     optimizer: Optimizer
     scheduler: LambdaLR
@@ -51,6 +51,8 @@ class _Run:
     """Steps by the size they were taken at."""
     shape: tuple[str, int] | None = None
     """Phase and decompositions when the model's size was last looked at."""
+    best: dict[str, Any] | None = None
+    """The evaluation of the epoch with the lowest loss on the validation part, where that ends a run."""
 
     def note_ranks(self) -> None:
         """One line whenever layers were decomposed: a plan can go by it."""
@@ -70,6 +72,20 @@ class _Run:
         """One line whenever the bases were compared."""
         if self.watch and (record := self.watch.look(self.replica.step)):
             self.recorder.write("stability", **record)
+
+    def lost_patience(self, figures: dict[str, float]) -> bool:
+        """Whether the loss on the validation part has not fallen for as many epochs as the recipe waits."""
+        if self.best is None or figures["validation_loss"] < self.best["validation_loss"]:
+            self.best = {**figures, "step": self.replica.step, "epochs_since": 0}
+        else:
+            self.best["epochs_since"] += 1
+        return self.best["epochs_since"] >= (self.recipe.patience or 0)
+
+    @property
+    def precision(self) -> torch.autocast:
+        """As the recipe computes on this device."""
+        wanted = self.recipe.autocast and self.device.type == "cuda"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=wanted)
 
     @property
     def wall_s(self) -> float:
@@ -101,28 +117,36 @@ def fit(
     if stability and run.replica.topology.rank == 0:
         run.watch = Stability(run.replica, stability, stability_back, step=run.replica.step)
     run.note_ranks()
-    batches = Batches(size=run.source.train_size, batch=recipe.batch, seed=seed)
     figures: dict[str, float] = {}
-    for step in range(run.replica.step, recipe.steps):
-        _train_step(run, batches.indices(step))
-        run.note_stability()
-        done = step + 1
-        if recipe.ends_epoch(done):
-            run.replica.epoch_end()
-        if done % recipe.eval_every == 0 or done == recipe.steps:
-            figures = _evaluate(run)
-        if save_every and done % save_every == 0 and done < recipe.steps:
-            _save(run, config)
-    return _conclude(run, figures or _evaluate(run), write=model)
+    with run.feed.steps(range(run.replica.step, recipe.steps)) as batches:
+        for done, batch in enumerate(batches, start=run.replica.step + 1):
+            _train_step(run, batch)
+            run.note_stability()
+            epoch_over = recipe.ends_epoch(done)
+            if epoch_over:
+                run.replica.epoch_end()
+            validate = epoch_over and recipe.patience is not None
+            if validate or done % recipe.eval_every == 0 or done == recipe.steps:
+                figures = _evaluate(run, validate=validate)
+            if validate and run.lost_patience(figures):
+                break
+            if save_every and done % save_every == 0 and done < recipe.steps:
+                _save(run, config)
+    return _conclude(run, figures, write=model)
 
 
 def _prepare(recipe: Recipe, config: Any, out: Path, seed: int, data: Path | None, resume: bool) -> _Run:
     source = recipe.source(data)
+    if recipe.patience is not None and not hasattr(source, "validation"):
+        raise ConfigError(
+            f"`patience`={recipe.patience} needs data with a validation part; "
+            f"give the source of the recipe {recipe.name} `validation` and `validation_size`, or leave `patience` out"
+        )
     device = _device()
     _seed(seed)
     model = recipe.model(source).to(device)
     optimizer = recipe.optimizer(model.parameters())
-    scheduler = cosine(optimizer, steps=recipe.steps, warmup=round(recipe.warmup * recipe.steps))
+    scheduler = scheduled(optimizer, recipe.rate, steps=recipe.steps, epochs=recipe.epochs)
     replica = attach(model, optimizer, config)
     rank, world_size = replica.topology.rank, replica.topology.world_size
     if recipe.batch < world_size:
@@ -142,7 +166,7 @@ def _prepare(recipe: Recipe, config: Any, out: Path, seed: int, data: Path | Non
     return _Run(
         recipe=recipe,
         seed=seed,
-        source=source,
+        feed=Feed(recipe, source, device, seed=seed, rank=rank, world_size=world_size),
         replica=replica,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -152,14 +176,15 @@ def _prepare(recipe: Recipe, config: Any, out: Path, seed: int, data: Path | Non
         earlier_s=saved.get("wall_s", 0.0),
         decompositions=noted,
         counts=Counts(**saved.get("counts", {})),
+        best=saved.get("best"),
     )
 
 
-def _train_step(run: _Run, indices: np.ndarray) -> None:
-    topology = run.replica.topology
+def _train_step(run: _Run, batch: Batch) -> None:
     run.count_step()
-    x, y = run.source.train(share(indices, topology.rank, topology.world_size))
-    loss = run.recipe.task.loss(run.replica(x.to(run.device)), y.to(run.device))
+    x, y = batch
+    with run.precision:
+        loss = run.recipe.task.loss(run.replica(x), y)
     run.optimizer.zero_grad()
     loss.backward()
     if run.recipe.clip is not None and not run.replica.clips:
@@ -172,13 +197,15 @@ def _train_step(run: _Run, indices: np.ndarray) -> None:
     run.recorder.write("step", step=run.replica.step, phase=phase, loss=loss.item(), lr=rate, **_bytes_so_far(run))
 
 
-def _evaluate(run: _Run, *, finished: bool = False) -> dict[str, float]:
-    """Figures on the held-out part, of the model all workers share."""
-    replica = run.replica
+def _evaluate(run: _Run, *, finished: bool = False, validate: bool = False) -> dict[str, float]:
+    """Figures on the held-out part, of the model all workers share; with its loss on the validation part if asked."""
+    replica, task = run.replica, run.recipe.task
     model = "finished" if finished else "world" if replica.spans_world else "merged"
     with nullcontext() if model != "merged" else replica.merged():
-        totals = replica.wire.sum(_totals(run), purpose="evaluate")
-    figures = run.recipe.task.figures(totals)
+        figures = task.figures(replica.wire.sum(_totals(run), purpose="evaluate"))
+        if validate:
+            unseen = replica.wire.sum(_totals(run, "validation"), purpose="evaluate")
+            figures["validation_loss"] = task.figures(unseen)["loss"]
     run.recorder.write(
         "evaluation",
         step=replica.step,
@@ -194,22 +221,20 @@ def _evaluate(run: _Run, *, finished: bool = False) -> dict[str, float]:
 
 
 @torch.no_grad()
-def _totals(run: _Run) -> Tensor:
-    """This worker's share of the held-out part: summed loss, hits and count."""
-    topology = run.replica.topology
-    mine = share(np.arange(run.source.heldout_size), topology.rank, topology.world_size)
+def _totals(run: _Run, part: str = "heldout") -> Tensor:
+    """Sums over this worker's share of a part."""
     totals = torch.zeros(3, dtype=torch.float64, device=run.device)
     run.replica.eval()
-    for part in np.array_split(mine, max(1, -(-len(mine) // 256))):
-        if len(part):
-            x, y = run.source.heldout(part)
-            totals += run.recipe.task.totals(run.replica(x.to(run.device)), y.to(run.device))
+    with run.precision:
+        for x, y in run.feed.parts(part):
+            totals += run.recipe.task.totals(run.replica(x), y)
     run.replica.train()
     return totals
 
 
 def _conclude(run: _Run, before: dict[str, float], *, write: bool) -> dict[str, Any]:
-    """Finish the model, judge it again and write what the run came to."""
+    """Finish the model, judge it again and write what the run came to; `before` is what the last step left."""
+    before = before or _evaluate(run)
     run.counts.look(run.replica)
     small = run.replica.finish()
     run.note_ranks()
@@ -217,11 +242,11 @@ def _conclude(run: _Run, before: dict[str, float], *, write: bool) -> dict[str, 
     metric = run.recipe.task.metric
     figures = after | {f"{metric}_before_truncation": before[metric]}
     summary = summarise(run.recipe, run.replica, seed=run.seed, figures=figures, wall_s=run.wall_s, counts=run.counts)
+    summary |= {} if run.best is None else {"best_epoch": run.best}
     run.recorder.close()
     if run.replica.topology.rank == 0:
         if write:
-            example, _ = run.source.heldout(np.arange(2))
-            write_model(small, run.out / "model", example.to(run.device))
+            write_model(small, run.out / "model", run.feed.example())
         write_summary(run.out / "summary.json", summary)
     return summary
 
@@ -231,6 +256,7 @@ def _save(run: _Run, config: Any) -> None:
         "step": run.replica.step,
         "wall_s": run.wall_s,
         "counts": run.counts.state(),
+        "best": run.best,
         "identity": checkpoint.identity(run.recipe, config, run.seed),
     }
     checkpoint.save(run.out / "checkpoint", run.replica, run.scheduler, position)

@@ -6,48 +6,101 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, unknown
 from thinwire.train.data import Source
+from thinwire.train.schedule import Cosine, Rate
+from thinwire.train.views import AsIs, Views
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """One kind of problem. Its metric follows from sums over examples, so workers can share the work."""
+class Task(Protocol):
+    """One kind of problem. Its figures follow from sums over examples, so workers can share the work."""
 
-    metric: str
+    metric: ClassVar[str]
     """The figure a run is judged by, and its name in every record."""
-    judge: Callable[[float, float], float]
-    """The metric from the mean loss and the share of hits."""
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """What is trained on."""
+        ...
+
+    def totals(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Sums over the examples, in fp64."""
+        ...
+
+    def figures(self, totals: Tensor) -> dict[str, float]:
+        """The metric and the mean loss, from sums."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classify:
+    """A class for every example."""
+
+    metric: ClassVar[str] = "accuracy"
+    smoothing: float = 0.0
+    """Share of each target that is spread over all classes, in training."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.smoothing < 1:
+            raise ConfigError(f"`smoothing`={self.smoothing} must be from 0 to below 1")
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy over every target."""
-        return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+        return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), label_smoothing=self.smoothing)
 
     def totals(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """(3,) in fp64: summed loss, hits and number of targets."""
+        """(3,): summed loss without smoothing, hits and number of targets."""
         flat, wanted = outputs.flatten(0, -2).float(), targets.flatten()
         loss = F.cross_entropy(flat, wanted, reduction="sum")
         hits = (flat.argmax(-1) == wanted).sum()
         return torch.stack([loss.double(), hits.double(), hits.new_tensor(len(wanted)).double()])
 
     def figures(self, totals: Tensor) -> dict[str, float]:
-        """The metric and the mean loss."""
         loss, hits, count = totals.tolist()
-        mean = loss / count
-        return {self.metric: self.judge(mean, hits / count), "loss": mean}
+        return {self.metric: hits / count, "loss": loss / count}
 
 
-CLASSIFY = Task(metric="accuracy", judge=lambda loss, hits: hits)
-PREDICT = Task(metric="perplexity", judge=lambda loss, hits: math.exp(min(loss, 700.0)))
+@dataclass(frozen=True, kw_only=True)
+class Predict(Classify):
+    """The next token at every place of a text."""
+
+    metric: ClassVar[str] = "perplexity"
+
+    def figures(self, totals: Tensor) -> dict[str, float]:
+        loss, _, count = totals.tolist()
+        return {self.metric: math.exp(min(loss / count, 700.0)), "loss": loss / count}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """Numbers to come."""
+
+    metric: ClassVar[str] = "mse"
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean squared error."""
+        return F.mse_loss(outputs.float(), targets)
+
+    def totals(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """(3,): squared errors, absolute errors and number of targets."""
+        error = (outputs.float() - targets).double()
+        return torch.stack([error.square().sum(), error.abs().sum(), error.new_tensor(error.numel())])
+
+    def figures(self, totals: Tensor) -> dict[str, float]:
+        squares, sizes, count = totals.tolist()
+        return {self.metric: squares / count, "mae": sizes / count, "loss": squares / count}
+
+
+CLASSIFY = Classify()
+PREDICT = Predict()
 
 
 @dataclass(frozen=True)
@@ -60,6 +113,10 @@ class Suited:
     """Builds another optimizer than the recipe's."""
     clip: float | None = None
     """Another largest gradient norm than the recipe's."""
+    rate: Rate | None = None
+    """Another course of the learning rate."""
+    schedules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Sets of fields that say when the method does what, by name; the first holds unless another is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +139,20 @@ class Recipe:
     """Optimizer steps of a run."""
     batch: int
     """Examples in a step, over all workers."""
-    warmup: float = 0.05
-    """Share of the steps over which the learning rate rises."""
+    rate: Rate = field(default_factory=Cosine)
+    """The course of the learning rate."""
+    views: Views = field(default_factory=AsIs)
+    """What the model is shown of the examples."""
+    autocast: bool = False
+    """Whether a GPU computes in bf16 where that is safe; a CPU does not."""
     clip: float | None = None
     """Largest gradient norm; None leaves gradients as they are."""
     eval_every: int = 50
     """Steps between evaluations."""
     epochs: int = 30
     """Epochs of a run, for methods that go by them; one of fewer steps has as many, and shorter ones."""
+    patience: int | None = None
+    """Epochs without a lower loss on the validation part after which a run ends; None for never."""
     suited: Mapping[str, Suited] = field(default_factory=dict)
     """What is good for single methods, by their names."""
     usual_optimizer: MakeOptimizer | None = None
@@ -109,21 +172,50 @@ class Recipe:
         """Whether an epoch is over after so many steps."""
         return step * self.epochs // self.steps > (step - 1) * self.epochs // self.steps
 
-    def suited_to(self, method: str) -> Recipe:
-        """The recipe as it is good for one method: with the optimizer and the clipping found for it."""
-        own = self.suited.get(method, Suited())
-        clip = self.clip if own.clip is None else own.clip
-        if own.optimizer is None:
-            return replace(self, clip=clip)
-        return replace(self, clip=clip, optimizer=own.optimizer, usual_optimizer=self.usual_optimizer or self.optimizer)
+    def but(self, **fields: Any) -> Recipe:
+        """The recipe with other fields."""
+        return replace(self, **fields)
 
-    def defaults(self, method: str) -> dict[str, Any]:
-        """Fields of a method's config that hold unless a user sets them."""
+    def over(self, epochs: int) -> Recipe:
+        """The recipe over more or fewer epochs of the same length; all that has a length scales with it."""
+        if epochs < 1:
+            raise ConfigError(f"`epochs` must be at least 1, got {epochs}")
+        return replace(self, epochs=epochs, steps=max(1, round(epochs * self.steps_per_epoch)))
+
+    @property
+    def scheduled(self) -> set[str]:
+        """Methods that can be asked to follow one schedule or another."""
+        return {method for method, own in self.suited.items() if own.schedules}
+
+    def suited_to(self, method: str) -> Recipe:
+        """The recipe as it is good for one method: with the optimizer, its rates and the clipping found for it."""
+        own = self.suited.get(method, Suited())
+        other = {"clip": own.clip, "rate": own.rate, "optimizer": own.optimizer}
+        changed: dict[str, Any] = {name: value for name, value in other.items() if value is not None}
+        if own.optimizer is not None:
+            changed["usual_optimizer"] = self.usual_optimizer or self.optimizer
+        return replace(self, **changed)
+
+    def defaults(self, method: str, schedule: str | None = None) -> dict[str, Any]:
+        """Fields of a method's config that hold unless a user sets them, by one of its schedules."""
         own = self.suited.get(method, Suited())
         length = {"total_steps": self.steps, "steps_per_epoch": self.steps_per_epoch}
         phase = min(4, self.epochs / 4)  # a run of few epochs still has room for what lies between
         phases = {"warmup_epochs": phase, "cooldown_epochs": phase}
-        return {"clip": self.suited_to(method).clip, **phases, **own.settings, **length}
+        timed = self._schedule(method, own, schedule)
+        return {"clip": self.suited_to(method).clip, **phases, **own.settings, **timed, **length}
+
+    def _schedule(self, method: str, own: Suited, name: str | None) -> Mapping[str, Any]:
+        if name is None:
+            return next(iter(own.schedules.values()), {})
+        if not own.schedules:
+            raise ConfigError(
+                f"the recipe {self.name} has no schedules for {method} to choose from; "
+                f"leave out `schedule`={name!r}, or set the method's own fields"
+            )
+        if name not in own.schedules:
+            raise unknown(f"schedule of {method} on {self.name}", name, list(own.schedules))
+        return own.schedules[name]
 
 
 def describe_optimizer(make: MakeOptimizer) -> dict[str, Any]:

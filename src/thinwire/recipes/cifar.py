@@ -1,0 +1,117 @@
+"""CIFAR: VGG16 as in AB's paper and as usual, and small vision transformers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch.optim import AdamW
+
+from thinwire.recipes import tables
+from thinwire.train import data, models
+from thinwire.train.schedule import Cosine
+from thinwire.train.task import Classify, Recipe, Suited
+from thinwire.train.views import CIFAR10, CIFAR100, Pictures
+
+_IMAGES = 50_000
+_BATCH = 1024
+
+
+def _steps(epochs: int) -> int:
+    return round(epochs * _IMAGES / _BATCH)
+
+
+def vgg16(**sizes: Any) -> Recipe:
+    """timm's VGG16 without BatchNorm, 134 M parameters, 89 % of them in two layers; Tables A.6 and A.9.
+
+    The tables leave open the batch, which 49 iterations an epoch tell, the lowest learning rate, and the augmentation:
+    a shift by up to 4 pixels and a flip are the usual ones.
+    """
+    return Recipe(
+        name="vgg16-cifar10",
+        summary="VGG16 without BatchNorm, 134 M parameters, on CIFAR-10 (dissertation, Tables A.6 and A.9)",
+        task=Classify(smoothing=0.1),
+        source=data.cifar10,
+        model=lambda source: models.initial.build(lambda: models.library.vgg16(**sizes), orthogonal=True),
+        optimizer=partial(AdamW, lr=3e-3, weight_decay=0.1),
+        steps=_steps(150),
+        epochs=150,
+        batch=_BATCH,
+        rate=Cosine(warmup=10 / 150, floor=1e-5 / 3e-3),
+        views=Pictures(statistics=CIFAR10, pad=4),
+        autocast=True,
+        clip=1.0,
+        eval_every=_steps(2),
+        suited={
+            "ab": tables.ab(tables.VGG16),
+            "daso": Suited({"compensate": True}),
+            "localsgd": Suited({"every": 24, "warmup": 0.05}),
+            "diloco": Suited({"every": 24, "outer_momentum": 0.5, "warmup": 0.05}),
+            "powersgd": Suited({"rank": 16, "start_step": 0.05}),
+            "topk": Suited({"warmup": 0.05}),
+            "onebit": Suited({"warmup": 0.05}),
+        },
+    )
+
+
+def vgg16_bn(**sizes: Any) -> Recipe:
+    """The usual VGG16 for CIFAR, with BatchNorm and a narrow classifier, 15 M parameters, as `vgg16` otherwise."""
+    base = vgg16()
+    return base.but(
+        name="vgg16bn-cifar10",
+        summary="VGG16 with BatchNorm, 15 M parameters, on CIFAR-10 (settings of Tables A.6 and A.9)",
+        model=lambda source: models.initial.build(lambda: models.VGG16BN(**sizes), orthogonal=True),
+    )
+
+
+_MINI = {"classes": 10, "image": 32, "patch": 8, "width": 768, "depth": 6, "heads": 6, "qkv_bias": False}
+_VIEWS = Pictures(statistics=CIFAR10, scale=(0.8, 1.0), rand_augment=9, erase=0.25)
+
+
+def mini_vit(**sizes: Any) -> Recipe:
+    """OIALR's mini-ViT, 43 M parameters; Table A.2, its baseline, and where that is silent Table A.1."""
+    return Recipe(
+        name="minivit-cifar10",
+        summary="a ViT of depth 6 on CIFAR-10 (dissertation, Table A.2)",
+        task=Classify(smoothing=0.1),
+        source=data.cifar10,
+        model=lambda source: models.library.vit(**{**_MINI, "drop_path": 0.2, **sizes}),
+        optimizer=partial(AdamW, lr=1e-4),
+        steps=_steps(125),
+        epochs=125,
+        batch=_BATCH,
+        rate=Cosine(warmup=10 / 125, floor=0.1, start=0.1, from_zero=True),
+        views=_VIEWS,
+        autocast=True,
+        eval_every=_steps(5),
+        suited={
+            "ab": Suited({"merge": "trained"}),
+            "oialr": Suited({"delay": 4000 / _steps(125), "frequency": 1000 / _steps(125), "cutoff": 0.2}),
+            "localsgd": Suited({"every": 24, "warmup": 0.05}),
+            "diloco": Suited({"every": 24, "warmup": 0.05}),
+            "powersgd": Suited({"rank": 16, "start_step": 0.05}),
+        },
+    )
+
+
+def mini_vit_tuned(**sizes: Any) -> Recipe:
+    """The same with the learning rates that the dissertation's search found for OIALR: they rise to the end."""
+    return mini_vit(**sizes).but(
+        name="minivit-cifar10-tuned",
+        summary="the same ViT with the rates found for OIALR (dissertation, Table A.2, tuned)",
+        optimizer=partial(AdamW, lr=2e-4),
+        rate=Cosine(warmup=17 / 125, floor=4.0, start=0.4, k_decay=0.4, from_zero=True),
+    )
+
+
+def small_vit(**sizes: Any) -> Recipe:
+    """A ViT of 2.7 M parameters on CIFAR-100, near the one that AB's guideline was found on."""
+    small = {"classes": 100, "width": 192, "drop_path": 0.1, **sizes}
+    return mini_vit(**small).but(
+        name="minivit-cifar100",
+        summary="a small ViT, 2.7 M parameters, on CIFAR-100",
+        source=data.cifar100,
+        optimizer=partial(AdamW, lr=1e-3, weight_decay=0.05),
+        rate=Cosine(warmup=10 / 125, floor=0.01),
+        views=Pictures(statistics=CIFAR100, scale=(0.8, 1.0), rand_augment=9, erase=0.25),
+    )

@@ -1,0 +1,120 @@
+"""ImageNet-2012: the scaling studies of AB's paper and OIALR's ViT; they need `thinwire[images]` and the images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import AdamW
+
+from thinwire.recipes import tables
+from thinwire.train import data, models
+from thinwire.train.schedule import Cosine
+from thinwire.train.task import Classify, Recipe, Suited
+from thinwire.train.views import IMAGENET, Pictures
+
+_IMAGES = 1_281_167
+_LOCAL = 256
+"""Images a worker, where the local batch is constant."""
+_GLOBAL = 4096
+_WORKERS = 8
+
+
+def resnet50_local(workers: int = _WORKERS, **sizes: Any) -> Recipe:
+    """256 images a worker: more workers have larger batches and fewer steps; Tables A.6 and A.7."""
+    return _resnet50("local", _LOCAL * workers, sizes)
+
+
+def resnet50_global(**sizes: Any) -> Recipe:
+    """4,096 images a step, however many workers share them."""
+    return _resnet50("global", _GLOBAL, sizes)
+
+
+def vit_b16_local(workers: int = _WORKERS, **sizes: Any) -> Recipe:
+    """256 images a worker; Tables A.6 and A.8."""
+    return _vit_b16("local", _LOCAL * workers, sizes)
+
+
+def vit_b16_global(**sizes: Any) -> Recipe:
+    """4,096 images a step, however many workers share them."""
+    return _vit_b16("global", _GLOBAL, sizes)
+
+
+def vit_b16_oialr(**sizes: Any) -> Recipe:
+    """OIALR's ViT-B/16 with stronger augmentation on smaller crops; Table A.1. It is evaluated on crops of 160 too."""
+    size, epochs, batch = 160, 125, 1024
+    steps = round(epochs * _IMAGES / batch)
+    return Recipe(
+        name="vitb16-imagenet-oialr",
+        summary="ViT-B/16 on ImageNet, crops of 160 (dissertation, Table A.1)",
+        task=Classify(smoothing=0.1),
+        source=partial(_images, size=size, crop_pct=0.9),
+        model=lambda source: models.library.vit(**{"image": size, "dropout": 0.1, **sizes}),
+        optimizer=partial(AdamW, lr=1e-3),
+        steps=steps,
+        epochs=epochs,
+        batch=batch,
+        rate=Cosine(warmup=10 / epochs, floor=0.01, start=0.01, from_zero=True),
+        views=Pictures(statistics=IMAGENET, rand_augment=15, erase=0.25),
+        autocast=True,
+        eval_every=round(steps / epochs),
+        suited={
+            "oialr": Suited({"delay": 25_000 / steps, "frequency": 1000 / steps, "cutoff": 0.1}),
+        },
+    )
+
+
+def _resnet50(kind: str, batch: int, sizes: Mapping[str, Any]) -> Recipe:
+    return _scaling(
+        f"resnet50-imagenet-{kind}",
+        "ResNet-50",
+        lambda: models.library.resnet50(**{"dropout": 0.1, **sizes}),
+        tables.nearest(tables.RESNET50, batch),
+        batch=batch,
+        decay=0.01,
+    )
+
+
+def _vit_b16(kind: str, batch: int, sizes: Mapping[str, Any]) -> Recipe:
+    return _scaling(
+        f"vitb16-imagenet-{kind}",
+        "ViT-B/16",
+        lambda: models.library.vit(**{"drop_path": 0.1, **sizes}),
+        tables.nearest(tables.VIT_B16, batch),
+        batch=batch,
+        decay=0.1,
+    )
+
+
+def _scaling(name: str, told: str, make: Any, counts: tables.Counts, *, batch: int, decay: float) -> Recipe:
+    epochs = 150
+    steps = max(epochs, round(epochs * _IMAGES / batch))
+    constant = f"{_LOCAL} images a worker" if name.endswith("local") else f"{_GLOBAL} images a step"
+    return Recipe(
+        name=name,
+        summary=f"{told} on ImageNet, {constant} (dissertation, Tables A.6 to A.8)",
+        task=Classify(smoothing=0.1),
+        source=partial(_images, size=224, crop_pct=0.875),
+        model=lambda source: _orthogonal(make),
+        optimizer=partial(AdamW, lr=3.5e-3, weight_decay=decay),
+        steps=steps,
+        epochs=epochs,
+        batch=batch,
+        rate=Cosine(warmup=10 / epochs, floor=1e-5 / 3.5e-3),
+        views=Pictures(statistics=IMAGENET),
+        autocast=True,
+        clip=1.0,
+        eval_every=round(steps / epochs),
+        suited={"ab": tables.ab(counts)},
+    )
+
+
+def _orthogonal(make: Any) -> nn.Module:
+    return models.initial.build(make, orthogonal=True)
+
+
+def _images(folder: Path | None, *, size: int, crop_pct: float) -> data.Source:
+    return data.image_folder(folder, size=size, crop_pct=crop_pct)

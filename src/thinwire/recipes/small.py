@@ -1,0 +1,78 @@
+"""Experiments that run on a laptop with nothing downloaded."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import cast
+
+from torch.optim import AdamW
+
+from thinwire.train import data, models
+from thinwire.train.task import CLASSIFY, PREDICT, Recipe, Suited
+
+
+def digits() -> Recipe:
+    """A small CNN with BatchNorm on 8×8 digits; a run takes seconds.
+
+    Learning rate and weight decay are the best of plain training on 300 digits of the training part
+    (`benchmarks/tune_recipe.py`), where everything between 0.01 and 5 is equal within the noise. What suits single
+    methods was found there too (`benchmarks/rivals`).
+    """
+    return Recipe(
+        name="digits",
+        summary="a small CNN on 8×8 handwritten digits (accuracy on 540 held out)",
+        task=CLASSIFY,
+        source=data.digits,
+        model=lambda source: models.DigitNet(),
+        optimizer=partial(AdamW, lr=3e-3, weight_decay=3.0),
+        steps=600,
+        batch=64,
+        clip=1.0,
+        eval_every=25,
+        suited={
+            "oialr": Suited({"delay": 0.1, "cutoff": 0.2}),
+            "daso": Suited(
+                {
+                    "max_skips": 32,
+                    "warmup_epochs": 1,
+                    "cooldown_epochs": 1,
+                    "compensate": True,
+                    "plateau_patience": None,
+                }
+            ),
+            "powersgd": Suited({"rank": 1}),
+            "localsgd": Suited({"every": 48}),
+            "diloco": Suited({"every": 24, "outer_lr": 0.4, "warmup": 0.05}),
+            "topk": Suited({"density": 0.001, "warmup": 0.05}),
+        },
+    )
+
+
+def shakespeare() -> Recipe:
+    """A character GPT of 0.8 million parameters on Tiny Shakespeare; a run takes minutes.
+
+    Learning rate and weight decay are the best of plain training on 32,768 characters of the training part
+    (`benchmarks/tune_recipe.py`, one seed), and so is what suits single methods (`benchmarks/rivals`).
+    """
+    return Recipe(
+        name="shakespeare",
+        summary="a character GPT on Tiny Shakespeare (perplexity a character, 32,768 held out)",
+        task=PREDICT,
+        source=data.shakespeare,
+        model=lambda source: models.CharGPT(vocabulary=len(cast(data.Text, source).characters)),
+        optimizer=partial(AdamW, lr=6e-3, betas=(0.9, 0.95), weight_decay=0.03),
+        steps=800,
+        batch=32,
+        clip=1.0,
+        eval_every=100,
+        suited={
+            "ab": Suited({"merge": "trained"}),
+            "oialr": Suited({"delay": 0.8, "layer_fraction": 0.25}),
+            "daso": Suited({"compensate": True}),
+            "powersgd": Suited({"rank": 16, "start_step": 0.05}),
+            "localsgd": Suited({"every": 4, "warmup": 0.05}),
+            "diloco": Suited({"every": 12, "outer_momentum": 0.5, "warmup": 0.05}),
+            "topk": Suited({"density": 0.05, "warmup": 0.05}),
+            "onebit": Suited({"warmup": 0.05}),
+        },
+    )

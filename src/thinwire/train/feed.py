@@ -1,0 +1,80 @@
+"""The examples of a run, on its device and as the model takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.train.data import Ahead, Batches, Source, share
+from thinwire.train.draws import Draws
+from thinwire.train.task import Recipe
+
+Batch = tuple[Tensor, Tensor]
+
+_PART = {"cpu": 256, "cuda": 1024}
+"""Examples that are evaluated at once."""
+
+
+class Feed:
+    """One worker's examples. Data that fits is held on the device; a streamed source is read ahead of need."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        source: Source,
+        device: torch.device,
+        *,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.source: Source = source.to(device) if hasattr(source, "to") else source
+        self._views = recipe.views
+        self._device = device
+        self._batches = Batches(size=source.train_size, batch=recipe.batch, seed=seed)
+        self._seed = seed
+        self._place: dict[str, Any] = {"rank": rank, "world_size": world_size}
+
+    def batch(self, step: int) -> Batch:
+        """This worker's share of a step's batch."""
+        return self._finished(self._read(step), step)
+
+    @contextmanager
+    def steps(self, steps: range) -> Iterator[Iterator[Batch]]:
+        """The batches of these steps, one after another."""
+        if not getattr(self.source, "streamed", False):
+            yield map(self.batch, steps)
+            return
+        with Ahead(self._read, steps) as read:
+            yield (self._finished(batch, step) for step, batch in zip(steps, read, strict=True))
+
+    def example(self, count: int = 2) -> Tensor:
+        """A few inputs."""
+        x, _ = self.source.heldout(np.arange(count) % self.source.heldout_size)
+        return self._views.heldout(x.to(self._device))
+
+    def parts(self, part: str = "heldout") -> Iterator[Batch]:
+        """This worker's share of the held-out part, or of another, in pieces."""
+        size, read = getattr(self.source, f"{part}_size"), getattr(self.source, part)
+        mine = share(np.arange(size), **self._place)
+        for piece in np.array_split(mine, max(1, -(-len(mine) // _PART[self._device.type]))):
+            if len(piece):
+                x, y = read(piece)
+                yield self._views.heldout(x.to(self._device)), y.to(self._device)
+
+    def _read(self, step: int) -> Batch:
+        """As it is stored."""
+        mine = share(self._batches.indices(step), **self._place)
+        return self.source.train(mine, self._draws(step))
+
+    def _finished(self, batch: Batch, step: int) -> Batch:
+        x, y = (t.to(self._device, non_blocking=True) for t in batch)
+        return self._views.train(x, self._draws(step, stream=1, device=self._device)), y
+
+    def _draws(self, step: int, **where: Any) -> Draws:
+        return Draws(self._seed, step, batch=self._batches.batch, **self._place, **where)

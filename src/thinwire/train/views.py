@@ -1,0 +1,154 @@
+"""What a model is shown of its examples: on the device, from tensors, the same for any number of workers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from thinwire.errors import ConfigError
+from thinwire.train.draws import Draws
+from thinwire.train.randaugment import rand_augment, sample
+
+Channels = tuple[float, float, float]
+
+CIFAR10: tuple[Channels, Channels] = (0.49139968, 0.48215841, 0.44653091), (0.24703223, 0.24348513, 0.26158784)
+"""Mean and deviation of the training images' channels, of pixels / 255."""
+CIFAR100: tuple[Channels, Channels] = (0.50707516, 0.48654887, 0.44091784), (0.26733429, 0.25643846, 0.27615047)
+IMAGENET: tuple[Channels, Channels] = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class Views(Protocol):
+    """Examples as they are stored to examples as the model takes them."""
+
+    def train(self, x: Tensor, draws: Draws) -> Tensor:
+        """For a training step; all chance is of `draws`."""
+        ...
+
+    def heldout(self, x: Tensor) -> Tensor:
+        """For evaluation."""
+        ...
+
+
+@dataclass(frozen=True)
+class AsIs:
+    """Examples that need nothing done."""
+
+    def train(self, x: Tensor, draws: Draws) -> Tensor:
+        return x
+
+    def heldout(self, x: Tensor) -> Tensor:
+        return x
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pictures:
+    """Colour images of bytes, (n, 3, height, width), each augmented by itself."""
+
+    statistics: tuple[Channels, Channels]
+    """Mean and deviation of each channel, of pixels / 255."""
+    scale: tuple[float, float] | None = None
+    """Cut out a part of so much of the area, and stretch it to the whole."""
+    rand_augment: float | None = None
+    """Two of RandAugment's operations, at this magnitude of 10; None for none."""
+    pad: int = 0
+    """Pixels by which an image may shift; what it leaves is of the mean colour."""
+    flip: bool = True
+    """Mirror half of the images."""
+    erase: float = 0.0
+    """Put noise into a box, in this share of the images."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.erase <= 1:
+            raise ConfigError(f"`erase`={self.erase} must be a share of the images, from 0 to 1")
+        if self.scale is not None and not 0 < self.scale[0] <= self.scale[1] <= 1:
+            raise ConfigError(f"`scale`={self.scale} must be two shares of the area, the smaller one first")
+
+    @torch.no_grad()
+    def train(self, x: Tensor, draws: Draws) -> Tensor:
+        x = x.float()
+        if self.scale is not None:
+            x = _resized_crop(x, draws, self.scale)
+        if self.flip:
+            x = torch.where(draws.uniform(1, 1, 1) < 0.5, x.flip(3), x)
+        for _ in range(0 if self.rand_augment is None else 2):
+            x = rand_augment(x, draws, self.rand_augment or 0.0, fill=_channels(self._grey, x.device))
+        x = self.heldout(x)
+        if self.pad:
+            x = _shift(x, draws, self.pad)
+        if self.erase:
+            x = _erase(x, draws, self.erase)
+        return x
+
+    @torch.no_grad()
+    def heldout(self, x: Tensor) -> Tensor:
+        mean, deviation = (_channels(values, x.device) for values in self.statistics)
+        x = (x.float() / 255 - mean) / deviation
+        # GPUs are faster with channels behind; layers follow their input.
+        return x.contiguous(memory_format=torch.channels_last) if x.is_cuda else x
+
+    @property
+    def _grey(self) -> Channels:
+        red, green, blue = self.statistics[0]
+        return 255 * red, 255 * green, 255 * blue
+
+
+@cache
+def _channels(values: Channels, device: torch.device) -> Tensor:
+    """A value a channel, kept on the device: to bring it there anew would wait for the device."""
+    return torch.tensor(values, device=device).view(1, 3, 1, 1)
+
+
+def _shift(x: Tensor, draws: Draws, pad: int) -> Tensor:
+    """As much as `pad` pixels up, down, left or right."""
+    n, channels, height, width = x.shape
+    down, right = (draws.integers(0, 2 * pad + 1, 1, 1, 1) for _ in range(2))
+    rows = torch.arange(height, device=x.device).view(1, 1, -1, 1) + down
+    columns = torch.arange(width, device=x.device).view(1, 1, 1, -1) + right
+    image = torch.arange(n, device=x.device).view(-1, 1, 1, 1)
+    channel = torch.arange(channels, device=x.device).view(1, -1, 1, 1)
+    moved = F.pad(x, (pad, pad, pad, pad))[image, channel, rows, columns]
+    return moved.contiguous(memory_format=torch.channels_last) if x.is_cuda else moved
+
+
+def _resized_crop(x: Tensor, draws: Draws, scale: tuple[float, float]) -> Tensor:
+    """A box of each image, stretched to the whole; all of it where none fits."""
+    tall, wide = x.shape[2:]
+    height, width, top, left, found = _boxes(draws, (tall, wide), scale, 3 / 4, spare=0)
+    height, width = torch.where(found, height, float(tall)), torch.where(found, width, float(wide))
+    right, down = (2 * left * found + width) / wide - 1, (2 * top * found + height) / tall - 1
+    zero = torch.zeros_like(width)
+    return sample(x, [width / wide, zero, right, zero, height / tall, down], draws, outside="border")
+
+
+def _erase(x: Tensor, draws: Draws, share: float) -> Tensor:
+    """Noise in a box, in some of the images."""
+    tall, wide = x.shape[2:]
+    height, width, top, left, found = (
+        t.view(-1, 1, 1, 1) for t in _boxes(draws, (tall, wide), (0.02, 1 / 3), 0.3, spare=1)
+    )
+    rows, columns = (torch.arange(side, device=x.device) for side in (tall, wide))
+    rows, columns = rows.view(1, 1, -1, 1), columns.view(1, 1, 1, -1)
+    inside = (rows >= top) & (rows < top + height) & (columns >= left) & (columns < left + width)
+    chosen = found & (draws.uniform(1, 1, 1) < share)
+    return torch.where(inside & chosen, draws.normal(*x.shape[1:]), x)
+
+
+def _boxes(
+    draws: Draws, size: tuple[int, int], area: tuple[float, float], aspect: float, *, spare: int
+) -> tuple[Tensor, ...]:
+    """Height, width, top, left of a box an image, and whether one fits: of ten drawn the first that does."""
+    tall, wide = size
+    areas = draws.uniform(10, low=area[0], high=area[1]) * (tall * wide)
+    aspects = draws.uniform(10, low=math.log(aspect), high=-math.log(aspect)).exp()
+    heights, widths = (areas / aspects).sqrt().round(), (areas * aspects).sqrt().round()
+    fits = (heights <= tall - spare) & (widths <= wide - spare)
+    first = fits.int().argmax(1, keepdim=True)
+    height, width, found = (each.gather(1, first).squeeze(1) for each in (heights, widths, fits))
+    top, left = ((draws.uniform() * (whole + 1 - side)).floor() for whole, side in ((tall, height), (wide, width)))
+    return height, width, top, left, found
