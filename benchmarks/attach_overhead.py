@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from measure import Figure, Pair, alternate, arguments, figure_of_pairs, median_clock, report, waiting_for
-from models import VGG16
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from workers import run_workers
 
 import thinwire
+from thinwire.train.models import VGG16BN
 
 TARGET = "<= 1.03"
 WORKERS = 2
@@ -53,7 +53,7 @@ def measure_overhead(
     torch.manual_seed(rank)
     x, y = torch.randn(batch, 3, 32, 32, device=device), torch.randint(10, (batch,), device=device)
     torch.manual_seed(0)
-    bare = VGG16().to(device)
+    bare = VGG16BN().to(device)
     ours = copy.deepcopy(bare)
     block_of_bare = _block(*_ddp(bare), x, y, steps)
     block_of_ours = _block(*(_ddp(ours) if control else _attached(ours)), x, y, steps)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from measure import THREADS, Figure, alternate, arguments, figure_of_pairs, median_clock, report, time_of, waiting_for
-from models import VGG16, give_decaying_spectra
+from models import give_decaying_spectra
 from torch import Tensor, nn
 
 import thinwire
@@ -22,7 +22,7 @@ from thinwire.commands.sources import finished
 from thinwire.factor import export
 from thinwire.recipes import named
 from thinwire.report import read_run
-from thinwire.train.models import CharGPT
+from thinwire.train.models import VGG16BN, CharGPT
 
 Run = Callable[[int], None]
 
@@ -80,7 +80,7 @@ def _run(folder: Path) -> Models:
 def _model(name: str, width: int) -> tuple[nn.Module, Tensor]:
     if name == "CharGPT":
         return CharGPT(vocabulary=65, width=width).eval(), torch.arange(64)[None]
-    return VGG16().eval(), torch.randn(1, 3, 32, 32)
+    return VGG16BN().eval(), torch.randn(1, 3, 32, 32)
 
 
 def _runtimes(dense: nn.Module, made: Any, example: Tensor, given: argparse.Namespace) -> Iterator[tuple[str, Any]]:

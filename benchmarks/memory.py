@@ -16,12 +16,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from measure import Figure, arguments, figure, report
-from models import VGG16, give_decaying_spectra
+from models import give_decaying_spectra
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from workers import run_workers
 
 import thinwire
+from thinwire.train.models import VGG16BN
 
 TARGET = "<= 1"
 WARMUP, GROUP_STEPS = 3, 3
@@ -121,7 +122,7 @@ def _group_steps(meter: "Meter", backward: Callable[[], None], optimizer: torch.
 
 def _task(device: str, batch: int) -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:
     torch.manual_seed(0)
-    model = VGG16()
+    model = VGG16BN()
     give_decaying_spectra(model)
     model = model.to(device)
     x, y = torch.randn(batch, 3, 32, 32, device=device), torch.randint(10, (batch,), device=device)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from measure import Figure, arguments, figure, report
-from models import VGG16
 from workers import run_workers
 
 import thinwire
+from thinwire.train.models import VGG16BN
 
 TARGET = "<= 1.10"
 WORKERS = 2
@@ -60,7 +60,7 @@ def measure(rank: int, config: Any, batch: int, steps: int) -> tuple[list[float]
     """Processor seconds of each step: of the method in it, and of all of it."""
     torch.manual_seed(rank)
     x, y = torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))
-    model = VGG16()
+    model = VGG16BN()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     replica = thinwire.attach(model, optimizer, config)
     method, spent = replica._method, [0.0]

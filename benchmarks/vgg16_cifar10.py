@@ -12,10 +12,10 @@ import argparse
 import cifar10
 import torch
 import torch.nn.functional as F
-from models import VGG16
 from torch import Tensor, nn
 
 from thinwire.comm.topology import join
+from thinwire.train.models import VGG16BN
 from thinwire.train.schedule import cosine
 
 CLIP = 1.0
@@ -32,7 +32,7 @@ def main() -> None:
     train, test = ((cifar10.scaled(x).to(device), y.to(device)) for x, y in cifar10.load(options))
     per_epoch = len(train[0]) // options.batch
     steps = options.epochs * per_epoch
-    model = VGG16().to(device)
+    model = VGG16BN().to(device)
     for p in model.parameters():
         if p.dim() > 1:
             nn.init.orthogonal_(p)

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 sys.path.append(str(Path(__file__).parents[1]))
-from models import VGG16, give_decaying_spectra
+from models import give_decaying_spectra
 
 from thinwire.recipes import Recipe
+from thinwire.train.models import VGG16BN
 from thinwire.train.task import CLASSIFY
 
 
@@ -32,7 +33,7 @@ class Noise:
 
 def model(source: Noise) -> nn.Module:
     """VGG16-BN with spectra that decay as a trained model's do: a random one's are flat, and AB would cut nothing."""
-    net = VGG16()
+    net = VGG16BN()
     give_decaying_spectra(net)
     return net
 
