@@ -100,9 +100,9 @@ def ett(folder: Path | None, *, inputs: int = 96, label: int = 48, horizon: int 
     ends = _ends(len(table))
     train, validation, heldout = _starts(ends, inputs, horizon, path)
     trained = table[: ends[0]]
-    # A variable that never changes is only moved, as by scikit-learn's StandardScaler.
     mean, deviation = trained.mean(0), trained.std(0)
-    deviation[deviation == 0] = 1
+    # A variable that never changes, but for rounding, is only moved, as by scikit-learn's StandardScaler.
+    deviation[deviation <= 1e-12 * np.abs(mean)] = 1
     return Series(
         values=_float((table - mean) / deviation),
         marks=_float(np.array([time_marks(date) for date in dates])),
