@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from torch.optim import AdamW
 
@@ -11,7 +11,7 @@ from thinwire.train import data, models
 from thinwire.train.task import CLASSIFY, PREDICT, Recipe, Suited
 
 
-def digits() -> Recipe:
+def digits(**sizes: Any) -> Recipe:
     """A small CNN with BatchNorm on 8×8 digits; a run takes seconds.
 
     Learning rate and weight decay are the best of plain training on 300 digits of the training part
@@ -23,7 +23,7 @@ def digits() -> Recipe:
         summary="a small CNN on 8×8 handwritten digits (accuracy on 540 held out)",
         task=CLASSIFY,
         source=data.digits,
-        model=lambda source: models.DigitNet(),
+        model=lambda source: models.DigitNet(**sizes),
         optimizer=partial(AdamW, lr=3e-3, weight_decay=3.0),
         steps=600,
         batch=64,
@@ -48,7 +48,7 @@ def digits() -> Recipe:
     )
 
 
-def shakespeare() -> Recipe:
+def shakespeare(**sizes: Any) -> Recipe:
     """A character GPT of 0.8 million parameters on Tiny Shakespeare; a run takes minutes.
 
     Learning rate and weight decay are the best of plain training on 32,768 characters of the training part
@@ -58,8 +58,8 @@ def shakespeare() -> Recipe:
         name="shakespeare",
         summary="a character GPT on Tiny Shakespeare (perplexity a character, 32,768 held out)",
         task=PREDICT,
-        source=data.shakespeare,
-        model=lambda source: models.CharGPT(vocabulary=len(cast(data.Text, source).characters)),
+        source=partial(data.shakespeare, block=sizes.get("block", 64)),
+        model=lambda source: models.CharGPT(vocabulary=cast(data.Text, source).vocabulary, **sizes),
         optimizer=partial(AdamW, lr=6e-3, betas=(0.9, 0.95), weight_decay=0.03),
         steps=800,
         batch=32,

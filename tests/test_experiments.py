@@ -1,0 +1,131 @@
+"""Every recipe through every method, on stand-ins for its data and with narrow models."""
+
+import json
+import math
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from standins import folder_for
+from thinwire.jobs import method_config
+from thinwire.methods.registry import METHODS
+from thinwire.recipes import RECIPES, Recipe
+from thinwire.train import fit
+from thinwire.train.data import Source
+
+VIT = {"image": 32, "patch": 16, "width": 32, "depth": 2, "heads": 2}
+AUTOFORMER = {"width": 16, "heads": 2, "hidden": 32, "encoder_layers": 1}
+GPT = {"block": 8, "width": 32, "depth": 1, "heads": 2}
+NARROW: dict[str, dict[str, Any]] = {
+    "digits": {},
+    "shakespeare": GPT,
+    "vgg16-cifar10": {"width": 1 / 16},
+    "vgg16bn-cifar10": {"width": 1 / 16},
+    "minivit-cifar10": VIT,
+    "minivit-cifar10-tuned": VIT,
+    "minivit-cifar100": VIT,
+    "resnet50-imagenet-local": {"classes": 3, "width": 1 / 16},
+    "resnet50-imagenet-global": {"classes": 3, "width": 1 / 16},
+    "vitb16-imagenet-local": {"classes": 3, **VIT},
+    "vitb16-imagenet-global": {"classes": 3, **VIT},
+    "vitb16-imagenet-oialr": {"classes": 3, **VIT},
+    "autoformer-ettm2-96": AUTOFORMER,
+    "autoformer-ettm2-192": AUTOFORMER,
+    "autoformer-ettm2-336": AUTOFORMER,
+    "autoformer-ettm2-720": AUTOFORMER,
+    "autoformer-ettm2-tuned": AUTOFORMER,
+    "gpt-wikitext2": GPT,
+    "gpt124m-wikitext2": GPT,
+}
+"""Sizes at which a step takes milliseconds, by the recipe's name."""
+
+SHIPPED = ("digits", "shakespeare")
+STEPS = 3
+BATCH = 4
+SETTINGS = {
+    "ab": ("warmup=1", "group_steps=1", "rebound=1", "lr_rebound=1", "cutoff=0.6"),
+    "oialr": ("delay=1", "frequency=1"),
+    "daso": ("warmup_epochs=0", "cooldown_epochs=0", "max_skips=1", "wait=1"),
+    "localsgd": ("every=1", "warmup=1"),
+    "diloco": ("every=1", "warmup=1"),
+    "powersgd": ("rank=1", "start_step=1"),
+    "topk": ("density=0.1", "warmup=1"),
+    "onebit": ("warmup=1",),
+}
+"""Whole steps, so that three of them see all that a method does."""
+EXPORTED = {(name, "ab") for name in ("vgg16-cifar10", "vgg16bn-cifar10", "minivit-cifar10", "gpt-wikitext2")} | {
+    ("resnet50-imagenet-local", "oialr"),
+    ("autoformer-ettm2-96", "oialr"),
+}
+"""Once a kind of model, the finished one is written too."""
+
+
+def tiny(name: str, place: Path, **other: Any) -> Recipe:
+    """The recipe over a few steps of a few examples, its data loaded once."""
+    assert name in NARROW, f"the recipe {name} is new: give its model narrow sizes in NARROW of {__file__}"
+    recipe = RECIPES[name](**NARROW[name])
+    load = partial(recipe.source, size=32) if "imagenet" in name else recipe.source
+    source = few(load(None if name in SHIPPED else folder_for(name, place)))
+    return recipe.but(**{"steps": STEPS, "batch": BATCH, "eval_every": STEPS, "source": lambda folder: source, **other})
+
+
+def few(source: Source) -> Source:
+    """The same with little to evaluate on."""
+    known = {field.name: getattr(source, field.name) for field in fields(source)}  # type: ignore[arg-type]
+    rows = {name: known[name][:4] for name in ("heldout_rows", "validation_rows") if name in known}
+    ids = {name: known[name][:40] for name in ("heldout_ids", "validation_ids") if name in known}
+    return replace(source, **rows, **ids)  # type: ignore[type-var]
+
+
+def config(recipe: Recipe, method: str) -> Any:
+    return method_config(method, SETTINGS.get(method, ()), recipe.defaults, None)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_goes_through_every_method(name: str, place: Path, tmp_path: Path) -> None:
+    recipe = tiny(name, place)
+    for method in METHODS:
+        run = watched(recipe.suited_to(method), method, tmp_path / method, model=(name, method) in EXPORTED)
+        check(run, recipe, method)
+
+
+def watched(recipe: Recipe, method: str, out: Path, **how: Any) -> dict[str, Any]:
+    """What a run came to, with the model that it trained."""
+    kept: list[nn.Module] = []
+
+    def model(source: Source) -> nn.Module:
+        kept.append(recipe.model(source))
+        return kept[0]
+
+    summary = fit(recipe.but(model=model), config(recipe, method), out=out, **{"model": False, **how})
+    records = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
+    return {"summary": summary, "model": kept[0], "records": records}
+
+
+def check(run: dict[str, Any], recipe: Recipe, method: str) -> None:
+    """What holds for every recipe and every method."""
+    summary, metric = run["summary"], recipe.task.metric
+    losses = [record["loss"] for record in run["records"] if record["kind"] == "step"]
+    assert len(losses) == STEPS and all(map(math.isfinite, losses)), method
+    assert (summary["recipe"], summary["method"], summary["metric"]) == (recipe.name, method, metric), method
+    assert math.isfinite(summary[metric]) and math.isfinite(summary["loss"]), method
+    assert all(torch.isfinite(p).all() for p in run["model"].parameters()), method
+    phases = [record["phase"] for record in run["records"] if record["kind"] == "step"]
+    if method == "ab":
+        assert phases == ["warmup", "groups", "rebound"] and factored(run)
+    elif method == "oialr":
+        assert phases[1:] == ["lowrank"] * 2 and factored(run)
+
+
+def factored(run: dict[str, Any]) -> bool:
+    return any(record["ranks"] for record in run["records"] if record["kind"] == "ranks")
