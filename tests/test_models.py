@@ -48,7 +48,7 @@ def count(model: nn.Module) -> int:
 )
 def test_parameters_of_the_full_ones(make: Callable[[], nn.Module], parameters: int) -> None:
     with torch.device("meta"):
-        assert count(make()) == parameters
+        assert count(initial.build(make, orthogonal=True)) == parameters
 
 
 @pytest.mark.parametrize("side", [32, 64, 256])

@@ -67,4 +67,4 @@ def _draw_own(module: nn.Module) -> None:
 
 
 def _empty(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=torch.float32, device="cpu")
+    return torch.empty(like.shape, dtype=torch.float32, device="meta" if like.is_meta else "cpu")
