@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from thinwire.comm.topology import join
 from thinwire.train.models import VGG16BN
-from thinwire.train.schedule import cosine
+from thinwire.train.schedule import Cosine, scheduled
 
 CLIP = 1.0
 USUAL = {"adamw": (3e-3, 0.1), "sgd": (0.1, 5e-4)}
@@ -38,7 +38,8 @@ def main() -> None:
             nn.init.orthogonal_(p)
     optimizer = _optimizer(model, options)
     rising = steps / 15 if options.warmup_epochs is None else options.warmup_epochs * per_epoch
-    scheduler = cosine(optimizer, steps=steps, warmup=round(rising))
+    course = Cosine(warmup=rising / steps)
+    scheduler = scheduled(optimizer, course, steps=steps, epochs=options.epochs)
     replica = cifar10.attach(model, optimizer, options, steps, clip=CLIP)
     history = cifar10.fit(replica, optimizer, scheduler, train, test, options, augment=_augment, clip=CLIP)
     settings = {name: getattr(options, name) for name in ("optimizer", "lr", "decay", "warmup_epochs")}
