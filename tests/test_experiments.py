@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import gang
+import small
 from standins import folder_for
 from thinwire.jobs import method_config
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import RECIPES, Recipe
 from thinwire.train import fit
 from thinwire.train.data import Source
+from thinwire.train.task import Task
 
 VIT = {"image": 32, "patch": 16, "width": 32, "depth": 2, "heads": 2}
 AUTOFORMER = {"width": 16, "heads": 2, "hidden": 32, "encoder_layers": 1}
@@ -48,7 +51,7 @@ SHIPPED = ("digits", "shakespeare")
 STEPS = 3
 BATCH = 4
 SETTINGS = {
-    "ab": ("warmup=1", "group_steps=1", "rebound=1", "lr_rebound=1", "cutoff=0.6"),
+    "ab": ("warmup=1", "group_steps=1", "rebound=1", "lr_rebound=1", "cutoff=0.95"),
     "oialr": ("delay=1", "frequency=1"),
     "daso": ("warmup_epochs=0", "cooldown_epochs=0", "max_skips=1", "wait=1"),
     "localsgd": ("every=1", "warmup=1"),
@@ -57,7 +60,7 @@ SETTINGS = {
     "topk": ("density=0.1", "warmup=1"),
     "onebit": ("warmup=1",),
 }
-"""Whole steps, so that three of them see all that a method does."""
+"""Whole steps, so that three of them see all that a method does; first values that are orthogonal are cut late."""
 EXPORTED = {(name, "ab") for name in ("vgg16-cifar10", "vgg16bn-cifar10", "minivit-cifar10", "gpt-wikitext2")} | {
     ("resnet50-imagenet-local", "oialr"),
     ("autoformer-ettm2-96", "oialr"),
@@ -65,10 +68,10 @@ EXPORTED = {(name, "ab") for name in ("vgg16-cifar10", "vgg16bn-cifar10", "miniv
 """Once a kind of model, the finished one is written too."""
 
 
-def tiny(name: str, place: Path, **other: Any) -> Recipe:
+def tiny(name: str, place: Path, sizes: dict[str, Any] | None = None, **other: Any) -> Recipe:
     """The recipe over a few steps of a few examples, its data loaded once."""
     assert name in NARROW, f"the recipe {name} is new: give its model narrow sizes in NARROW of {__file__}"
-    recipe = RECIPES[name](**NARROW[name])
+    recipe = RECIPES[name](**NARROW[name], **(sizes or {}))
     load = partial(recipe.source, size=32) if "imagenet" in name else recipe.source
     source = few(load(None if name in SHIPPED else folder_for(name, place)))
     return recipe.but(**{"steps": STEPS, "batch": BATCH, "eval_every": STEPS, "source": lambda folder: source, **other})
@@ -82,8 +85,8 @@ def few(source: Source) -> Source:
     return replace(source, **rows, **ids)  # type: ignore[type-var]
 
 
-def config(recipe: Recipe, method: str) -> Any:
-    return method_config(method, SETTINGS.get(method, ()), recipe.defaults, None)
+def config(recipe: Recipe, method: str, group_size: str | None = None) -> Any:
+    return method_config(method, SETTINGS.get(method, ()), recipe.defaults, group_size)
 
 
 @pytest.fixture(scope="module")
@@ -99,33 +102,82 @@ def test_a_recipe_goes_through_every_method(name: str, place: Path, tmp_path: Pa
         check(run, recipe, method)
 
 
-def watched(recipe: Recipe, method: str, out: Path, **how: Any) -> dict[str, Any]:
-    """What a run came to, with the model that it trained."""
+class Told:
+    """A task that keeps its losses, which a run notes of rank 0 alone."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.losses: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.task, name)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = self.task.loss(outputs, targets)
+        self.losses.append(loss.item())
+        return loss
+
+
+def watched(recipe: Recipe, method: str, out: Path, group_size: str | None = None, **how: Any) -> dict[str, Any]:
+    """What a run came to, with its losses here and the model that it trained."""
     kept: list[nn.Module] = []
+    task = Told(recipe.task)
 
     def model(source: Source) -> nn.Module:
         kept.append(recipe.model(source))
         return kept[0]
 
-    summary = fit(recipe.but(model=model), config(recipe, method), out=out, **{"model": False, **how})
-    records = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
-    return {"summary": summary, "model": kept[0], "records": records}
+    watching = recipe.but(model=model, task=task)
+    summary = fit(watching, config(recipe, method, group_size), out=out, **{"model": False, **how})
+    return {"summary": summary, "model": kept[0], "losses": task.losses, "out": out}
+
+
+def records(out: Path, kind: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, (out / "records.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == kind]
 
 
 def check(run: dict[str, Any], recipe: Recipe, method: str) -> None:
     """What holds for every recipe and every method."""
     summary, metric = run["summary"], recipe.task.metric
-    losses = [record["loss"] for record in run["records"] if record["kind"] == "step"]
-    assert len(losses) == STEPS and all(map(math.isfinite, losses)), method
+    assert len(run["losses"]) == STEPS and all(map(math.isfinite, run["losses"])), method
     assert (summary["recipe"], summary["method"], summary["metric"]) == (recipe.name, method, metric), method
     assert math.isfinite(summary[metric]) and math.isfinite(summary["loss"]), method
     assert all(torch.isfinite(p).all() for p in run["model"].parameters()), method
-    phases = [record["phase"] for record in run["records"] if record["kind"] == "step"]
-    if method == "ab":
-        assert phases == ["warmup", "groups", "rebound"] and factored(run)
-    elif method == "oialr":
-        assert phases[1:] == ["lowrank"] * 2 and factored(run)
+    if method in ("ab", "oialr"):
+        phases = [record["phase"] for record in records(run["out"], "step")]
+        assert phases[1:] == {"ab": ["groups", "rebound"], "oialr": ["lowrank"] * 2}[method], method
+        assert any(record["ranks"] for record in records(run["out"], "ranks")), method
 
 
-def factored(run: dict[str, Any]) -> bool:
-    return any(record["ranks"] for record in run["records"] if record["kind"] == "ranks")
+# Two workers.
+
+ALIKE: dict[str, dict[str, Any]] = {"vgg16-cifar10": {}, "vitb16-imagenet-oialr": {"dropout": 0.0}}
+"""Models without BatchNorm, here without dropout too: a batch's loss is the mean of its parts' losses."""
+SHARED = {"vgg16-cifar10": list(METHODS), "vitb16-imagenet-oialr": ["allreduce"], "autoformer-ettm2-96": ["ab", "daso"]}
+"""Methods that two workers train by."""
+
+
+def test_two_workers_take_the_steps_of_one_and_end_alike(place: Path, tmp_path: Path) -> None:
+    for name in SHARED:
+        folder_for(name, place)
+    first, second = gang.run(both, 2, place, tmp_path)
+    for run, bits in first.items():
+        assert second[run]["model"] == bits["model"], run
+        assert bits["slow_bytes"] > 0, run
+    for name, sizes in ALIKE.items():
+        alone = watched(tiny(name, place, sizes), "allreduce", tmp_path / name)
+        parts = [ours[name, "allreduce"]["losses"][0] for ours in (first, second)]
+        assert parts[0] != parts[1]
+        assert sum(parts) / 2 == pytest.approx(alone["losses"][0], rel=1e-5), name
+
+
+def both(rank: int, place: Path, out: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(name, method): shared(name, method, place, out) for name, methods in SHARED.items() for method in methods}
+
+
+def shared(name: str, method: str, place: Path, out: Path) -> dict[str, Any]:
+    run = watched(tiny(name, place, ALIKE.get(name)), method, out / f"{name}-{method}", group_size="1")
+    traffic = run["summary"]["traffic"]
+    sent = traffic["slow_bytes"] - traffic["by_purpose"]["evaluate"]["slow_bytes"]
+    return {"model": small.model_bits(run["model"]), "losses": run["losses"], "slow_bytes": sent}
