@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.comm.topology import place
+from thinwire.commands.dry_run import rehearse
 from thinwire.commands.export import export
 from thinwire.commands.netbench import netbench
 from thinwire.commands.plan import plan
@@ -92,8 +93,10 @@ def list_() -> None:
 @click.argument("recipe")
 @click.option("--method", required=True, metavar="METHOD", help="See `thinwire list`.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="S", help="Seed.")
+@click.option("--dry-run", is_flag=True, help="Take one real step, tell what the run would be, and keep nothing.")
+@click.option("--first-step", is_flag=True, hidden=True)
 @_shared
-def run(recipe: str, method: str, as_json: bool, quiet: bool, out: Path | None, **flags: Any) -> None:
+def run(recipe: str, method: str, dry_run: bool, as_json: bool, quiet: bool, out: Path | None, **flags: Any) -> None:
     """Train RECIPE with one method.
 
     RECIPE is a name from `thinwire list`, or FILE.py:FUNCTION, a function of yours that returns a
@@ -102,6 +105,9 @@ def run(recipe: str, method: str, as_json: bool, quiet: bool, out: Path | None, 
     folder = out or Path("runs") / f"{named(recipe).name}-{method}-seed{flags['seed']}"
     job = Job(recipe=recipe, method=method, out=folder, **_as_fields(flags))
     job.check()
+    if dry_run:
+        rehearse(job, speaks=_speaks(), as_json=as_json, quiet=quiet)
+        return
     summary = _execute(job, method, quiet=quiet or as_json)
     if as_json and _speaks():
         click.echo(json.dumps(summary, indent=2))

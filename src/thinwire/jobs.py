@@ -18,6 +18,7 @@ from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, named
 from thinwire.settings import describe, from_strings
 from thinwire.train import checkpoint, fit
+from thinwire.train.first_step import FIRST_STEP, first_step
 from thinwire.train.task import describe_optimizer
 
 Defaults = Callable[[str, str | None], Mapping[str, Any]]
@@ -61,6 +62,8 @@ class Job:
     """Steps between looks at the bases."""
     stability_back: int = 1
     """Looks between the two states that are compared."""
+    first_step: bool = False
+    """Take the first step alone, and write to `out` what it showed instead of a run."""
     seats: tuple[Seat, ...] = (Seat(),)
     """Where the workers run, an equal part on each."""
 
@@ -103,29 +106,36 @@ class Job:
 
     def run(self, say: Callable[[str], None]) -> dict[str, Any]:
         """Train and return the summary: here if this is a worker or the only one, else by workers."""
-        if self.resume and (finished := self._finished()):
+        if self.resume and (finished := self.finished()):
             return finished
         if (self.workers > 1 or self.seats != (Seat(),)) and not inside_job():
             launch(self.arguments(), self.workers, say, self.seats)
-            return json.loads((self.out / "summary.json").read_text(encoding="utf-8"))
+            told = FIRST_STEP if self.first_step else "summary.json"
+            return json.loads((self.out / told).read_text(encoding="utf-8"))
         with as_worker():
-            summary = fit(
-                self.trained,
-                self.config,
-                out=self.out,
-                seed=self.seed,
-                data=self.data,
-                resume=self.resume,
-                save_every=self.save_every,
-                model=self.model,
-                stability=self.stability,
-                stability_back=self.stability_back,
-            )
+            summary = self._train()
             if inside_job():
                 leave()
             return summary
 
-    def _finished(self) -> dict[str, Any] | None:
+    def _train(self) -> dict[str, Any]:
+        if self.first_step:
+            return first_step(self.trained, self.config, out=self.out, seed=self.seed, data=self.data)
+        return fit(
+            self.trained,
+            self.config,
+            out=self.out,
+            seed=self.seed,
+            data=self.data,
+            resume=self.resume,
+            save_every=self.save_every,
+            model=self.model,
+            stability=self.stability,
+            stability_back=self.stability_back,
+        )
+
+    def finished(self) -> dict[str, Any] | None:
+        """The summary of this very run where it has ended already; refuses another's."""
         path = self.out / "summary.json"
         if not path.is_file():
             return None
@@ -176,7 +186,7 @@ class Job:
             words += [] if value is None else [flag, str(value)]
         for text in self.settings:
             words += ["--set", text]
-        flags = {"--resume": self.resume, "--no-model": not self.model}
+        flags = {"--resume": self.resume, "--no-model": not self.model, "--first-step": self.first_step}
         return [*words, "--quiet", *(flag for flag, given in flags.items() if given)]
 
 

@@ -30,7 +30,9 @@ from thinwire.train.task import Recipe
 
 
 @dataclasses.dataclass(kw_only=True)
-class _Run:
+class Run:
+    """A run under way, on one worker."""
+
     recipe: Recipe
     seed: int
     feed: Feed
@@ -113,14 +115,14 @@ def fit(
     wait, and notes how far they moved since `stability_back` looks before; a resumed run begins its looks anew.
     """
     join()
-    run = _prepare(recipe, config, Path(out), seed, data, resume)
+    run = prepare(recipe, config, Path(out), seed, data, resume)
     if stability and run.replica.topology.rank == 0:
         run.watch = Stability(run.replica, stability, stability_back, step=run.replica.step)
     run.note_ranks()
     figures: dict[str, float] = {}
     with run.feed.steps(range(run.replica.step, recipe.steps)) as batches:
         for done, batch in enumerate(batches, start=run.replica.step + 1):
-            _train_step(run, batch)
+            train_step(run, batch)
             run.note_stability()
             epoch_over = recipe.ends_epoch(done)
             if epoch_over:
@@ -135,7 +137,8 @@ def fit(
     return _conclude(run, figures, write=model)
 
 
-def _prepare(recipe: Recipe, config: Any, out: Path, seed: int, data: Path | None, resume: bool) -> _Run:
+def prepare(recipe: Recipe, config: Any, out: Path, seed: int, data: Path | None, resume: bool) -> Run:
+    """Everything up to the first step; collective. What lies in `out` is cleared unless the run goes on from it."""
     source = recipe.source(data)
     if recipe.patience is not None and not hasattr(source, "validation"):
         raise ConfigError(
@@ -163,7 +166,7 @@ def _prepare(recipe: Recipe, config: Any, out: Path, seed: int, data: Path | Non
     elif rank == 0:
         _clear(out)
     noted = replica.decompositions if folder else 0  # a load takes attach's own back
-    return _Run(
+    return Run(
         recipe=recipe,
         seed=seed,
         feed=Feed(recipe, source, device, seed=seed, rank=rank, world_size=world_size),
@@ -180,7 +183,8 @@ def _prepare(recipe: Recipe, config: Any, out: Path, seed: int, data: Path | Non
     )
 
 
-def _train_step(run: _Run, batch: Batch) -> None:
+def train_step(run: Run, batch: Batch) -> float:
+    """One optimizer step; returns this worker's loss."""
     run.count_step()
     x, y = batch
     with run.precision:
@@ -194,10 +198,12 @@ def _train_step(run: _Run, batch: Batch) -> None:
     run.optimizer.step()
     run.scheduler.step()
     run.note_ranks()
-    run.recorder.write("step", step=run.replica.step, phase=phase, loss=loss.item(), lr=rate, **_bytes_so_far(run))
+    value = loss.item()
+    run.recorder.write("step", step=run.replica.step, phase=phase, loss=value, lr=rate, **_bytes_so_far(run))
+    return value
 
 
-def _evaluate(run: _Run, *, finished: bool = False, validate: bool = False) -> dict[str, float]:
+def _evaluate(run: Run, *, finished: bool = False, validate: bool = False) -> dict[str, float]:
     """Figures on the held-out part, of the model all workers share; with its loss on the validation part if asked."""
     replica, task = run.replica, run.recipe.task
     model = "finished" if finished else "world" if replica.spans_world else "merged"
@@ -221,7 +227,7 @@ def _evaluate(run: _Run, *, finished: bool = False, validate: bool = False) -> d
 
 
 @torch.no_grad()
-def _totals(run: _Run, part: str = "heldout") -> Tensor:
+def _totals(run: Run, part: str = "heldout") -> Tensor:
     """Sums over this worker's share of a part."""
     totals = torch.zeros(3, dtype=torch.float64, device=run.device)
     run.replica.eval()
@@ -232,7 +238,7 @@ def _totals(run: _Run, part: str = "heldout") -> Tensor:
     return totals
 
 
-def _conclude(run: _Run, before: dict[str, float], *, write: bool) -> dict[str, Any]:
+def _conclude(run: Run, before: dict[str, float], *, write: bool) -> dict[str, Any]:
     """Finish the model, judge it again and write what the run came to; `before` is what the last step left."""
     before = before or _evaluate(run)
     run.counts.look(run.replica)
@@ -251,7 +257,7 @@ def _conclude(run: _Run, before: dict[str, float], *, write: bool) -> dict[str, 
     return summary
 
 
-def _save(run: _Run, config: Any) -> None:
+def _save(run: Run, config: Any) -> None:
     position = {
         "step": run.replica.step,
         "wall_s": run.wall_s,
@@ -262,7 +268,7 @@ def _save(run: _Run, config: Any) -> None:
     checkpoint.save(run.out / "checkpoint", run.replica, run.scheduler, position)
 
 
-def _bytes_so_far(run: _Run) -> dict[str, Any]:
+def _bytes_so_far(run: Run) -> dict[str, Any]:
     traffic = run.replica.traffic
     return {
         "slow_bytes": traffic.slow_bytes,

@@ -1,0 +1,228 @@
+"""`thinwire run … --dry-run`: one real step in a folder that is thrown away, and what the run would be."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import click
+from rich.console import Console
+from torch import nn
+
+from thinwire.comm.topology import place
+from thinwire.commands.dry_run_tables import show
+from thinwire.factor.convert import find_layers
+from thinwire.factor.matrix import view_of
+from thinwire.jobs import Job
+from thinwire.methods.base import optimizer_parameters
+from thinwire.methods.factoring import Factoring
+from thinwire.methods.registry import METHODS
+from thinwire.plan.compute import given
+from thinwire.plan.forecast import EVALUATION, Forecast, Layout
+from thinwire.plan.links import Links
+from thinwire.plan.planner import Row, Stopwatch, make_plan
+from thinwire.plan.rehearse import Subject
+from thinwire.plan.subjects import of_recipe
+from thinwire.settings import describe
+from thinwire.train import Recipe, checkpoint
+from thinwire.train.task import describe_optimizer
+
+
+def rehearse(job: Job, *, speaks: bool, as_json: bool, quiet: bool) -> None:
+    """Take the step, and tell of it where this process speaks; a loss that is no number ends with exit code 1."""
+    console = Console(stderr=True)
+    if speaks and not (as_json or quiet):
+        console.print(f"taking one step with {_count(job.workers, 'worker')} …", highlight=False)
+    before = _before(job)
+    step = _take(job, console)
+    if speaks:
+        told = _told(job, step) | {"out": {"folder": str(job.out), "then": before}}
+        click.echo(json.dumps(told, indent=2)) if as_json else show(told)
+    if not _finite(step):
+        sys.exit(1)
+
+
+def _take(job: Job, console: Console) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="thinwire-dry-run-") as folder:
+        alone = dataclasses.replace(job, out=Path(folder), first_step=True, resume=False, stability=None)
+        return alone.run(lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
+
+
+def _before(job: Job) -> str:
+    """What a real run would find in its folder, and do about it."""
+    if job.resume and job.finished():
+        return "holds this run, finished: nothing would be trained"
+    if saved := checkpoint.find(job.out / "checkpoint"):
+        if not job.resume:
+            return "holds a run that would be overwritten; --resume goes on from it"
+        at = checkpoint.position(saved, checkpoint.identity(job.trained, job.config, job.seed))["step"]
+        return f"would go on from step {at:,}"
+    return "holds a run that would be overwritten" if (job.out / "records.jsonl").exists() else "new"
+
+
+def _told(job: Job, step: dict[str, Any]) -> dict[str, Any]:
+    """Everything, as plain values."""
+    subject = of_recipe(job.trained, len(step["losses"]), job.data)
+    traffic, state_bytes = _traffic(job, subject, len(step["losses"]))
+    peaks = [peak for peak in step["peaks"] if peak is not None]
+    return {
+        "run": _run(job, step),
+        "layers": _layers(subject, job, step["order"]),
+        "traffic": traffic,
+        "memory": {
+            "planned_bytes": state_bytes + step["activations"],
+            "state_bytes": state_bytes,
+            "activation_bytes": step["activations"],
+            "peak_bytes": max(peaks, default=None),
+            "device_bytes": step["device"].get("bytes"),
+        },
+        "step": {
+            "finite": _finite(step),
+            "loss": fmean(step["losses"]) if _finite(step) else None,
+            "losses": [loss if math.isfinite(loss) else None for loss in step["losses"]],
+            "seconds": step["seconds"],
+        },
+    }
+
+
+def _run(job: Job, step: dict[str, Any]) -> dict[str, Any]:
+    recipe, device = job.trained, step["device"]
+    return {
+        "recipe": recipe.name,
+        "summary": recipe.summary,
+        "method": job.method,
+        "settings": _unusual(job.config),
+        "config": describe(job.config),
+        "workers": len(step["losses"]),
+        "groups": step["groups"],
+        "nodes": step["nodes"],
+        "steps": recipe.steps,
+        "epochs": recipe.epochs,
+        "seed": job.seed,
+        "batch": recipe.batch,
+        "batch_a_worker": sorted({min(step["examples"]), max(step["examples"])}),
+        "data": step["data"],
+        **describe_optimizer(recipe.optimizer),
+        "optimizer_of_method": recipe.usual_optimizer is not None,
+        "clip": recipe.clip,
+        "rate": _rate(recipe),
+        "precision": "bf16 autocast" if recipe.autocast and device["kind"] == "cuda" else "fp32",
+        "autocast_on_gpu": recipe.autocast,
+        "device": device,
+        "workers_a_card": step["workers_a_card"],
+    }
+
+
+def _unusual(config: Any) -> dict[str, Any]:
+    """Fields that have no default, or another value."""
+    usual = {field.name: field.default for field in dataclasses.fields(config)}
+    return {name: value for name, value in describe(config).items() if getattr(config, name) != usual[name]}
+
+
+def _rate(recipe: Recipe) -> dict[str, Any]:
+    """The course of the learning rate by its first, highest and last share of the optimizer's own."""
+    shares = [recipe.rate.factor(step, recipe.steps, recipe.epochs) for step in range(recipe.steps)]
+    highest = max(range(recipe.steps), key=shares.__getitem__)
+    return {
+        "name": type(recipe.rate).__name__,
+        "first": shares[0],
+        "highest": shares[highest],
+        "highest_at": highest + 1,
+        "last": shares[-1],
+    }
+
+
+def _layers(subject: Subject, job: Job, order: list[str]) -> dict[str, Any]:
+    """Every weight of two dimensions or more, and what becomes of it."""
+    fate = _fates(subject, job.config, order) if issubclass(METHODS[job.method].method, Factoring) else {}
+    weights: list[dict[str, Any]] = [
+        {
+            "layer": name.removesuffix(".weight"),
+            "shape": list(p.shape),
+            "matrix": list(view_of(p).tall),
+            "parameters": p.numel(),
+            "becomes": fate.get(name),
+        }
+        for name, p in subject.model.named_parameters()
+        if p.dim() >= 2
+    ]
+    total = sum(p.numel() for p in subject.model.parameters())
+    return {"weights": weights, "others": total - sum(w["parameters"] for w in weights), "parameters": total}
+
+
+def _fates(subject: Subject, config: Any, order: list[str]) -> dict[str, str]:
+    """By the weight's name: "factored", or why it stays full."""
+    model: nn.Module = subject.model
+    factored, kept = find_layers(
+        model,
+        trained=optimizer_parameters(subject.optimizer(model.parameters())),
+        order=order,
+        keep_first=config.keep_first,
+        keep_last=config.keep_last,
+        keep=config.keep,
+    )
+    return {layer.key: "factored" for layer in factored} | {each.name: f"full: {each.why}" for each in kept}
+
+
+def _traffic(job: Job, subject: Subject, workers: int) -> tuple[dict[str, Any], int]:
+    """What the whole run would send, as `thinwire plan` has it; and the bytes that a worker holds between steps."""
+    # Bytes are asked for, not seconds: a step of any length serves.
+    layout, watch = Layout(workers=workers, nodes=_nodes()), Stopwatch(subject, given(1.0))
+    plan = make_plan(subject, {job.method: job.config}, layout, Links(), stopwatch=watch)
+    (row,) = plan.as_dict()["methods"]
+    usual = plan.baseline.slow_bytes / subject.steps
+    names = ("slow_bytes", "slow_bytes_range", "slow_bytes_per_step", "traffic_vs_allreduce_fp32", "assumes")
+    told = {name: row[name] for name in names}
+    return {**told, "phases": _phases(plan.rows[0], row["steps_by_phase"], usual)}, row["memory_bytes"]
+
+
+def _nodes() -> int | None:
+    """Machines of the job that this process is a worker of; None for one."""
+    here = place()
+    machines = here.world_size // here.local_size if here else 1
+    return machines if machines > 1 else None
+
+
+def _phases(row: Row, steps: dict[str, int], usual: float) -> list[dict[str, Any]]:
+    """Each in the order of its first coming; `usual` is what a step of fp32 all-reduce sends."""
+    sent = _by_phase(row.forecast)
+    bounds = [_by_phase(f) for f in (row.lowest, row.highest) if f]
+    table = []
+    for phase in dict.fromkeys(["attach", *steps, *sent]):
+        count, size = steps.get(phase, 0), sent.get(phase, 0)
+        if count or size:
+            ends = sorted(each.get(phase, 0) for each in bounds)
+            table.append(
+                {
+                    "phase": phase,
+                    "steps": count,
+                    "slow_bytes": size,
+                    "slow_bytes_range": ends if ends and ends[0] != ends[-1] else None,
+                    "slow_bytes_per_step": size / count if count else None,
+                    "traffic_vs_allreduce_fp32": size / (count * usual) if count and usual else None,
+                }
+            )
+    return table
+
+
+def _by_phase(forecast: Forecast) -> dict[str, int]:
+    """Slow-link bytes without evaluation."""
+    sent: dict[str, int] = {}
+    for phase, purpose, link, size, *_ in forecast.ledger.state()["rows"]:
+        if link == "slow" and purpose != EVALUATION:
+            sent[phase] = sent.get(phase, 0) + size
+    return sent
+
+
+def _finite(step: dict[str, Any]) -> bool:
+    return all(math.isfinite(loss) for loss in step["losses"])
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,116 @@
+"""The first step of a run, taken as `fit` takes it and then left: what it needed, and what it came to."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.comm.topology import join
+from thinwire.factor.usage import OrderOfUse
+from thinwire.train.loop import Run, prepare, train_step
+from thinwire.train.summary import write_summary
+from thinwire.train.task import Recipe
+
+FIRST_STEP = "first_step.json"
+"""The file in a run's folder that rank 0 writes."""
+
+
+def first_step(recipe: Recipe, config: Any, *, out: Path, seed: int = 0, data: Path | None = None) -> dict[str, Any]:
+    """Take it and write what it showed to `out`, which is cleared of any run as by `fit`; collective."""
+    join()
+    run = prepare(recipe, config, out, seed, data, resume=False)
+    usage = OrderOfUse(run.replica.module)
+    usage.watch()
+    everyone = run.replica.wire.tell(_taken(run))
+    usage.stop()
+    run.recorder.close()
+    about, source = run.replica.describe(), run.feed.source
+    found = {
+        **_together(everyone),
+        "device": _device(run.device),
+        "data": {part: getattr(source, f"{part}_size", None) for part in ("train", "validation", "heldout")},
+        "order": usage.order,
+        **{name: about[name] for name in ("groups", "nodes", "parameters_full", "trainable_full")},
+    }
+    if run.replica.topology.rank == 0:
+        write_summary(out / FIRST_STEP, found)
+    return found
+
+
+def _taken(run: Run) -> dict[str, Any]:
+    """The step, as this worker saw it."""
+    updates: list[float] = []
+    hook = run.optimizer.register_step_pre_hook(lambda *_: updates.append(_now(run.device)))
+    if run.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(run.device)
+    start = _now(run.device)
+    with run.feed.steps(range(1)) as batches, _kept_for_backward(run.replica.module) as kept:
+        batch = next(iter(batches))
+        read = _now(run.device)
+        loss = train_step(run, batch)
+    end = _now(run.device)
+    hook.remove()
+    update = updates[0]
+    return {
+        "loss": loss,
+        "examples": len(batch[0]),
+        "seconds": {"data": read - start, "forward and backward": update - read, "optimizer": end - update},
+        "activations": sum(kept.values()),
+        "peak": torch.cuda.max_memory_allocated(run.device) if run.device.type == "cuda" else None,
+        "card": _card(run.device),
+    }
+
+
+def _together(everyone: list[dict[str, Any]]) -> dict[str, Any]:
+    """All workers' steps as one: the slowest, the largest, and the losses of each."""
+    parts = everyone[0]["seconds"]
+    cards = Counter(each["card"] for each in everyone)
+    return {
+        "losses": [each["loss"] for each in everyone],
+        "examples": [each["examples"] for each in everyone],
+        "seconds": {part: max(each["seconds"][part] for each in everyone) for part in parts},
+        "activations": max(each["activations"] for each in everyone),
+        "peaks": [each["peak"] for each in everyone],
+        "workers_a_card": max(cards.values()) if None not in cards else None,
+    }
+
+
+@contextmanager
+def _kept_for_backward(model: nn.Module) -> Iterator[dict[int, int]]:
+    """Bytes of every storage that autograd keeps meanwhile, without the parameters' own."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def see(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(see, lambda t: t):
+        yield kept
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _card(device: torch.device) -> str | None:
+    """Which GPU it is, among those of all machines."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
+def _device(device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {"kind": device.type, "name": "CPU", "threads": torch.get_num_threads()}
+    about = torch.cuda.get_device_properties(device)
+    return {"kind": device.type, "name": about.name, "bytes": about.total_memory}
