@@ -38,7 +38,7 @@ def rehearse(job: Job, *, speaks: bool, as_json: bool, quiet: bool) -> None:
     """Take the step, and tell of it where this process speaks; a loss that is no number ends with exit code 1."""
     console = Console(stderr=True)
     if speaks and not (as_json or quiet):
-        console.print(f"taking one step with {_count(job.workers, 'worker')} …", highlight=False)
+        console.print("taking one step, and planning the others …", highlight=False)
     before = _before(job)
     step = _take(job, console)
     if speaks:
@@ -179,7 +179,9 @@ def _traffic(job: Job, subject: Subject, workers: int) -> tuple[dict[str, Any], 
     usual = plan.baseline.slow_bytes / subject.steps
     names = ("slow_bytes", "slow_bytes_range", "slow_bytes_per_step", "traffic_vs_allreduce_fp32", "assumes")
     told = {name: row[name] for name in names}
-    return {**told, "phases": _phases(plan.rows[0], row["steps_by_phase"], usual)}, row["memory_bytes"]
+    known = METHODS[job.method].method.phases
+    steps = {phase: row["steps_by_phase"][phase] for phase in known if phase in row["steps_by_phase"]}
+    return {**told, "phases": _phases(plan.rows[0], steps, usual)}, row["memory_bytes"]
 
 
 def _nodes() -> int | None:
@@ -190,7 +192,7 @@ def _nodes() -> int | None:
 
 
 def _phases(row: Row, steps: dict[str, int], usual: float) -> list[dict[str, Any]]:
-    """Each in the order of its first coming; `usual` is what a step of fp32 all-reduce sends."""
+    """What each sends, and before them attaching; `usual` is what a step of fp32 all-reduce sends."""
     sent = _by_phase(row.forecast)
     bounds = [_by_phase(f) for f in (row.lowest, row.highest) if f]
     table = []
@@ -222,7 +224,3 @@ def _by_phase(forecast: Forecast) -> dict[str, int]:
 
 def _finite(step: dict[str, Any]) -> bool:
     return all(math.isfinite(loss) for loss in step["losses"])
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -21,7 +21,9 @@ def show(told: dict[str, Any]) -> None:
     wide = Console()
     console = Console(width=None if wide.is_terminal else 100, highlight=False)
     for part in (_run(told), _layers(told["layers"]), _traffic(told), _step(told)):
-        console.print(part, end="\n\n" if part.caption else "\n")
+        console.print(part)
+        if part.caption:
+            console.print()
     step = told["step"]
     if not step["finite"]:
         lost = [str(rank) for rank, loss in enumerate(step["losses"]) if loss is None]
@@ -79,7 +81,7 @@ def _range(ends: list[int]) -> str:
 
 def _data(sizes: dict[str, int | None]) -> str:
     names = {"train": "to train on", "validation": "to validate on", "heldout": "held out"}
-    return ", ".join(f"{sizes[part]:,} {name}" for part, name in names.items() if sizes[part] is not None)
+    return ", ".join(f"{sizes[part]:,} {name}" for part, name in names.items() if sizes[part])
 
 
 def _optimizer(run: dict[str, Any]) -> str:
@@ -178,8 +180,12 @@ def _traffic(told: dict[str, Any]) -> Table:
 def _sent(row: dict[str, Any], ranged: bool) -> list[str]:
     each, ends = row["slow_bytes_per_step"], row["slow_bytes_range"]
     span = ["" if ends is None else f"{size(ends[0])} to {size(ends[1])}"][: int(ranged)]
+    return ["–" if each is None else size(each), size(row["slow_bytes"]), *span, _share(row)]
+
+
+def _share(row: dict[str, Any]) -> str:
     share = row["traffic_vs_allreduce_fp32"]
-    return ["–" if each is None else size(each), size(row["slow_bytes"]), *span, ratio(share)]
+    return "< 0.001" if share and share < 0.0005 else ratio(share)
 
 
 def _of_traffic(traffic: dict[str, Any]) -> str:
@@ -200,7 +206,7 @@ def _step(told: dict[str, Any]) -> Table:
         out.add_row("peak", _peak(memory, run["workers_a_card"]))
     out.add_row("loss", f"{step['loss']:.4f}" if step["finite"] else "NOT FINITE")
     parts = ", ".join(f"{name} {units.time(seconds)}" for name, seconds in step["seconds"].items())
-    out.add_row("seconds", f"{parts}; a first step is slower than others")
+    out.add_row("seconds", f"{parts} (a first step is slow)")
     return out
 
 

@@ -1,0 +1,121 @@
+"""`thinwire run --dry-run`: one real step, what the run would be, and nothing left behind."""
+
+import json
+import math
+import tempfile
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from standins import folder_for
+from thinwire.cli import main
+
+SETTINGS = ["--steps", "20", "--set", "group_steps=8"]
+OWN = """
+from torch import nn
+from thinwire.recipes import vgg16_bn
+
+def narrow():
+    return vgg16_bn(width=0.125).but(batch=8, steps=6, epochs=2)
+
+def lost():
+    class Lost(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.flatten(1)) / 0
+
+    return narrow().but(model=lambda source: Lost(3072, 10), clip=None)
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch) -> Path:
+    """A folder for everything, temporary ones too: all that is left would be seen there."""
+    (tmp_path / "place").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "place"))
+    return tmp_path / "place"
+
+
+def thinwire(*words, expect=0) -> str:
+    """What it prints, without what it says beside it."""
+    result = CliRunner().invoke(main, [str(word) for word in words])
+    assert result.exit_code == expect, result.output
+    return result.stdout if expect == 0 else result.output
+
+
+def test_real_workers_take_a_step_and_the_rest_is_planned(place):
+    words = ["run", "digits", "--method", "ab", *SETTINGS, "--workers", 2, "--out", place / "mine"]
+    told = json.loads(thinwire(*words, "--dry-run", "--json"))
+    assert not [*place.glob("thinwire*"), *place.glob("mine")]
+    plan = json.loads(thinwire("plan", "digits", "--methods", "ab", *SETTINGS, "--json", "--compute", "1s"))
+    (row,) = plan["methods"]
+    traffic, step, run = told["traffic"], told["step"], told["run"]
+    for name in ("slow_bytes", "slow_bytes_range", "slow_bytes_per_step", "traffic_vs_allreduce_fp32"):
+        assert traffic[name] == row[name], name
+    steps = {phase["phase"]: phase["steps"] for phase in traffic["phases"] if phase["steps"]}
+    assert steps == row["steps_by_phase"] and sum(steps.values()) == run["steps"] == 20
+    assert sum(phase["slow_bytes"] for phase in traffic["phases"]) == traffic["slow_bytes"]
+    assert step["finite"] and len(step["losses"]) == 2 and step["loss"] == pytest.approx(math.log(10), rel=0.2)
+    assert len(set(step["losses"])) == 2, "each worker has examples of its own"
+    assert all(seconds > 0 for seconds in step["seconds"].values())
+    assert run["settings"] == {"total_steps": 20, "group_steps": 8.0}
+    assert run["batch_a_worker"] == [32] and run["groups"] == run["nodes"] == [[0], [1]]
+    memory = told["memory"]
+    assert memory["state_bytes"] == row["memory_bytes"] and memory["activation_bytes"] > 0
+    becomes = {weight["layer"]: weight["becomes"] for weight in told["layers"]["weights"]}
+    assert becomes["features.0"] == "full: first layer" and becomes["head"] == "full: last layer"
+    assert set(becomes.values()) == {"factored", "full: first layer", "full: last layer"}
+
+
+def held(place: Path) -> dict[Path, bytes | None]:
+    """Without what torch keeps for itself."""
+    found = [*place.glob("mine/**/*"), *place.glob("thinwire*")]
+    return {path: path.read_bytes() if path.is_file() else None for path in found}
+
+
+def test_it_reads_well_and_leaves_a_run_alone(place):
+    """The step is the run's own first one, and the folder of a run that is there stays as it is."""
+    out = place / "mine"
+    words = ["run", "digits", "--method", "allreduce", "--workers", 1, "--steps", 1, "--out", out, "--quiet"]
+    thinwire(*words, "--no-model")
+    before = held(place)
+    first = json.loads((out / "records.jsonl").read_text().splitlines()[0])
+    told = thinwire(*words, "--dry-run")
+    assert held(place) == before
+    assert max(map(len, told.splitlines())) <= 100
+    for text in (
+        "digits: a small CNN",
+        "allreduce",
+        "1, so nothing crosses a wire",
+        "1,257 to train on, 540 held out",
+        "AdamW, lr 0.003",
+        "256 × 10",
+        "226,794",
+        "holds a run that would be overwritten",
+        f"{first['loss']:.4f}",
+    ):
+        assert text in " ".join(told.split()), text
+    assert "nothing would be trained" in " ".join(thinwire(*words, "--dry-run", "--resume").split())
+    assert held(place) == before
+
+
+def test_errors_are_those_of_a_run(tmp_path):
+    run = ["run", "vgg16bn-cifar10", "--method", "ab"]
+    for words in (
+        [*run],
+        [*run, "--data", tmp_path / "nowhere"],
+        ["run", "digits", "--method", "ab", "--set", "warmpu=3"],
+        ["run", "digits", "--method", "ab", "--workers", 65],
+    ):
+        assert thinwire(*words, "--dry-run", expect=2) == thinwire(*words, expect=2)
+
+
+def test_a_loss_that_is_no_number_is_said_loudly(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(OWN)
+    words = ["--method", "allreduce", "--workers", 1, "--data", folder_for("cifar10", tmp_path), "--dry-run"]
+    assert "THE LOSS IS NOT FINITE" in thinwire("run", f"{own}:lost", *words, expect=1)
+    told = json.loads(thinwire("run", f"{own}:narrow", *words, "--json"))
+    assert told["run"]["data"] == {"train": 100, "validation": None, "heldout": 20}
+    assert told["run"]["precision"] == "fp32" and told["run"]["autocast_on_gpu"]
+    assert [weight["becomes"] for weight in told["layers"]["weights"]] == [None] * 16
