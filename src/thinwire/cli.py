@@ -94,6 +94,7 @@ def list_() -> None:
 @click.option("--method", required=True, metavar="METHOD", help="See `thinwire list`.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="S", help="Seed.")
 @click.option("--dry-run", is_flag=True, help="Take one real step, tell what the run would be, and keep nothing.")
+@click.option("--until", type=click.IntRange(1), metavar="N", help="Stop after step N, saved; --resume goes on.")
 @click.option("--first-step", is_flag=True, hidden=True)
 @_shared
 def run(recipe: str, method: str, dry_run: bool, as_json: bool, quiet: bool, out: Path | None, **flags: Any) -> None:
@@ -113,6 +114,8 @@ def run(recipe: str, method: str, dry_run: bool, as_json: bool, quiet: bool, out
         click.echo(json.dumps(summary, indent=2))
     elif not quiet and _speaks():
         _tell(summary, folder)
+    if "stopped_at" in summary:
+        return
     # Workers that the launcher started leave the picture to it.
     if job.stability and _speaks() and not (quiet and inside_job()):
         _draw_stability([folder], silent=quiet or as_json)
@@ -176,6 +179,9 @@ def _execute(job: Job, label: str, *, quiet: bool) -> dict[str, Any]:
 
 
 def _tell(summary: dict[str, Any], folder: Path) -> None:
+    if "stopped_at" in summary:
+        click.echo(f"saved after step {summary['stopped_at']} of {summary['steps']} in {folder}; go on with --resume")
+        return
     metric = summary["metric"]
     before = figure(metric, summary[f"{metric}_before_truncation"])
     share = ratio(summary["traffic_vs_allreduce_fp32"])

@@ -54,6 +54,8 @@ class Job:
     """Go on from the last save, or return what is finished already."""
     save_every: int | None = None
     """Steps between saves."""
+    until: int | None = None
+    """Stop after so many of the recipe's steps, saved and not finished."""
     eval_every: int | None = None
     """Steps between evaluations instead of the recipe's."""
     model: bool = True
@@ -110,8 +112,10 @@ class Job:
             return finished
         if (self.workers > 1 or self.seats != (Seat(),)) and not inside_job():
             launch(self.arguments(), self.workers, say, self.seats)
-            told = FIRST_STEP if self.first_step else "summary.json"
-            return json.loads((self.out / told).read_text(encoding="utf-8"))
+            told = self.out / (FIRST_STEP if self.first_step else "summary.json")
+            if self.until and not told.is_file():
+                return {"stopped_at": self.until, "steps": self.trained.steps}
+            return json.loads(told.read_text(encoding="utf-8"))
         with as_worker():
             summary = self._train()
             if inside_job():
@@ -129,6 +133,7 @@ class Job:
             data=self.data,
             resume=self.resume,
             save_every=self.save_every,
+            until=self.until,
             model=self.model,
             stability=self.stability,
             stability_back=self.stability_back,
@@ -152,6 +157,8 @@ class Job:
         wanted["config"] = json.loads(json.dumps(describe(self.config)))
         if not inside_job():
             wanted["world_size"] = self.workers
+        if "best_epoch" in summary:
+            del wanted["steps"]  # it may have ended early
         for name, value in wanted.items():
             if name in summary and summary[name] != value:
                 raise ConfigError(
@@ -178,6 +185,7 @@ class Job:
             "--group-size": self.group_size,
             "--data": self.data,
             "--save-every": self.save_every,
+            "--until": self.until,
             "--eval-every": self.eval_every,
             "--stability": self.stability,
             "--stability-back": self.stability_back,

@@ -103,6 +103,7 @@ def fit(
     data: Path | None = None,
     resume: bool = False,
     save_every: int | None = None,
+    until: int | None = None,
     model: bool = True,
     stability: int | None = None,
     stability_back: int = 1,
@@ -110,8 +111,9 @@ def fit(
     """Train `recipe` with the method of `config` and write records, summary and model to `out`; collective.
 
     Joins the job it is started in (torchrun, srun) or trains alone. Returns the summary. With `resume` it
-    goes on from `out/checkpoint` if there is one, which `save_every` writes every so many steps. Without `model` the
-    finished model is not written. With `stability` rank 0 looks at its bases every so many steps while the others
+    goes on from `out/checkpoint` if there is one, which `save_every` writes every so many steps. With `until` it
+    stops after so many of the recipe's steps, saved and not finished, and tells only that. Without `model` the finished
+    model is not written. With `stability` rank 0 looks at its bases every so many steps while the others
     wait, and notes how far they moved since `stability_back` looks before; a resumed run begins its looks anew.
     """
     join()
@@ -120,7 +122,8 @@ def fit(
         run.watch = Stability(run.replica, stability, stability_back, step=run.replica.step)
     run.note_ranks()
     figures: dict[str, float] = {}
-    with run.feed.steps(range(run.replica.step, recipe.steps)) as batches:
+    last = min(until or recipe.steps, recipe.steps)
+    with run.feed.steps(range(run.replica.step, last)) as batches:
         for done, batch in enumerate(batches, start=run.replica.step + 1):
             train_step(run, batch)
             run.note_stability()
@@ -134,6 +137,9 @@ def fit(
                 break
             if save_every and done % save_every == 0 and done < recipe.steps:
                 _save(run, config)
+        else:
+            if last < recipe.steps:
+                return _stop(run, config)
     return _conclude(run, figures, write=model)
 
 
@@ -146,6 +152,7 @@ def prepare(recipe: Recipe, config: Any, out: Path, seed: int, data: Path | None
             f"give the source of the recipe {recipe.name} `validation` and `validation_size`, or leave `patience` out"
         )
     device = _device()
+    torch.backends.cudnn.benchmark = device.type == "cuda"  # batches keep their shape, so its search pays
     _seed(seed)
     model = recipe.model(source).to(device)
     optimizer = recipe.optimizer(model.parameters())
@@ -255,6 +262,13 @@ def _conclude(run: Run, before: dict[str, float], *, write: bool) -> dict[str, A
             write_model(small, run.out / "model", run.feed.example())
         write_summary(run.out / "summary.json", summary)
     return summary
+
+
+def _stop(run: Run, config: Any) -> dict[str, Any]:
+    """Save what is to be gone on with."""
+    _save(run, config)
+    run.recorder.close()
+    return {"stopped_at": run.replica.step, "steps": run.recipe.steps}
 
 
 def _save(run: Run, config: Any) -> None:

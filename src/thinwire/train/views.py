@@ -57,7 +57,7 @@ class Pictures:
     rand_augment: float | None = None
     """Two of RandAugment's operations, at this magnitude of 10; None for none."""
     pad: int = 0
-    """Pixels by which an image may shift; what it leaves is of the mean colour."""
+    """Pixels by which an image may shift; what it leaves is black."""
     flip: bool = True
     """Mirror half of the images."""
     erase: float = 0.0
@@ -71,16 +71,13 @@ class Pictures:
 
     @torch.no_grad()
     def train(self, x: Tensor, draws: Draws) -> Tensor:
-        x = x.float()
+        if self.pad or self.flip:
+            x = _shift(x, draws, self.pad, self.flip)
         if self.scale is not None:
-            x = _resized_crop(x, draws, self.scale)
-        if self.flip:
-            x = torch.where(draws.uniform(1, 1, 1) < 0.5, x.flip(3), x)
+            x = _resized_crop(x.float(), draws, self.scale)
         for _ in range(0 if self.rand_augment is None else 2):
-            x = rand_augment(x, draws, self.rand_augment or 0.0, fill=_channels(self._grey, x.device))
+            x = rand_augment(x.float(), draws, self.rand_augment or 0.0, fill=_channels(self._grey, x.device))
         x = self.heldout(x)
-        if self.pad:
-            x = _shift(x, draws, self.pad)
         if self.erase:
             x = _erase(x, draws, self.erase)
         return x
@@ -88,9 +85,10 @@ class Pictures:
     @torch.no_grad()
     def heldout(self, x: Tensor) -> Tensor:
         mean, deviation = (_channels(values, x.device) for values in self.statistics)
-        x = (x.float() / 255 - mean) / deviation
-        # GPUs are faster with channels behind; layers follow their input.
-        return x.contiguous(memory_format=torch.channels_last) if x.is_cuda else x
+        if x.is_cuda:
+            # GPUs are faster with channels behind; layers follow their input.
+            x = x.contiguous(memory_format=torch.channels_last)
+        return (x.float() / 255 - mean) / deviation
 
     @property
     def _grey(self) -> Channels:
@@ -104,16 +102,20 @@ def _channels(values: Channels, device: torch.device) -> Tensor:
     return torch.tensor(values, device=device).view(1, 3, 1, 1)
 
 
-def _shift(x: Tensor, draws: Draws, pad: int) -> Tensor:
-    """As much as `pad` pixels up, down, left or right."""
+def _shift(x: Tensor, draws: Draws, pad: int, flip: bool) -> Tensor:
+    """As much as `pad` pixels up, down, left or right, and half of the images mirrored: one look-up a pixel."""
     n, channels, height, width = x.shape
-    down, right = (draws.integers(0, 2 * pad + 1, 1, 1, 1) for _ in range(2))
-    rows = torch.arange(height, device=x.device).view(1, 1, -1, 1) + down
-    columns = torch.arange(width, device=x.device).view(1, 1, 1, -1) + right
+    rows = torch.arange(height, device=x.device).view(1, 1, -1, 1)
+    columns = torch.arange(width, device=x.device).view(1, 1, 1, -1)
+    if flip:
+        columns = torch.where(draws.uniform(1, 1, 1) < 0.5, width - 1 - columns, columns)
+    if pad:
+        down, right = draws.integers(0, 2 * pad + 1, 2, 1, 1, 1).unbind(1)
+        rows, columns = rows + down, columns + right
+        x = F.pad(x, (pad, pad, pad, pad))
     image = torch.arange(n, device=x.device).view(-1, 1, 1, 1)
     channel = torch.arange(channels, device=x.device).view(1, -1, 1, 1)
-    moved = F.pad(x, (pad, pad, pad, pad))[image, channel, rows, columns]
-    return moved.contiguous(memory_format=torch.channels_last) if x.is_cuda else moved
+    return x[image, channel, rows, columns]
 
 
 def _resized_crop(x: Tensor, draws: Draws, scale: tuple[float, float]) -> Tensor:

@@ -13,6 +13,8 @@ M = TypeVar("M", bound=nn.Module)
 _LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _STD = 0.02
+_SMALL = 2**16
+"""Elements of a weight that is not worth the way to a GPU."""
 
 
 def build(make: Callable[[], M], *, orthogonal: bool = False) -> M:
@@ -38,7 +40,7 @@ def orthogonal(model: M) -> M:
     All singular values are 1 once the dimensions behind the first are flattened. Biases are zero, norms one and zero.
     Embeddings, a head tied to one, and parameters of other modules (places, a class token) are normal with deviation
     0.02; vectors among the latter stay as they are. Values are drawn on the CPU, in the order of names, so they are
-    the same on any device and for any model with these names.
+    the same for any model with these names, and on any device to rounding.
     """
     _redraw(model)
     return model
@@ -52,7 +54,7 @@ def _redraw(model: nn.Module) -> None:
             module.reset_parameters()
         elif isinstance(module, _LINEAR):
             if id(module.weight) not in embedded:
-                module.weight.copy_(nn.init.orthogonal_(_empty(module.weight)))
+                module.weight.copy_(_orthogonal(module.weight))
             if module.bias is not None:
                 module.bias.zero_()
         else:
@@ -64,6 +66,16 @@ def _draw_own(module: nn.Module) -> None:
     for _, parameter in sorted(module.named_parameters(recurse=False), key=lambda item: item[0]):
         if parameter.dim() > 1:
             parameter.copy_(nn.init.normal_(_empty(parameter), std=_STD))
+
+
+def _orthogonal(like: Tensor) -> Tensor:
+    """As `nn.init.orthogonal_`, drawn on the CPU; a GPU decomposes large ones, where there is one."""
+    drawn = _empty(like).flatten(1).normal_()
+    tall = drawn.t() if drawn.shape[0] < drawn.shape[1] else drawn
+    faster = torch.cuda.is_available() and tall.numel() > _SMALL and not tall.is_meta
+    q, r = torch.linalg.qr(tall.cuda() if faster else tall)
+    q = q * r.diagonal().sign()  # else it would not be spread evenly over all orthogonal matrices
+    return (q.t() if drawn.shape[0] < drawn.shape[1] else q).reshape(like.shape)
 
 
 def _empty(like: Tensor) -> Tensor:
