@@ -2,24 +2,32 @@
 
 import json
 import math
-from dataclasses import fields, replace
+import re
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
 
 import gang
 import small
+import thinwire
 from standins import folder_for
+from thinwire.cli import main
+from thinwire.errors import ConfigError
 from thinwire.jobs import method_config
 from thinwire.methods.registry import METHODS
-from thinwire.recipes import RECIPES, Recipe
+from thinwire.recipes import RECIPES, Recipe, named
 from thinwire.train import fit
-from thinwire.train.data import Source
-from thinwire.train.task import Task
+from thinwire.train.data import Images, Source
+from thinwire.train.models import initial
+from thinwire.train.task import CLASSIFY, Task
 
 VIT = {"image": 32, "patch": 16, "width": 32, "depth": 2, "heads": 2}
 AUTOFORMER = {"width": 16, "heads": 2, "hidden": 32, "encoder_layers": 1}
@@ -181,3 +189,109 @@ def shared(name: str, method: str, place: Path, out: Path) -> dict[str, Any]:
     traffic = run["summary"]["traffic"]
     sent = traffic["slow_bytes"] - traffic["by_purpose"]["evaluate"]["slow_bytes"]
     return {"model": small.model_bits(run["model"]), "losses": run["losses"], "slow_bytes": sent}
+
+
+# Full sizes.
+
+PARAMETERS = {
+    "digits": 226_794,
+    "shakespeare": 818_176,
+    "vgg16-cifar10": 134_301_514,
+    "vgg16bn-cifar10": 15_249_354,
+    "minivit-cifar10": 42_684_682,
+    "minivit-cifar10-tuned": 42_684_682,
+    "minivit-cifar100": 2_725_924,
+    "resnet50-imagenet-local": 25_557_032,
+    "resnet50-imagenet-global": 25_557_032,
+    "vitb16-imagenet-local": 86_567_656,
+    "vitb16-imagenet-global": 86_567_656,
+    "vitb16-imagenet-oialr": 86_493_928,
+    **{f"autoformer-ettm2-{ahead}": 10_536_967 for ahead in (96, 192, 336, 720, "tuned")},
+    "gpt-wikitext2": 13_291_008,
+    "gpt124m-wikitext2": 110_810_112,
+}
+WORDS = {"shakespeare": 65, "gpt-wikitext2": 33_278, "gpt124m-wikitext2": 33_278}
+
+
+def test_full_models_have_the_parameters_that_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Orthogonal values are drawn on the CPU whatever the device, in minutes; only sizes are asked for here.
+    monkeypatch.setattr(initial, "_redraw", lambda model: None)
+    assert set(PARAMETERS) == set(RECIPES)
+    for name, wanted in PARAMETERS.items():
+        source = cast(Source, SimpleNamespace(vocabulary=WORDS.get(name)))
+        with torch.device("meta"):
+            model = named(name).model(source)
+        assert sum(p.numel() for p in model.parameters()) == wanted, name
+        told = re.search(r"(\d+\.?\d*) M parameters", f"{named(name).summary} {RECIPES[name].__doc__}")
+        if told and name != "gpt124m-wikitext2":  # which tells of two vocabularies
+            assert wanted / 1e6 == pytest.approx(float(told[1]), abs=0.5), name
+
+
+# Data that is not there.
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in SHIPPED])
+def test_missing_data_is_said_with_how_to_get_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for given in ([], ["--data", "empty"], ["--data", "no/such"]):
+        result = CliRunner().invoke(main, ["run", name, "--method", "allreduce", *given])
+        assert result.exit_code == 2, result.output
+        assert "https://" in result.output and "--data" in result.output and "Traceback" not in result.output
+    assert [found.name for found in tmp_path.iterdir()] == ["empty"]
+
+
+# A run that ends early.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Misleading(Images):
+    """The better it is learned, the worse it does on the validation part."""
+
+    @property
+    def validation_size(self) -> int:
+        return len(self.heldout_rows)
+
+    def validation(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        x, y = self.heldout(indices)
+        return x, (y + 1) % 10
+
+
+def misled(**other: Any) -> Recipe:
+    """Epochs of four steps; the loss on the validation part soon rises."""
+    chance = torch.Generator().manual_seed(0)
+    y = torch.arange(200) % 10
+    x = torch.eye(64)[y].view(-1, 1, 8, 8) + 0.1 * torch.randn(200, 1, 8, 8, generator=chance)
+    source = Misleading(x=x, y=y, train_rows=np.arange(160), heldout_rows=np.arange(160, 200))
+    return Recipe(
+        name="misled",
+        summary="",
+        task=CLASSIFY,
+        source=lambda folder: source,
+        model=lambda source: small.mlp(),
+        optimizer=partial(torch.optim.AdamW, lr=1e-2),
+        **{"steps": 40, "epochs": 10, "batch": 16, "patience": 2, "eval_every": 100, **other},
+    )
+
+
+@pytest.mark.parametrize("method", [thinwire.AllReduce(), small.ab(total_steps=40)])
+def test_a_run_ends_when_validation_does_not_improve(method: Any, tmp_path: Path) -> None:
+    recipe = misled()
+    summary = fit(recipe, method, out=tmp_path, model=False, save_every=6)
+    losses = [record["validation_loss"] for record in records(tmp_path, "evaluation")[:-1]]
+    epoch, best = losses.index(min(losses)) + 1, summary["best_epoch"]
+    assert len(losses) == epoch + 2 < 10
+    assert (summary["steps"], best["step"], best["epochs_since"]) == (4 * (epoch + 2), 4 * epoch, 2)
+    assert best["validation_loss"] == min(losses) and 0 <= best["accuracy"] <= 1
+    again = fit(recipe, method, out=tmp_path, model=False, save_every=6, resume=True)
+    assert {name: again[name] for name in ("best_epoch", "steps", "loss")} == {
+        name: summary[name] for name in ("best_epoch", "steps", "loss")
+    }
+    assert [record["step"] for record in records(tmp_path, "step")] == list(range(1, summary["steps"] + 1))
+
+
+def test_a_run_without_patience_goes_on_and_patience_needs_a_validation_part(tmp_path: Path) -> None:
+    summary = fit(misled(patience=None, steps=16), thinwire.AllReduce(), out=tmp_path / "whole", model=False)
+    assert summary["steps"] == 16 and "best_epoch" not in summary
+    with pytest.raises(ConfigError, match="`patience`=1 needs data with a validation part; give the source of"):
+        fit(named("digits").but(patience=1), thinwire.AllReduce(), out=tmp_path / "none")

@@ -55,10 +55,9 @@ def test_figures_do_not_depend_on_how_work_is_shared(name):
 
 
 def test_unknown_recipe_lists_the_known_ones():
-    with pytest.raises(
-        ConfigError, match="unknown recipe 'mnist', choose from: autoformer-ettm2-192, .*digits, .*shakespeare"
-    ):
+    with pytest.raises(ConfigError, match="unknown recipe 'mnist', choose from: ") as told:
         named("mnist")
+    assert all(name in str(told.value) for name in RECIPES)
 
 
 def test_no_name_is_given_twice():
