@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import sys
 import tempfile
@@ -42,6 +43,7 @@ def rehearse(job: Job, *, speaks: bool, as_json: bool, quiet: bool) -> None:
     before = _before(job)
     step = _take(job, console)
     if speaks:
+        logging.getLogger("thinwire").setLevel(logging.WARNING)  # what the step said of its layout is enough
         told = _told(job, step) | {"out": {"folder": str(job.out), "then": before}}
         click.echo(json.dumps(told, indent=2)) if as_json else show(told)
     if not _finite(step):
