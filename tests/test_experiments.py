@@ -26,7 +26,6 @@ from thinwire.methods.registry import METHODS
 from thinwire.recipes import RECIPES, Recipe, named
 from thinwire.train import fit
 from thinwire.train.data import Images, Source
-from thinwire.train.models import initial
 from thinwire.train.task import CLASSIFY, Task
 
 VIT = {"image": 32, "patch": 16, "width": 32, "depth": 2, "heads": 2}
@@ -213,9 +212,7 @@ PARAMETERS = {
 WORDS = {"shakespeare": 65, "gpt-wikitext2": 33_278, "gpt124m-wikitext2": 33_278}
 
 
-def test_full_models_have_the_parameters_that_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Orthogonal values are drawn on the CPU whatever the device, in minutes; only sizes are asked for here.
-    monkeypatch.setattr(initial, "_redraw", lambda model: None)
+def test_full_models_have_the_parameters_that_are_told() -> None:
     assert set(PARAMETERS) == set(RECIPES)
     for name, wanted in PARAMETERS.items():
         source = cast(Source, SimpleNamespace(vocabulary=WORDS.get(name)))
