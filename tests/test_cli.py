@@ -273,7 +273,7 @@ def test_list_knows_recipes_and_methods():
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        ("run mnist --method ab", "unknown recipe 'mnist', choose from: digits, shakespeare"),
+        ("run mnist --method ab", "unknown recipe 'mnist', choose from: "),
         ("run digits --method adam", "unknown method 'adam', choose from: ab, allreduce"),
         ("compare digits --methods ab,adam", "unknown method 'adam'"),
         (

@@ -146,7 +146,7 @@ def fit(
 def prepare(recipe: Recipe, config: Any, out: Path, seed: int, data: Path | None, resume: bool) -> Run:
     """Everything up to the first step; collective. What lies in `out` is cleared unless the run goes on from it."""
     source = recipe.source(data)
-    if recipe.patience is not None and not hasattr(source, "validation"):
+    if recipe.patience is not None and not getattr(source, "validation_size", 0):
         raise ConfigError(
             f"`patience`={recipe.patience} needs data with a validation part; "
             f"give the source of the recipe {recipe.name} `validation` and `validation_size`, or leave `patience` out"

@@ -1,0 +1,72 @@
+"""The save of a run in its warm-up, as that of another method that has done the same so far.
+
+Until its first decomposition AB is all-reduce, bit for bit. So runs of all-reduce, of AB with groups and of AB without
+them share their first steps, and what they differ by is the method's own doing.
+
+    python benchmarks/papers/branch.py SAVED_RUN NEW_RUN RECIPE METHOD [--epochs N] [--group-size G] [--set FIELD=VALUE]
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+from thinwire.jobs import Job
+from thinwire.settings import describe
+from thinwire.store import newest
+from thinwire.train import checkpoint
+
+
+def branch(saved: Path, job: Job) -> int:
+    """Copy a checkpoint into the job's folder, under the job's name; returns the step it stands at."""
+    place = job.out / "checkpoint"
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(newest(saved), place)
+    position = json.loads((place / "position.json").read_text())
+    position["identity"] = _plain(checkpoint.identity(job.trained, job.config, job.seed))
+    (place / "position.json").write_text(json.dumps(position))
+    file = newest(place / "replica") / "state.json"
+    state = json.loads(file.read_text())
+    if state["method_name"] != "ab" or state["method"]["phase"] != "warmup":
+        raise SystemExit(f"{saved} is of {state['method_name']} in phase {state['method']['phase']}, not AB's warm-up")
+    state |= {"method_name": job.method, "config": _plain(describe(job.config))}
+    if job.method == "allreduce":
+        state["method"] = {"step": state["method"]["step"], "phase": "train", "scale": 1.0}
+    file.write_text(json.dumps(state))
+    for name in ("records.jsonl",):
+        shutil.copy(saved.parent / name, job.out / name)
+    return position["step"]
+
+
+def _plain(values: object) -> object:
+    return json.loads(json.dumps(values))
+
+
+def main() -> None:
+    """One branch."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("saved", type=Path)
+    parser.add_argument("new", type=Path)
+    parser.add_argument("recipe")
+    parser.add_argument("method", choices=("ab", "allreduce"))
+    parser.add_argument("--epochs", type=int)
+    parser.add_argument("--eval-every", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--group-size")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
+    given = parser.parse_args()
+    job = Job(
+        recipe=given.recipe,
+        method=given.method,
+        out=given.new,
+        epochs=given.epochs,
+        eval_every=given.eval_every,
+        seed=given.seed,
+        group_size=given.group_size,
+        settings=tuple(given.set),
+    )
+    print(f"{given.new} goes on from step {branch(given.saved / 'checkpoint', job)} of {given.saved}")
+
+
+if __name__ == "__main__":
+    main()
