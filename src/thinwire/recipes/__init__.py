@@ -2,7 +2,7 @@
 
 from thinwire.recipes.cifar import mini_vit, mini_vit_tuned, small_vit, vgg16, vgg16_bn
 from thinwire.recipes.imagenet import resnet50_global, resnet50_local, vit_b16_global, vit_b16_local, vit_b16_oialr
-from thinwire.recipes.named import RECIPES, call_function, load_function, named
+from thinwire.recipes.names import RECIPES, call_function, load_function, named
 from thinwire.recipes.series import autoformer, autoformer_tuned
 from thinwire.recipes.small import digits, shakespeare
 from thinwire.recipes.text import gpt, gpt_124m
