@@ -38,7 +38,7 @@ class Ahead:
         # A new thread begins on the first device, and pinning there would take memory on it from every worker.
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._thread = Thread(target=self._fill, name="thinwire-ahead", daemon=True)
-        self._thread.start()
+        self._started = False
 
     def __enter__(self) -> Ahead:
         return self
@@ -52,6 +52,10 @@ class Ahead:
     def __next__(self) -> Batch:
         if self._over:
             raise StopIteration
+        if not self._started:
+            # Not earlier: an interrupt before the block is entered would leave the thread behind.
+            self._started = True
+            self._thread.start()
         loaded = self._ready.get()
         self._room.release()
         if not isinstance(loaded, _End):
@@ -66,7 +70,8 @@ class Ahead:
         self._over = True
         self._stopped.set()
         self._room.release()
-        self._thread.join()
+        if self._started:
+            self._thread.join()
 
     def _fill(self) -> None:
         try:
