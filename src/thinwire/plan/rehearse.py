@@ -158,6 +158,8 @@ class _Stage:
 
     def play(self) -> None:
         """Every step, every evaluation, the end."""
+        # After the method's own: an update by the gradients it may have left is slow without values, and shows nothing.
+        self.method.optimizer.register_step_pre_hook(lambda optimizer, *_: optimizer.zero_grad())
         restless, place = 0, None
         while self.replica.step < self.subject.steps:
             if place != (self.replica.phase, self.replica.decompositions):
@@ -184,8 +186,10 @@ class _Stage:
 
     @property
     def _next_epoch(self) -> int:
-        """The next step that ends an epoch, as a loop over data counts them."""
+        """The next step that ends an epoch, as a loop over data counts them; the last where the method does not care."""
         steps, epochs = self.subject.steps, self.subject.epochs
+        if type(self.method).epoch_end is Method.epoch_end:
+            return steps
         over = self.replica.step * epochs // steps
         return -(-(over + 1) * steps // epochs)
 
