@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from thinwire.admission import check_optimizer, check_same_architecture, spread_first_values
@@ -33,6 +34,22 @@ from thinwire.replica import Replica
 _PROBE = torch.Size((2, 3))
 # DDP sends the order of its buckets with the second backward pass after it was wrapped.
 _RESTLESS = 2
+
+
+_CHANGES = ("copy_", "add_", "sub_", "mul_", "div_", "lerp_", "zero_", "fill_", "addcmul_", "addcdiv_", "bernoulli_")
+"""Changes in place that leave a tensor's shape; those of lists of tensors are called _foreach_NAME."""
+
+
+class _Still(TorchDispatchMode):
+    """Changes values of tensors that have none: not at all, instead of checking shapes at length."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name.removeprefix("_foreach_") in _CHANGES:
+            several = isinstance(args[0], list)
+            if all(t.is_meta for t in (args[0] if several else args[:1])):
+                return None if several else args[0]
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(kw_only=True)
@@ -169,7 +186,8 @@ class _Stage:
             # The step before a change is taken alone: the change happens at its end.
             quiet = self._quiet_steps() - 1 if restless >= _RESTLESS else 1
             epoch = self._next_epoch
-            self._step(max(1, quiet))
+            with _Still():
+                self._step(max(1, quiet))
             restless += 1
             if self.replica.step == epoch:
                 # A plan believes in losses that fall: when they stop is not known before.

@@ -16,8 +16,10 @@ from thinwire.train.task import Recipe
 
 Batch = tuple[Tensor, Tensor]
 
-_PART = {"cpu": 256, "cuda": 1024}
-"""Examples that are evaluated at once."""
+_AT_ONCE = 4
+"""Shares of a training batch that are evaluated at once: without gradients they take less memory than training."""
+_MOST = {"cpu": 256, "cuda": 1024}
+"""Examples that are evaluated at once, at most."""
 
 
 class Feed:
@@ -39,6 +41,7 @@ class Feed:
         self._batches = Batches(size=source.train_size, batch=recipe.batch, seed=seed)
         self._seed = seed
         self._place: dict[str, Any] = {"rank": rank, "world_size": world_size}
+        self._piece = min(_MOST[device.type], max(1, _AT_ONCE * recipe.batch // world_size))
 
     def batch(self, step: int) -> Batch:
         """This worker's share of a step's batch."""
@@ -62,7 +65,7 @@ class Feed:
         """This worker's share of the held-out part, or of another, in pieces."""
         size, read = getattr(self.source, f"{part}_size"), getattr(self.source, part)
         mine = share(np.arange(size), **self._place)
-        for piece in np.array_split(mine, max(1, -(-len(mine) // _PART[self._device.type]))):
+        for piece in np.array_split(mine, max(1, -(-len(mine) // self._piece))):
             if len(piece):
                 x, y = read(piece)
                 yield self._views.heldout(x.to(self._device)), y.to(self._device)
