@@ -204,7 +204,7 @@ class _Stage:
 
     @property
     def _next_epoch(self) -> int:
-        """The next step that ends an epoch, as a loop over data counts them; the last where the method does not care."""
+        """The next step that ends an epoch, as a loop over data counts them; the last one where no method cares."""
         steps, epochs = self.subject.steps, self.subject.epochs
         if type(self.method).epoch_end is Method.epoch_end:
             return steps

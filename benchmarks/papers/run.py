@@ -1,0 +1,192 @@
+"""Every run of docs/results.md, side by side on one GPU, in chains of pieces that share what they have in common.
+
+    python benchmarks/papers/run.py --cifar DIR --text DIR --ett DIR --out OUT      # on an H200: half an hour
+    python benchmarks/papers/run.py … --only gpt,autoformer --quick                 # narrow, on a CPU
+    python benchmarks/papers/tell.py OUT
+
+Runs of VGG16 begin with one warm-up, which is AB's and all-reduce's alike (branch.py). The one with 134 M parameters
+is trained by one worker wherever all workers would hold the same model, and by four where groups part: it has no
+BatchNorm, so that is the same but for rounding, and spares the host half a gigabyte a step. Its bytes are planned.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from branch import branch
+
+from thinwire.jobs import Job
+
+HERE = Path(__file__).parent
+WORKERS = 4
+NARROW = {
+    "vgg16-cifar10": "vgg16",
+    "vgg16bn-cifar10": "vgg16_bn",
+    "gpt-wikitext2": "gpt",
+    "autoformer-ettm2-96": "autoformer",
+}
+
+
+class Bench:
+    """Where runs go and what they are given."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
+        self.start = time.monotonic()
+
+    def train(self, name: str, recipe: str, method: str, workers: int, *words: str) -> None:
+        """One command, to its end."""
+        data = {"cifar": self.given.cifar, "gpt": self.given.text, "auto": self.given.ett}
+        folder = next(found for key, found in data.items() if key in recipe)
+        place = ["--data", folder, "--out", self.given.out / name, "--workers", workers]
+        command = ["run", self.recipe(recipe), "--method", method, *place, "--quiet", "--no-model", *words]
+        self.say("begins", name, *words)
+        threads = "1" if workers > 1 else "2"
+        with (self.given.out / f"{name}.log").open("a") as log:
+            ended = subprocess.run(
+                [sys.executable, "-m", "thinwire.cli", *map(str, command)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": threads},
+            )
+        self.say("ended" if ended.returncode == 0 else "FAILED", name)
+
+    def part(self, old: str, new: str, recipe: str, method: str, **fields: Any) -> None:
+        """A run that begins where an old one stands."""
+        job = Job(recipe=self.recipe(recipe), method=method, out=self.given.out / new, **fields)
+        job.out.mkdir(parents=True, exist_ok=True)
+        self.say("parts", new, "from", old, "at step", branch(self.given.out / old / "checkpoint", job))
+
+    def recipe(self, name: str) -> str:
+        """By name, or a narrow one."""
+        return f"{HERE / 'narrow.py'}:{NARROW[name]}" if self.given.quick else name
+
+    def say(self, *words: Any) -> None:
+        print(f"{time.monotonic() - self.start:7.0f} s ", *words, flush=True)
+
+
+def together(*chains: Callable[[], None]) -> None:
+    """Side by side, until all have ended."""
+    threads = [threading.Thread(target=chain, daemon=True) for chain in chains]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def vgg16(bench: Bench) -> None:
+    """All-reduce, AB with groups and without, by the table's counts; 134 M parameters."""
+    recipe, epochs = "vgg16-cifar10", bench.given.epochs
+    warm, merged = _marks(bench, recipe)
+    length: tuple[str, ...] = ("--epochs", str(epochs), "--eval-every", str(bench.given.eval_every))
+    fields = {"epochs": epochs}
+    bench.train("vgg16-ab", recipe, "ab", 1, *length, "--until", str(warm))
+    bench.part("vgg16-ab", "vgg16-allreduce", recipe, "allreduce", **fields)
+    bench.part("vgg16-ab", "vgg16-ab-world", recipe, "ab", group_size="world", **fields)
+
+    def groups() -> None:
+        bench.train("vgg16-ab", recipe, "ab", WORKERS, *length, "--resume", "--until", str(merged))
+        bench.train("vgg16-ab", recipe, "ab", 1, *length, "--resume")
+
+    together(
+        groups,
+        lambda: bench.train("vgg16-ab-world", recipe, "ab", 1, *length, "--resume", "--group-size", "world"),
+        lambda: bench.train("vgg16-allreduce", recipe, "allreduce", 1, *length, "--resume"),
+    )
+
+
+def vgg16_bn(bench: Bench) -> None:
+    """The same with BatchNorm and 15 M parameters, by four workers throughout; and AB by the guideline."""
+    recipe, epochs = "vgg16bn-cifar10", bench.given.epochs
+    warm, _ = _marks(bench, recipe)
+    early = _warmup(bench, recipe, "schedule=guideline") - 4
+    guideline = ("--set", "schedule=guideline")
+    length: tuple[str, ...] = ("--epochs", str(epochs), "--eval-every", str(bench.given.eval_every))
+    fields = {"epochs": epochs}
+
+    def run(name: str, method: str, *words: str) -> None:
+        bench.train(f"vgg16bn-{name}", recipe, method, WORKERS, *length, *words)
+
+    run("ab", "ab", "--until", str(early))
+    bench.part("vgg16bn-ab", "vgg16bn-ab-guideline", recipe, "ab", settings=("schedule=guideline",), **fields)
+
+    def by_table() -> None:
+        run("ab", "ab", "--resume", "--until", str(warm))
+        bench.part("vgg16bn-ab", "vgg16bn-allreduce", recipe, "allreduce", **fields)
+        bench.part("vgg16bn-ab", "vgg16bn-ab-world", recipe, "ab", group_size="world", **fields)
+        together(
+            lambda: run("ab", "ab", "--resume"),
+            lambda: run("ab-world", "ab", "--resume", "--group-size", "world"),
+            lambda: run("allreduce", "allreduce", "--resume"),
+        )
+
+    together(by_table, lambda: run("ab-guideline", "ab", "--resume", *guideline))
+
+
+def gpt(bench: Bench) -> None:
+    """A GPT on WikiText-2 by three methods."""
+    together(
+        *(
+            lambda method=method: bench.train(f"gpt-{method}", "gpt-wikitext2", method, WORKERS)
+            for method in ("allreduce", "localsgd", "ab")
+        )
+    )
+
+
+def autoformer(bench: Bench) -> None:
+    """96 steps ahead, seed after seed."""
+    recipe = "autoformer-ettm2-96"
+
+    def seeds(name: str, method: str, *words: str) -> None:
+        for seed in range(bench.given.seeds):
+            bench.train(f"autoformer-{name}-seed{seed}", recipe, method, 1, "--seed", str(seed), *words)
+
+    together(
+        lambda: seeds("allreduce", "allreduce"),
+        lambda: seeds("oialr", "oialr"),
+        lambda: seeds("oialr-cutoff", "oialr", "--set", "cutoff=0.1"),
+    )
+
+
+def _marks(bench: Bench, recipe: str) -> tuple[int, int]:
+    """A step shortly before the first decomposition, and one after the last merge."""
+    job = Job(recipe=bench.recipe(recipe), method="ab", out=Path(), epochs=bench.given.epochs)
+    config = job.config
+    cycle = config.group_length + config.rebound_length
+    cycles = (job.trained.steps - config.warmup_length - config.group_length) // cycle + 1
+    return config.warmup_length - 4, min(job.trained.steps - 1, config.warmup_length + cycles * cycle + 2)
+
+
+def _warmup(bench: Bench, recipe: str, *settings: str) -> int:
+    job = Job(recipe=bench.recipe(recipe), method="ab", out=Path(), epochs=bench.given.epochs, settings=settings)
+    return job.config.warmup_length
+
+
+CHAINS = {"vgg16": vgg16, "vgg16bn": vgg16_bn, "gpt": gpt, "autoformer": autoformer}
+
+
+def main() -> None:
+    """All of them, or some."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("cifar", "text", "ett", "out"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--only", default=",".join(CHAINS), help="of " + ", ".join(CHAINS))
+    parser.add_argument("--epochs", type=int, default=150, help="of VGG16")
+    parser.add_argument("--eval-every", type=int, default=244, help="steps of VGG16")
+    parser.add_argument("--seeds", type=int, default=2, help="of Autoformer")
+    parser.add_argument("--quick", action="store_true", help="narrow models, to see that it runs")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    bench = Bench(given)
+    together(*(lambda chain=CHAINS[name]: chain(bench) for name in given.only.split(",")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Tables and curves of what run.py has trained, as docs/results.md has them.
+
+python benchmarks/papers/tell.py OUT --cifar DIR --pictures docs
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from run import WORKERS
+
+from thinwire.config import AB
+from thinwire.plan import compute
+from thinwire.plan.forecast import Layout
+from thinwire.plan.links import Links
+from thinwire.plan.planner import Stopwatch, make_plan
+from thinwire.plan.subjects import of_recipe
+from thinwire.recipes import named
+from thinwire.report.plots import blank, colours, dress
+from thinwire.report.records import Run, read_run
+
+FAMILIES = ("vgg16", "vgg16bn", "gpt", "autoformer")
+
+
+def main() -> None:
+    """Every family that is there."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--cifar", type=Path, help="for the bytes of runs that one worker took over")
+    parser.add_argument("--pictures", type=Path, default=Path())
+    given = parser.parse_args()
+    for family in FAMILIES:
+        runs = {p.parent.name: read_run(p.parent) for p in sorted(given.out.glob(f"{family}-*/summary.json"))}
+        if runs:
+            _table(family, runs, given)
+            _picture(family, runs, given.pictures / f"results-{family}.png")
+
+
+def _table(family: str, runs: dict[str, Run], given: argparse.Namespace) -> None:
+    metric = next(iter(runs.values())).metric
+    print(f"\n{family}\n| run | {metric} | best | before cutting | model | trained | bytes | steps | wall s |")
+    print("| --- " * 9 + "|")
+    for name, run in runs.items():
+        told = run.summary
+        seen = [r[metric] for r in run.evaluations()]
+        best = told["best_epoch"] if "best_epoch" in told else {metric: (max if metric == "accuracy" else min)(seen)}
+        figures = [told[metric], best[metric], told[f"{metric}_before_truncation"]]
+        mae = f" / {best['mae']:.4f}" if "mae" in best else ""
+        cells = [f"{100 * f:.2f}" if metric == "accuracy" else f"{f:.4f}" for f in figures]
+        cells[1] += mae
+        size = [f"{told['compression']:.2f} : 1", f"{100 * told['trainable_share']:.1f} %"]
+        print(
+            "|", " | ".join([name, *cells, *size, _bytes(run, given), str(told["steps"]), f"{told['wall_s']:.0f}"]), "|"
+        )
+
+
+def _bytes(run: Run, given: argparse.Namespace) -> str:
+    """As a share of fp32 all-reduce: what was counted, or what is planned where one worker stood for all."""
+    told = run.summary
+    if told["world_size"] > 1:
+        return f"{told['traffic_vs_allreduce_fp32']:.4f}"
+    if told["method"] == "allreduce":
+        return "1"
+    if told["method"] != "ab" or given.cifar is None:
+        return "–"
+    return f"{_planned(run, given.cifar)['traffic_vs_allreduce_fp32']:.4f}, planned"
+
+
+def _planned(run: Run, data: Path) -> dict[str, Any]:
+    told = run.summary
+    recipe = named(told["recipe"], steps=told["steps"], eval_every=told["steps"])
+    subject = of_recipe(recipe, WORKERS, data)
+    config = AB(**{**told["config"], "keep": tuple(told["config"]["keep"])})
+    watch = Stopwatch(subject, compute.given(0.1))
+    plan = make_plan(subject, {"ab": config}, Layout(workers=WORKERS), Links(), stopwatch=watch, ranks=run.folder)
+    return plan.as_dict()["methods"][0]
+
+
+def _picture(family: str, runs: dict[str, Run], path: Path) -> None:
+    figure = blank(7.5, 4.2)
+    axes = figure.subplots()
+    metric = next(iter(runs.values())).metric
+    for colour, (name, run) in zip(colours(len(runs)), runs.items(), strict=True):
+        points = run.evaluations()
+        axes.plot([p["step"] for p in points], [p[metric] for p in points], color=colour, label=name)
+    dress(axes, "steps", metric)
+    if metric == "accuracy":
+        axes.set_ylim(bottom=0.8)
+    axes.set_title(f"{next(iter(runs.values())).summary['recipe']}: {metric} on held-out data")
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    main()
