@@ -1,16 +1,16 @@
 """CIFAR-10 for benchmarks: its images, one training loop for any model and method, and what a run tells.
 
-A folder holds cifar10_train_1.npz … cifar10_train_5.npz and cifar10_test.npz. Several workers may share one GPU: gloo
-then carries CUDA tensors through the host, which costs time and changes nothing else.
+A folder holds what `thinwire.train.data.cifar10` reads: cifar-10-batches-py, or cifar10_train_1.npz …
+cifar10_train_5.npz and cifar10_test.npz. Several workers may share one GPU: gloo then carries CUDA tensors through the
+host, which costs time and changes nothing else.
 """
 
 import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,13 @@ import thinwire
 from thinwire.methods.registry import METHODS
 from thinwire.report.heatmap import draw_looks
 from thinwire.settings import from_strings
+from thinwire.train import data
+from thinwire.train.draws import Draws
+from thinwire.train.views import Pictures
 
 Images = tuple[Tensor, Tensor]
 """Images (n, 3, 32, 32) and their classes."""
 
-MEAN, DEVIATION = (0.49139968, 0.48215841, 0.44653091), (0.24703223, 0.24348513, 0.26158784)
 SMOOTHING = 0.1
 
 
@@ -37,33 +39,13 @@ SMOOTHING = 0.1
 
 
 def load(options: argparse.Namespace) -> tuple[Images, Images]:
-    """Bytes to train on and to judge by, on the host."""
-    parts = range(1, 6 if options.samples is None else 2)
-    read = [_read(options.data / f"cifar10_train_{k}.npz", options.samples) for k in parts]
-    x, y = torch.cat([x for x, _ in read]), torch.cat([y for _, y in read])
+    """Bytes to train on and to judge by, on the device if there is one."""
+    source = data.cifar10(options.data).to("cuda" if torch.cuda.is_available() else "cpu")
+    x, y = source.train(np.arange(source.train_size)[: options.samples])
     if options.validate:
         kept = len(x) - len(x) // 10
         return (x[:kept], y[:kept]), (x[kept:], y[kept:])
-    return (x, y), _read(options.data / "cifar10_test.npz", options.samples)
-
-
-def scaled(pixels: Tensor) -> Tensor:
-    """Pixels of 0 to 255, with mean zero and deviation one in each channel of the training images."""
-    return (pixels / 255 - channels(MEAN, pixels.device)) / channels(DEVIATION, pixels.device)
-
-
-@cache
-def channels(values: tuple[float, float, float], device: torch.device) -> Tensor:
-    """A value a channel, kept on the device: to bring it there anew would wait for the device."""
-    return torch.tensor(values, device=device).view(1, 3, 1, 1)
-
-
-def _read(file: Path, samples: int | None) -> Images:
-    """Pixels are stored as wrap-around differences: along rows and columns, red and blue against green."""
-    stored = np.load(file)
-    x = np.cumsum(np.cumsum(stored["d"], 2, dtype=np.uint8), 3, dtype=np.uint8).transpose(1, 0, 2, 3).copy()
-    x[:, ::2] += x[:, 1:2]
-    return torch.from_numpy(x[:samples]), torch.from_numpy(stored["y"][:samples].astype(np.int64))
+    return (x, y), source.heldout(np.arange(source.heldout_size)[: options.samples])
 
 
 # A run.
@@ -150,16 +132,16 @@ def fit(
     test: Images,
     options: argparse.Namespace,
     *,
-    augment: Callable[[Tensor], Tensor],
+    views: Pictures,
     clip: float | None = None,
 ) -> History:
-    """Train to the end."""
+    """Train to the end. Images stay bytes; what a step shows of them is drawn for its whole batch."""
     history, (x, y) = History(replica, options), train
     per_epoch = len(x) // options.batch
     history.note_memory()
     start = _clock()
     for step, mine in enumerate(_batches(replica, x, options), start=1):
-        images = augment(x[mine])
+        images = views.train(x[mine], _draws(replica, step, options, x.device))
         with torch.autocast(x.device.type, torch.bfloat16):
             loss = F.cross_entropy(replica(images), y[mine], label_smoothing=SMOOTHING)
         optimizer.zero_grad()
@@ -187,6 +169,11 @@ def _batches(replica: thinwire.Replica, x: Tensor, options: argparse.Namespace) 
         indices = torch.randperm(len(x), generator=order).to(x.device)
         for k in range(len(x) // options.batch):
             yield indices[k * options.batch :][: options.batch].tensor_split(workers)[rank]
+
+
+def _draws(replica: thinwire.Replica, step: int, options: argparse.Namespace, device: torch.device) -> Draws:
+    place = {"rank": replica.topology.rank, "world_size": replica.topology.world_size}
+    return Draws(options.seed, step, batch=options.batch, device=device, **place)
 
 
 @torch.no_grad()

@@ -3,22 +3,23 @@
 torchrun --nproc-per-node 4 benchmarks/vgg16_cifar10.py --data DIR --method ab --epochs 40 --json FILE
 torchrun --nproc-per-node 4 benchmarks/vgg16_cifar10.py --data DIR --method topk --optimizer sgd --lr 0.1 --json FILE
 
-DIR holds cifar10_train_1.npz … cifar10_train_5.npz and cifar10_test.npz. Several workers may share one GPU: gloo then
-carries CUDA tensors through the host, which costs time and changes nothing else.
+DIR holds cifar-10-batches-py, or cifar10_train_1.npz … cifar10_train_5.npz and cifar10_test.npz. Several workers may
+share one GPU: gloo then carries CUDA tensors through the host, which costs time and changes nothing else.
 """
 
 import argparse
 
 import cifar10
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from thinwire.comm.topology import join
 from thinwire.train.models import VGG16BN
 from thinwire.train.schedule import Cosine, scheduled
+from thinwire.train.views import CIFAR10, Pictures
 
 CLIP = 1.0
+VIEWS = Pictures(statistics=CIFAR10, pad=4)
 USUAL = {"adamw": (3e-3, 0.1), "sgd": (0.1, 5e-4)}
 """Learning rate and weight decay where none are given: the AB paper's, and what VGGs on CIFAR-10 usually have."""
 
@@ -29,7 +30,8 @@ def main() -> None:
     join()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(options.seed)
-    train, test = ((cifar10.scaled(x).to(device), y.to(device)) for x, y in cifar10.load(options))
+    train, (x, y) = cifar10.load(options)
+    test = VIEWS.heldout(x), y
     per_epoch = len(train[0]) // options.batch
     steps = options.epochs * per_epoch
     model = VGG16BN().to(device)
@@ -41,7 +43,7 @@ def main() -> None:
     course = Cosine(warmup=rising / steps)
     scheduler = scheduled(optimizer, course, steps=steps, epochs=options.epochs)
     replica = cifar10.attach(model, optimizer, options, steps, clip=CLIP)
-    history = cifar10.fit(replica, optimizer, scheduler, train, test, options, augment=_augment, clip=CLIP)
+    history = cifar10.fit(replica, optimizer, scheduler, train, test, options, views=VIEWS, clip=CLIP)
     settings = {name: getattr(options, name) for name in ("optimizer", "lr", "decay", "warmup_epochs")}
     cifar10.tell(replica, history, test, settings, steps)
 
@@ -50,20 +52,6 @@ def _optimizer(model: nn.Module, options: argparse.Namespace) -> torch.optim.Opt
     if options.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), lr=options.lr, weight_decay=options.decay, momentum=0.9)
     return torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=options.decay)
-
-
-def _augment(x: Tensor) -> Tensor:
-    """Flip and crop, each image by itself."""
-    flip = torch.rand(len(x), 1, 1, 1, device=x.device) < 0.5
-    x = F.pad(torch.where(flip, x.flip(3), x), (4, 4, 4, 4))
-    down, right = (torch.randint(0, 9, (len(x), 1, 1, 1), device=x.device) for _ in range(2))
-    rows = torch.arange(32, device=x.device).view(1, 1, 32, 1) + down
-    columns = torch.arange(32, device=x.device).view(1, 1, 1, 32) + right
-    image, channel = (
-        torch.arange(len(x), device=x.device).view(-1, 1, 1, 1),
-        torch.arange(3, device=x.device).view(1, 3, 1, 1),
-    )
-    return x[image, channel, rows, columns]
 
 
 def _options() -> argparse.Namespace:
