@@ -33,8 +33,8 @@ def branch(saved: Path, job: Job) -> int:
     if job.method == "allreduce":
         state["method"] = {"step": state["method"]["step"], "phase": "train", "scale": 1.0}
     file.write_text(json.dumps(state))
-    for name in ("records.jsonl",):
-        shutil.copy(saved.parent / name, job.out / name)
+    (job.out / "summary.json").unlink(missing_ok=True)  # of an earlier run, which `--resume` would take for this one
+    shutil.copy(saved.parent / "records.jsonl", job.out / "records.jsonl")
     return position["step"]
 
 

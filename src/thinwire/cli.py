@@ -164,7 +164,7 @@ def _check_all(jobs: list[tuple[str, Job]]) -> None:
     """Each by itself, and that no two of them are one run under two names."""
     seen: dict[tuple[str, int], str] = {}
     for label, job in jobs:
-        job.check()
+        job.check(data=not seen)  # all of them have one folder
         first = seen.setdefault((repr(job.config), job.seed), label)
         if first != label:
             raise ConfigError(f"`{first}` and `{label}` have the same settings; leave one of them out")

@@ -86,8 +86,8 @@ class Job:
         """The same job by a method as it is to be run."""
         return dataclasses.replace(self, method=variant.method, settings=variant.settings, **fields)
 
-    def check(self) -> None:
-        """Raise what is wrong with it, as far as one process can know."""
+    def check(self, *, data: bool = True) -> None:
+        """Raise what is wrong with it, as far as one process can know; without `data` the folder is not read."""
         _ = self.trained, self.config
         if not inside_job():
             each = share(self.workers, self.seats)
@@ -97,7 +97,8 @@ class Job:
                     f"a batch of {self.trained.batch} cannot be shared by {self.workers} workers; "
                     f"use at most {self.trained.batch}"
                 )
-            self.trained.source(self.data)
+            if data:
+                self.trained.source(self.data)
         if self.stability and self.stability * self.stability_back > self.trained.steps:
             raise ConfigError(
                 f"`--stability {self.stability} --stability-back {self.stability_back}` leaves nothing to compare "
@@ -114,7 +115,8 @@ class Job:
             launch(self.arguments(), self.workers, say, self.seats)
             told = self.out / (FIRST_STEP if self.first_step else "summary.json")
             if self.until and not told.is_file():
-                return {"stopped_at": self.until, "steps": self.trained.steps}
+                stands = json.loads((self.out / "checkpoint" / "position.json").read_text(encoding="utf-8"))
+                return {"stopped_at": stands["step"], "steps": self.trained.steps}
             return json.loads(told.read_text(encoding="utf-8"))
         with as_worker():
             summary = self._train()
@@ -150,15 +152,14 @@ class Job:
             "recipe": self.trained.name,
             "method": self.method,
             "seed": self.seed,
-            "steps": self.trained.steps,
+            "length": self.trained.steps,
+            "batch": self.trained.batch,
             "optimizer": optimizer["optimizer"],
             "lr": optimizer.get("optimizer.lr"),
         }
         wanted["config"] = json.loads(json.dumps(describe(self.config)))
         if not inside_job():
             wanted["world_size"] = self.workers
-        if "best_epoch" in summary:
-            del wanted["steps"]  # it may have ended early
         for name, value in wanted.items():
             if name in summary and summary[name] != value:
                 raise ConfigError(

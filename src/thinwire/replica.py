@@ -70,6 +70,8 @@ class Replica(nn.Module):
         self._finished = False
         self._was_called = False
         self._scale_is_due = False
+        self._earlier = {"allreduce_fp32": 0, "ideal_fp32": 0}  # a world of another size may have taken the first steps
+        self._earlier_steps = 0
         self._recompiles = Recompilations()
         self._full = _count(method.model)
         self._trained = sum(p.numel() for p in method.model.parameters() if p.requires_grad)
@@ -174,14 +176,15 @@ class Replica(nn.Module):
         self._refuse_finished("save()")
         self._refuse_other_flags()
         self._method.wire.barrier("save()")
-        snapshot.save(self._method, self._scaler, folder)
+        snapshot.save(self._method, self._scaler, folder, self.baseline())
 
     def load(self, folder: Path | str) -> None:
         """Go on from what `save` wrote; collective."""
         self._refuse_finished("load()")
         self._refuse_other_flags()
         self._method.wire.barrier("load()")
-        snapshot.load(self._method, self._scaler, folder)
+        if earlier := snapshot.load(self._method, self._scaler, folder):
+            self._earlier, self._earlier_steps = earlier, self.step
 
     # What it is doing.
 
@@ -259,9 +262,13 @@ class Replica(nn.Module):
 
     def baseline(self) -> dict[str, int]:
         """Slow bytes a node that fp32 all-reduce, and the ideal one, would have sent for the steps so far."""
-        usual = step_of_allreduce(self.module, self.topology, self._trained)
-        ideal = step_of_ideal(self.topology, self._trained)
-        return {"allreduce_fp32": round(usual * self.step), "ideal_fp32": ideal * self.step}
+        steps = self.step - self._earlier_steps
+        usual = round(steps * step_of_allreduce(self.module, self.topology, self._trained))
+        ideal = steps * step_of_ideal(self.topology, self._trained)
+        return {
+            "allreduce_fp32": self._earlier["allreduce_fp32"] + usual,
+            "ideal_fp32": self._earlier["ideal_fp32"] + ideal,
+        }
 
     # Steps.
 

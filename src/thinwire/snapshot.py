@@ -24,14 +24,14 @@ from thinwire.store import atomic_folder, like, newest, read_json, read_tensors,
 FORMAT = 3
 
 
-def save(method: Method, scaler: Any, folder: Path | str) -> None:
-    """Write everything; collective."""
+def save(method: Method, scaler: Any, folder: Path | str, baseline: dict[str, int]) -> None:
+    """Write everything; collective. `baseline` is what all-reduce would have sent so far, by this world and others."""
     method.settle()
     topology = method.topology
     traffic = method.wire.node_mean().state()
     with atomic_folder(folder, method.wire) as aside:
         if topology.rank == 0:
-            write_json(aside / "state.json", _common(method, scaler, traffic))
+            write_json(aside / "state.json", _common(method, scaler, traffic) | {"baseline": baseline})
         if topology.rank == (0 if method.spans_world else topology.group[0]):
             suffix = _suffix(method)
             write_tensors(aside / f"model{suffix}.safetensors", _distinct(method.model.state_dict()))
@@ -46,8 +46,8 @@ def save(method: Method, scaler: Any, folder: Path | str) -> None:
     method.rewrap()
 
 
-def load(method: Method, scaler: Any, folder: Path | str) -> None:
-    """Read everything back, the model's shape first; collective."""
+def load(method: Method, scaler: Any, folder: Path | str) -> dict[str, int] | None:
+    """Read everything back, the model's shape first; collective. Returns the baseline, which older saves lack."""
     folder = newest(folder)
     state = read_json(folder / "state.json")
     _check(method, state)
@@ -59,6 +59,7 @@ def load(method: Method, scaler: Any, folder: Path | str) -> None:
     method.load_tensors(_on_device(method, folder / f"method{suffix}.safetensors"))
     _load_own(method, scaler, state, folder)
     method.rewrap()
+    return state.get("baseline")
 
 
 def _common(method: Method, scaler: Any, traffic: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ _IMAGES = 1_281_167
 _LOCAL = 256
 """Images a worker, where the local batch is constant."""
 _GLOBAL = 4096
+Make = Callable[[data.Source], nn.Module]
 _WORKERS = 8
 
 
@@ -52,7 +53,7 @@ def vit_b16_oialr(**sizes: Any) -> Recipe:
         summary="ViT-B/16 on ImageNet, crops of 160 (dissertation, Table A.1)",
         task=Classify(smoothing=0.1),
         source=partial(_images, size=size, crop_pct=0.9),
-        model=lambda source: models.library.vit(**{"image": size, "dropout": 0.1, **sizes}),
+        model=lambda source: models.library.vit(**{**_classes(source), "image": size, "dropout": 0.1, **sizes}),
         optimizer=partial(AdamW, lr=1e-3),
         steps=steps,
         epochs=epochs,
@@ -71,7 +72,7 @@ def _resnet50(kind: str, batch: int, sizes: Mapping[str, Any]) -> Recipe:
     return _scaling(
         f"resnet50-imagenet-{kind}",
         "ResNet-50",
-        lambda: models.library.resnet50(**{"dropout": 0.1, **sizes}),
+        lambda source: models.library.resnet50(**{**_classes(source), "dropout": 0.1, **sizes}),
         tables.nearest(tables.RESNET50, batch),
         batch=batch,
         decay=0.01,
@@ -82,14 +83,14 @@ def _vit_b16(kind: str, batch: int, sizes: Mapping[str, Any]) -> Recipe:
     return _scaling(
         f"vitb16-imagenet-{kind}",
         "ViT-B/16",
-        lambda: models.library.vit(**{"drop_path": 0.1, **sizes}),
+        lambda source: models.library.vit(**{**_classes(source), "drop_path": 0.1, **sizes}),
         tables.nearest(tables.VIT_B16, batch),
         batch=batch,
         decay=0.1,
     )
 
 
-def _scaling(name: str, told: str, make: Any, counts: tables.Counts, *, batch: int, decay: float) -> Recipe:
+def _scaling(name: str, told: str, make: Make, counts: tables.Counts, *, batch: int, decay: float) -> Recipe:
     epochs = 150
     steps = max(epochs, round(epochs * _IMAGES / batch))
     constant = f"{_LOCAL} images a worker" if name.endswith("local") else f"{_GLOBAL} images a step"
@@ -98,7 +99,7 @@ def _scaling(name: str, told: str, make: Any, counts: tables.Counts, *, batch: i
         summary=f"{told} on ImageNet, {constant} (dissertation, Tables A.6 to A.8)",
         task=Classify(smoothing=0.1),
         source=partial(_images, size=224, crop_pct=0.875),
-        model=lambda source: _orthogonal(make),
+        model=lambda source: models.initial.build(lambda: make(source), orthogonal=True),
         optimizer=partial(AdamW, lr=3.5e-3, weight_decay=decay),
         steps=steps,
         epochs=epochs,
@@ -112,8 +113,9 @@ def _scaling(name: str, told: str, make: Any, counts: tables.Counts, *, batch: i
     )
 
 
-def _orthogonal(make: Any) -> nn.Module:
-    return models.initial.build(make, orthogonal=True)
+def _classes(source: data.Source) -> dict[str, int]:
+    """As many as the folder has; ImageNet's where nothing says."""
+    return {"classes": len(source.classes)} if isinstance(source, data.Folder) else {}
 
 
 def _images(folder: Path | None, *, size: int, crop_pct: float) -> data.Source:

@@ -8,6 +8,7 @@ checkpoint/replica/               written by `replica.save`
 from __future__ import annotations
 
 import random
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,13 @@ def find(folder: Path) -> Path | None:
 def identity(recipe: Recipe, config: Any, seed: int) -> dict[str, Any]:
     """What must be the same for a run to be gone on with, as plain values."""
     about = {name: getattr(recipe, name) for name in ("steps", "epochs", "batch", "clip")}
-    about |= {"recipe": recipe.name, "seed": seed, "rate": repr(recipe.rate), "views": repr(recipe.views)}
+    about |= {"recipe": recipe.name, "seed": seed, "rate": _told(recipe.rate), "views": _told(recipe.views)}
     return about | describe_optimizer(recipe.optimizer) | {"method": type(config).__name__} | describe(config)
+
+
+def _told(part: Any) -> str:
+    """A part of a recipe by its fields, or by its name where it has none: an address would be another every time."""
+    return repr(part) if is_dataclass(part) else type(part).__qualname__
 
 
 def position(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.errors import ConfigError
 from thinwire.train.data import Ahead, Batches, Source, share
 from thinwire.train.draws import Draws
 from thinwire.train.task import Recipe
 
 Batch = tuple[Tensor, Tensor]
 
-_AT_ONCE = 4
-"""Shares of a training batch that are evaluated at once: without gradients they take less memory than training."""
 _MOST = {"cpu": 256, "cuda": 1024}
-"""Examples that are evaluated at once, at most."""
+"""Examples that are evaluated at once, if that many are trained on at once: evaluation takes no more memory."""
 
 
 class Feed:
@@ -35,13 +35,18 @@ class Feed:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
+        if len(signature(source.train).parameters) < 2:
+            raise ConfigError(
+                f"`train` of the source {type(source).__name__} takes indices alone; "
+                "write `def train(self, indices, draws=None)`, and draw what is random from `draws`"
+            )
         self.source: Source = source.to(device) if hasattr(source, "to") else source
         self._views = recipe.views
         self._device = device
         self._batches = Batches(size=source.train_size, batch=recipe.batch, seed=seed)
         self._seed = seed
         self._place: dict[str, Any] = {"rank": rank, "world_size": world_size}
-        self._piece = min(_MOST[device.type], max(1, _AT_ONCE * recipe.batch // world_size))
+        self._piece = min(_MOST[device.type], max(1, recipe.batch // world_size))
 
     def batch(self, step: int) -> Batch:
         """This worker's share of a step's batch."""

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from thinwire.comm.topology import join
 from thinwire.factor.usage import OrderOfUse
-from thinwire.train.loop import Run, prepare, train_step
+from thinwire.train.loop import train_step
+from thinwire.train.run import Run, prepare
 from thinwire.train.summary import write_summary
 from thinwire.train.task import Recipe
 

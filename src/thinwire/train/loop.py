@@ -2,96 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-import random
-import shutil
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from thinwire.comm.topology import join
-from thinwire.errors import ConfigError
 from thinwire.factor.stability import Stability
-from thinwire.replica import Replica, attach
 from thinwire.train import checkpoint
-from thinwire.train.counts import Counts
-from thinwire.train.feed import Batch, Feed
-from thinwire.train.recorder import Recorder
-from thinwire.train.schedule import scheduled
+from thinwire.train.feed import Batch
+from thinwire.train.run import Run, prepare
 from thinwire.train.summary import summarise, write_model, write_summary
 from thinwire.train.task import Recipe
-
-
-@dataclasses.dataclass(kw_only=True)
-class Run:
-    """A run under way, on one worker."""
-
-    recipe: Recipe
-    seed: int
-    feed: Feed
-    replica: Replica
-    optimizer: Optimizer
-    scheduler: LambdaLR
-    device: torch.device
-    out: Path
-    recorder: Recorder
-    earlier_s: float
-    """Seconds spent before the run was resumed."""
-    watch: Stability | None = None
-    """Looks at the bases, on rank 0."""
-    started: float = dataclasses.field(default_factory=time.monotonic)
-    decompositions: int = 0
-    """How many of them have been noted."""
-    counts: Counts = dataclasses.field(default_factory=Counts)
-    """Steps by the size they were taken at."""
-    shape: tuple[str, int] | None = None
-    """Phase and decompositions when the model's size was last looked at."""
-    best: dict[str, Any] | None = None
-    """The evaluation of the epoch with the lowest loss on the validation part, where that ends a run."""
-
-    def note_ranks(self) -> None:
-        """One line whenever layers were decomposed: a plan can go by it."""
-        if self.decompositions != self.replica.decompositions:
-            self.decompositions = self.replica.decompositions
-            self.recorder.write("ranks", step=self.replica.step, ranks=self.replica.found_ranks)
-
-    def count_step(self) -> None:
-        """The step that begins now."""
-        replica = self.replica
-        if self.shape != (shape := (replica.phase, replica.decompositions)):
-            self.shape = shape
-            self.counts.look(replica)
-        self.counts.count(together=replica.spans_world, full=not replica.ranks())
-
-    def note_stability(self) -> None:
-        """One line whenever the bases were compared."""
-        if self.watch and (record := self.watch.look(self.replica.step)):
-            self.recorder.write("stability", **record)
-
-    def lost_patience(self, figures: dict[str, float]) -> bool:
-        """Whether the loss on the validation part has not fallen for as many epochs as the recipe waits."""
-        if self.best is None or figures["validation_loss"] < self.best["validation_loss"]:
-            self.best = {**figures, "step": self.replica.step, "epochs_since": 0}
-        else:
-            self.best["epochs_since"] += 1
-        return self.best["epochs_since"] >= (self.recipe.patience or 0)
-
-    @property
-    def precision(self) -> torch.autocast:
-        """As the recipe computes on this device."""
-        wanted = self.recipe.autocast and self.device.type == "cuda"
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=wanted)
-
-    @property
-    def wall_s(self) -> float:
-        return self.earlier_s + time.monotonic() - self.started
 
 
 def fit(
@@ -141,53 +65,6 @@ def fit(
             if last < recipe.steps:
                 return _stop(run, config)
     return _conclude(run, figures, write=model)
-
-
-def prepare(recipe: Recipe, config: Any, out: Path, seed: int, data: Path | None, resume: bool) -> Run:
-    """Everything up to the first step; collective. What lies in `out` is cleared unless the run goes on from it."""
-    source = recipe.source(data)
-    if recipe.patience is not None and not getattr(source, "validation_size", 0):
-        raise ConfigError(
-            f"`patience`={recipe.patience} needs data with a validation part; "
-            f"give the source of the recipe {recipe.name} `validation` and `validation_size`, or leave `patience` out"
-        )
-    device = _device()
-    torch.backends.cudnn.benchmark = device.type == "cuda"  # batches keep their shape, so its search pays
-    _seed(seed)
-    model = recipe.model(source).to(device)
-    optimizer = recipe.optimizer(model.parameters())
-    scheduler = scheduled(optimizer, recipe.rate, steps=recipe.steps, epochs=recipe.epochs)
-    replica = attach(model, optimizer, config)
-    rank, world_size = replica.topology.rank, replica.topology.world_size
-    if recipe.batch < world_size:
-        raise ConfigError(
-            f"a batch of {recipe.batch} cannot be shared by {world_size} workers; use at most {recipe.batch}"
-        )
-    _seed(seed, rank + 1)  # workers draw their own dropout, also when they started from one model
-    out.mkdir(parents=True, exist_ok=True)
-    folder = checkpoint.find(out / "checkpoint") if resume else None
-    saved: dict[str, Any] = {}
-    if folder:
-        saved = checkpoint.position(folder, checkpoint.identity(recipe, config, seed))
-        checkpoint.load(folder, replica, scheduler)
-    elif rank == 0:
-        _clear(out)
-    noted = replica.decompositions if folder else 0  # a load takes attach's own back
-    return Run(
-        recipe=recipe,
-        seed=seed,
-        feed=Feed(recipe, source, device, seed=seed, rank=rank, world_size=world_size),
-        replica=replica,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        device=device,
-        out=out,
-        recorder=Recorder(out / "records.jsonl", active=rank == 0, keep_until=saved.get("step", 0)),
-        earlier_s=saved.get("wall_s", 0.0),
-        decompositions=noted,
-        counts=Counts(**saved.get("counts", {})),
-        best=saved.get("best"),
-    )
 
 
 def train_step(run: Run, batch: Batch) -> float:
@@ -259,7 +136,7 @@ def _conclude(run: Run, before: dict[str, float], *, write: bool) -> dict[str, A
     run.recorder.close()
     if run.replica.topology.rank == 0:
         if write:
-            write_model(small, run.out / "model", run.feed.example())
+            write_model(small, run.out / "model", run.feed.example(), run.recipe.told_views)
         write_summary(run.out / "summary.json", summary)
     return summary
 
@@ -290,21 +167,3 @@ def _bytes_so_far(run: Run) -> dict[str, Any]:
         "fast_bytes": traffic.fast_bytes,
         "wall_s": round(run.wall_s, 3),
     }
-
-
-def _clear(out: Path) -> None:
-    for name in ("records.jsonl", "summary.json", "stability.png", "ranks.png"):
-        (out / name).unlink(missing_ok=True)
-    for folder in (out / "model", *out.glob("checkpoint*")):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _seed(seed: int, stream: int = 0) -> None:
-    words = np.random.SeedSequence((seed, stream)).generate_state(3)
-    torch.manual_seed(int(words[0]))
-    np.random.seed(words[1])
-    random.seed(int(words[2]))

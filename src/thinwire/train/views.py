@@ -138,7 +138,8 @@ def _erase(x: Tensor, draws: Draws, share: float) -> Tensor:
     rows, columns = rows.view(1, 1, -1, 1), columns.view(1, 1, 1, -1)
     inside = (rows >= top) & (rows < top + height) & (columns >= left) & (columns < left + width)
     chosen = found & (draws.uniform(1, 1, 1) < share)
-    return torch.where(inside & chosen, draws.normal(*x.shape[1:]), x)
+    noise = draws.normal(*x.shape[1:]).to(memory_format=torch.channels_last if x.is_cuda else torch.contiguous_format)
+    return torch.where(inside & chosen, noise, x)
 
 
 def _boxes(
