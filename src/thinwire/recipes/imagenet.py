@@ -104,7 +104,7 @@ def _scaling(name: str, told: str, make: Make, counts: tables.Counts, *, batch: 
         steps=steps,
         epochs=epochs,
         batch=batch,
-        rate=Cosine(warmup=10 / epochs, floor=1e-5 / 3.5e-3),
+        rate=Cosine(warmup=10 / epochs, floor=0.0, from_zero=True),
         views=Pictures(statistics=IMAGENET),
         autocast=True,
         clip=1.0,
