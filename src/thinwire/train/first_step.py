@@ -55,7 +55,7 @@ def _taken(run: Run) -> dict[str, Any]:
     with run.feed.steps(range(1)) as batches, _kept_for_backward(run.replica.module) as kept:
         batch = next(iter(batches))
         read = _now(run.device)
-        loss = train_step(run, batch)
+        loss = train_step(run, batch).item()
     end = _now(run.device)
     hook.remove()
     update = updates[0]

@@ -67,8 +67,8 @@ def fit(
     return _conclude(run, figures, write=model)
 
 
-def train_step(run: Run, batch: Batch) -> float:
-    """One optimizer step; returns this worker's loss."""
+def train_step(run: Run, batch: Batch) -> Tensor:
+    """One optimizer step; returns this worker's loss, which is not waited for."""
     run.count_step()
     x, y = batch
     with run.precision:
@@ -82,9 +82,9 @@ def train_step(run: Run, batch: Batch) -> float:
     run.optimizer.step()
     run.scheduler.step()
     run.note_ranks()
-    value = loss.item()
-    run.recorder.write("step", step=run.replica.step, phase=phase, loss=value, lr=rate, **_bytes_so_far(run))
-    return value
+    loss = loss.detach()
+    run.recorder.write("step", step=run.replica.step, phase=phase, loss=loss, lr=rate, **_bytes_so_far(run))
+    return loss
 
 
 def _evaluate(run: Run, *, finished: bool = False, validate: bool = False) -> dict[str, float]:
@@ -149,6 +149,7 @@ def _stop(run: Run, config: Any) -> dict[str, Any]:
 
 
 def _save(run: Run, config: Any) -> None:
+    run.recorder.flush()  # a resumed run keeps the lines up to its save
     position = {
         "step": run.replica.step,
         "wall_s": run.wall_s,

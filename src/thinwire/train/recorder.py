@@ -6,26 +6,66 @@ import json
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+from torch import Tensor
+
 
 class Recorder:
-    """Appends to `path`, every line before the next step. With `active=False` it writes nothing."""
+    """Appends to `path`, every line before the next one. With `active=False` it writes nothing.
+
+    Numbers that a GPU has yet to compute are not waited for: their line is written with the next, or by `flush`.
+    """
 
     def __init__(self, path: Path, *, active: bool, keep_until: int = 0) -> None:
         self._file: TextIO | None = None
+        self._waiting: dict[str, Any] | None = None
         if active:
             kept = _lines_until(path, keep_until)
             path.write_text("".join(kept), encoding="utf-8")
             self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, kind: str, **values: Any) -> None:
-        """One line."""
-        if self._file is not None:
-            self._file.write(json.dumps({"kind": kind} | values) + "\n")
+        """One line; values may be tensors of one number."""
+        if self._file is None:
+            return
+        self.flush()
+        self._waiting = {"kind": kind} | {name: _on_its_way(value) for name, value in values.items()}
+        if not any(isinstance(value, _Arriving) for value in self._waiting.values()):
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the line that waits for its numbers."""
+        if self._file is not None and self._waiting is not None:
+            arrived = {n: v.number() if isinstance(v, _Arriving) else v for n, v in self._waiting.items()}
+            self._file.write(json.dumps(arrived) + "\n")
+            self._waiting = None
 
     def close(self) -> None:
         """Let go of the file."""
+        self.flush()
         if self._file is not None:
             self._file.close()
+
+
+class _Arriving:
+    """A number under way from a GPU to pinned memory."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._here = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(
+            value.detach(), non_blocking=True
+        )
+        self._arrived = torch.cuda.Event()
+        self._arrived.record()
+
+    def number(self) -> float:
+        self._arrived.synchronize()
+        return self._here.item()
+
+
+def _on_its_way(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return _Arriving(value) if value.is_cuda else value.item()
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
