@@ -22,7 +22,9 @@ import small
 import thinwire
 from test_hugging_face import Encoder, encoder, gpt2
 from thinwire.cli import main
-from thinwire.recipes import digits, named
+from thinwire.commands import sources
+from thinwire.factor.export import describe_inputs
+from thinwire.recipes import Recipe, digits, named
 from thinwire.train import fit
 
 
@@ -336,6 +338,106 @@ def test_a_finished_run_is_written_as_it_is_or_smaller(run, tmp_path):
     assert f"{100 * summary['accuracy']:.2f} % before" in text and "3 layers low-rank; full: features.0.weight" in text
     assert {path.name for path in (tmp_path / "less").iterdir()} == {*names, "spectrum.png"}
     assert "not empty" in export(run.folder / "finished", "--out", tmp_path / "less", expect=2)
+
+
+ELSEWHERE = """
+import torch
+from torch import nn
+from thinwire.errors import ConfigError
+from thinwire.recipes import Recipe
+from thinwire.train.data import Images
+from thinwire.train.task import CLASSIFY
+from thinwire.train.views import CIFAR10, Pictures
+
+def source(folder):
+    if folder is None:
+        raise ConfigError("pictures do not come with Thinwire; look for some, then give --data DIR")
+    x, rows = torch.arange(8 * 192).reshape(8, 3, 8, 8) * 7 % 256, torch.arange(8).numpy()
+    return Images(x=x.byte(), y=torch.arange(8) % 4, train_rows=rows, heldout_rows=rows)
+
+def recipe():
+    layers = [nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(576, 32), nn.Linear(32, 4)]
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.01)
+    return Recipe(
+        name="pictures", summary="", task=CLASSIFY, source=source, model=lambda source: nn.Sequential(*layers),
+        optimizer=sgd, steps=2, batch=4, views=Pictures(statistics=CIFAR10, flip=False), autocast=True,
+    )
+"""
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory) -> SimpleNamespace:
+    """A run whose data is not here any more."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    (folder / "own.py").write_text(ELSEWHERE)
+    own = f"{folder / 'own.py'}:recipe"
+    fit(named(own), thinwire.AllReduce(), out=folder / "run", data=folder, save_every=1)
+    return SimpleNamespace(run=folder / "run", recipe=("--recipe", own), folder=folder)
+
+
+def test_a_run_whose_data_is_elsewhere_is_written_and_cut(elsewhere, tmp_path):
+    text = export(elsewhere.run, "--out", tmp_path / "same", *elsewhere.recipe)
+    assert "% on held-out data" in text and (tmp_path / "same" / "spectrum.png").is_file()
+    text = export(elsewhere.run, "--out", tmp_path / "less", "--rank", 2, *elsewhere.recipe)
+    assert "no accuracy on held-out data: pictures do not come with Thinwire; give --data DIR\n" in text
+    assert "1 layers low-rank; full: 0.weight (first layer), 4.weight (last layer)" in text
+    program = torch.export.load(tmp_path / "less" / "program.pt2").module()
+    assert said(program, torch.zeros(5, 3, 8, 8)).shape == (5, 4)
+    text = export(elsewhere.run, "--out", tmp_path / "judged", *elsewhere.recipe, "--data", elsewhere.folder)
+    assert "% on held-out data\n" in text
+
+
+def test_an_unfinished_run_whose_data_is_elsewhere_is_written_without_its_program(elsewhere, tmp_path):
+    copytree(elsewhere.run, tmp_path / "run", ignore=lambda *_: ["summary.json", "model"])
+    text = export(tmp_path / "run", "--out", tmp_path / "small", *elsewhere.recipe)
+    assert "no accuracy on held-out data, and no program.pt2: pictures do not come with Thinwire" in text
+
+
+def test_a_model_that_depends_on_its_data_is_copied_but_not_cut_without(elsewhere, tmp_path):
+    copytree(elsewhere.run, tmp_path / "run")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text()) | {"recipe": "gpt-wikitext2"}
+    (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
+    why = "'gpt-wikitext2' depends on its data: WikiText does not come with Thinwire; give --data DIR"
+    assert f"no spectrum.png: the model of the recipe {why}\n" in export(tmp_path / "run", "--out", tmp_path / "same")
+    assert (tmp_path / "same" / "program.pt2").is_file()
+    assert why in export(tmp_path / "run", "--out", tmp_path / "less", "--rank", 2, expect=2)
+
+
+def test_models_say_what_they_take(elsewhere, tmp_path):
+    about = json.loads((elsewhere.run / "model" / "layers.json").read_text())
+    wanted = {name: about[name] for name in ("inputs", "views")}
+    assert wanted["inputs"] == [{"shape": ["batch", 3, 8, 8], "dtype": "float32"}]
+    assert wanted["views"].startswith("Pictures(statistics=((0.49139968, ")
+    assert "views" not in describe_inputs(torch.zeros(2, 1), digits().told_views)
+    assert describe_inputs({"ids": tokens()}) == {"inputs": {"ids": {"shape": ["batch", 12], "dtype": "int64"}}}
+    # Of earlier versions.
+    copytree(elsewhere.run, tmp_path / "run")
+    older = {"parameters": about["parameters"], "layers": about["layers"]}
+    (tmp_path / "run" / "model" / "layers.json").write_text(json.dumps(older))
+    export(tmp_path / "run", "--out", tmp_path / "same", *elsewhere.recipe)
+    assert json.loads((tmp_path / "same" / "layers.json").read_text()) == wanted | older
+    export(elsewhere.run, "--out", tmp_path / "cut", "--rank", 2, *elsewhere.recipe)
+    assert wanted.items() <= json.loads((tmp_path / "cut" / "layers.json").read_text()).items()
+
+
+class Half(Recipe):
+    """Computes in half precision here, as a recipe with autocast does on a GPU."""
+
+    def precision(self, device: torch.device) -> torch.autocast:
+        return torch.autocast(device.type, torch.bfloat16)
+
+
+def test_models_are_judged_in_the_precision_of_their_run():
+    recipe = digits()
+    assert not recipe.but(autocast=True).precision(torch.device("cpu"))._enabled
+    source, seen = recipe.source(None), set()
+    model = recipe.model(source)
+    model.register_forward_hook(lambda module, given, found: seen.add(found.dtype))
+    for kind in (Recipe, Half):
+        judge = sources._judged(kind(**vars(recipe)), source)["evaluate"]
+        with torch.no_grad():
+            judge(model)
+    assert seen == {torch.float32, torch.bfloat16}
 
 
 OWN = """

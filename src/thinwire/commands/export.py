@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import tempfile
@@ -15,12 +16,14 @@ import torch
 
 from thinwire.commands.sources import Found, finished, of_function, unfinished
 from thinwire.errors import ConfigError
+from thinwire.factor.export import describe_inputs, write
 from thinwire.factor.program import refuse_onnx, write_onnx
 from thinwire.factor.ranks import chooser
 from thinwire.recipes import RECIPES
 from thinwire.report import read_run
 from thinwire.report.tables import figure, size
 from thinwire.squeeze import Compressed, compress
+from thinwire.store import read_json
 from thinwire.train import checkpoint
 
 log = logging.getLogger("thinwire")
@@ -108,9 +111,12 @@ def _compress(found: Found, how: dict[str, Any], folder: Path, onnx: bool) -> li
         refuse_onnx(found.example)
     how = how or {"cutoff": found.cutoff}
     made = compress(found.model, **how, **found.keep, evaluate=found.evaluate, example=found.example)
-    made.save(folder, onnx=onnx)
+    write(made.model, folder, made.example, onnx=onnx, views=found.views)
     _draw(made, folder)
     lines = [found.told, _on_disk(folder, found.dense), _parameters(made, found), *_stay_full(made)]
+    if found.without:
+        program = "" if (folder / "program.pt2").is_file() else ", and no program.pt2"
+        lines.append(f"no {found.metric} on held-out data{program}: {found.without}")
     if made.before is not None and made.after is not None:
         before = figure(found.metric, made.before)
         lines.append(f"{found.metric} {figure(found.metric, made.after)} on held-out data, {before} before")
@@ -127,8 +133,9 @@ def _copy(run: Path, folder: Path, onnx: bool, recipe: str | None, data: Path | 
         write_onnx(torch.export.load(program), folder / "model.onnx")
     metric = summary["metric"]
     value, before = summary[metric], summary.get(f"{metric}_before_truncation")
-    if recipe is not None or data is not None or summary["recipe"] in RECIPES:
-        found = finished(run, recipe, data)
+    found, left_out = _of_recipe(run, summary["recipe"], recipe, data)
+    if found is not None:
+        _say_inputs(folder, found)
         judge = found.evaluate if data else None
         made = compress(found.model, cutoff=0.0, **found.keep, example=found.example, evaluate=judge)
         _draw(made, folder)
@@ -140,7 +147,28 @@ def _copy(run: Path, folder: Path, onnx: bool, recipe: str | None, data: Path | 
         f"parameters {final:,} of {full:,}, {full / final:.2f} : 1",
         f"{metric} {figure(metric, value)} on held-out data"
         + ("" if before is None else f", {figure(metric, before)} before truncation"),
+        *left_out,
     ]
+
+
+def _of_recipe(run: Path, name: str, recipe: str | None, data: Path | None) -> tuple[Found | None, list[str]]:
+    """The run's model in its recipe's class, or why not: a copy needs neither recipe nor data."""
+    if recipe is None and data is None and name not in RECIPES:
+        return None, []
+    try:
+        return finished(run, recipe, data), []
+    except ConfigError as error:
+        if recipe is not None or data is not None:
+            raise
+        return None, [f"no spectrum.png: {error}"]
+
+
+def _say_inputs(folder: Path, found: Found) -> None:
+    """What the model takes, where the version that wrote it did not say so."""
+    path = folder / "layers.json"
+    about = read_json(path)
+    if "inputs" not in about and found.example is not None:
+        path.write_text(json.dumps({**describe_inputs(found.example, found.views), **about}, indent=1) + "\n")
 
 
 def _draw(made: Compressed, folder: Path) -> None:

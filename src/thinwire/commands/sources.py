@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -50,6 +50,23 @@ class Found:
     """What it is judged by."""
     evaluate: Callable[[nn.Module], float] | None = None
     """Judges a model on the held-out data."""
+    without: str = ""
+    """Why it cannot be judged."""
+    views: str | None = None
+    """What was done to examples before the model took them."""
+
+
+class NoData:
+    """In place of a source that is not there: most models can be built without one."""
+
+    def __init__(self, recipe: Recipe, why: ConfigError) -> None:
+        self._recipe, self._why = recipe, why
+
+    def __getattr__(self, name: str) -> Any:
+        raise ConfigError(f"the model of the recipe {self._recipe.name!r} depends on its data: {self}")
+
+    def __str__(self) -> str:
+        return f"{str(self._why).split('; ', maxsplit=1)[0]}; give --data DIR"
 
 
 def finished(folder: Path, recipe: str | None, data: Path | None) -> Found:
@@ -61,9 +78,10 @@ def finished(folder: Path, recipe: str | None, data: Path | None) -> Found:
     try:
         model = load(model, folder / "model")
     except (ValueError, RuntimeError, AttributeError) as error:
-        raise _misfit(f"the model in `{folder}`", f"the recipe {trained.name!r}", error) from error
+        raise _misfit(f"the model in `{folder}`", _said(trained, source), error) from error
     told = f"{folder}: a finished run of {summary['steps']} steps by {summary['method']}"
-    return Found(model=model, told=told, **sizes, keep=_kept(summary["config"]), **_judged(trained, source))
+    known = {"example": _example(folder / "model")} | _judged(trained, source)
+    return Found(model=model, told=told, **sizes, keep=_kept(summary["config"]), **known)
 
 
 def unfinished(folder: Path, saved: Path, recipe: str | None, data: Path | None) -> Found:
@@ -81,7 +99,7 @@ def unfinished(folder: Path, saved: Path, recipe: str | None, data: Path | None)
     try:
         fill(model, _multiplied_out(model, _merged(replica, state)))
     except (ValueError, RuntimeError) as error:
-        raise _misfit(f"the save in `{folder}`", f"the recipe {trained.name!r}", error) from error
+        raise _misfit(f"the save in `{folder}`", _said(trained, source), error) from error
     told = f"{folder}: not finished; saved at step {position['step']} of {about['steps']} by {state['method_name']}"
     if not state["spans_world"]:
         told += f", amid a group phase: this is the mean of {len(state['groups'])} groups' copies"
@@ -123,21 +141,52 @@ def recipe_of(name: str, given: str | None) -> Recipe:
     return recipe
 
 
-def _built(recipe: Recipe, data: Path | None) -> tuple[Source, nn.Module]:
-    source = recipe.source(data)
-    return source, recipe.model(source).to(_device())
+def _built(recipe: Recipe, data: Path | None) -> tuple[Source | NoData, nn.Module]:
+    source = _source(recipe, data)
+    return source, recipe.model(cast(Source, source)).to(_device())
 
 
-def _judged(recipe: Recipe, source: Source) -> dict[str, Any]:
-    """An input, the metric, and how to find it for a model."""
+def _source(recipe: Recipe, data: Path | None) -> Source | NoData:
+    try:
+        return recipe.source(data)
+    except ConfigError as error:
+        if data is not None:
+            raise
+        return NoData(recipe, error)
 
+
+def _judged(recipe: Recipe, source: Source | NoData) -> dict[str, Any]:
+    """An input, the metric, and how to find it for a model, as a run does."""
+    known = {"metric": recipe.task.metric, "views": recipe.told_views}
+    if isinstance(source, NoData):
+        return known | {"without": str(source)}
     feed = Feed(recipe, source, _device())
 
     def evaluate(model: nn.Module) -> float:
-        totals = torch.stack([recipe.task.totals(model(x), y) for x, y in feed.parts()])
+        with recipe.precision(_device()):
+            totals = torch.stack([recipe.task.totals(model(x), y) for x, y in feed.parts()])
         return recipe.task.figures(totals.sum(0))[recipe.task.metric]
 
-    return {"example": feed.example(), "metric": recipe.task.metric, "evaluate": evaluate}
+    return known | {"example": feed.example(), "evaluate": evaluate}
+
+
+def _example(folder: Path) -> Any:
+    """An input like the one that a run's model was written with; None where none was."""
+    told = read_json(folder / "layers.json").get("inputs")
+    if told:
+        (only,) = told  # a run's model takes one tensor
+        shape, dtype = only["shape"][1:], getattr(torch, only["dtype"])
+        return torch.zeros(2, *shape, dtype=dtype, device=_device())
+    program = folder / "program.pt2"  # folders of earlier versions say it nowhere else
+    if not program.is_file():
+        return None
+    args, _ = torch.export.load(program).example_inputs or ((None,), {})
+    return args[0]
+
+
+def _said(recipe: Recipe, source: Source | NoData) -> str:
+    text = f"the recipe {recipe.name!r}"
+    return f"{text} as it is without data (give --data DIR)" if isinstance(source, NoData) else text
 
 
 def _kept(config: Mapping[str, Any]) -> dict[str, Any]:

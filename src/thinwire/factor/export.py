@@ -25,7 +25,7 @@ from thinwire.factor.layers import (
     weight_was_read,
 )
 from thinwire.factor.matrix import product
-from thinwire.factor.program import refuse_onnx, write_programs
+from thinwire.factor.program import arguments, refuse_onnx, write_programs
 
 _READS_WEIGHTS_OF_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
@@ -111,12 +111,19 @@ def _marked(module: Any) -> Any:
     return module
 
 
-def write(model: nn.Module, folder: Path | str, example_input: Any = None, *, onnx: bool = False) -> Path:
+def write(
+    model: nn.Module,
+    folder: Path | str,
+    example_input: Any = None,
+    *,
+    onnx: bool = False,
+    views: str | None = None,
+) -> Path:
     """Write a finished model: `model.safetensors`, `layers.json`, `load.py`, and `program.pt2` with an example.
 
     `load.py` needs torch and safetensors alone and puts the weights into a model built by your own code;
     `program.pt2` is the model itself, for `torch.export.load`, and `model.onnx` the same for other runtimes. The
-    example is a tensor, a tuple of arguments or a mapping of them by name.
+    example is a tensor, a tuple of arguments or a mapping of them by name; `views` says what was done to it before.
     """
     if onnx:
         refuse_onnx(example_input)
@@ -125,12 +132,31 @@ def write(model: nn.Module, folder: Path | str, example_input: Any = None, *, on
     save_file(_distinct(model), folder / "model.safetensors")
     layers = {name: told for name, module in model.named_modules() if (told := _describe(module)) is not None}
     parameters = sum(p.numel() for p in model.parameters())
-    (folder / "layers.json").write_text(json.dumps({"parameters": parameters, "layers": layers}, indent=1) + "\n")
+    about = {**describe_inputs(example_input, views), "parameters": parameters, "layers": layers}
+    (folder / "layers.json").write_text(json.dumps(about, indent=1) + "\n")
     shutil.copymode(folder / "layers.json", folder / "model.safetensors")  # safetensors lets only the owner read it
     (folder / "load.py").write_text((Path(__file__).parent / "load_exported.py").read_text())
     if example_input is not None:
         write_programs(model, folder, example_input, onnx=onnx)
     return folder
+
+
+def describe_inputs(example: Any, views: str | None = None) -> dict[str, Any]:
+    """What the model takes, for `layers.json`: a list of its arguments or a mapping of them, as far as known."""
+    told: dict[str, Any] = {}
+    if example is not None:
+        args, keywords = arguments(example)
+        told["inputs"] = {name: _input(x) for name, x in keywords.items()} if keywords else [_input(x) for x in args]
+    return told | ({} if views is None else {"views": views})
+
+
+def _input(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return {
+        "shape": ["batch", *value.shape[1:]] if value.dim() else [],
+        "dtype": str(value.dtype).removeprefix("torch."),
+    }
 
 
 def _distinct(model: nn.Module) -> dict[str, Tensor]:
@@ -169,5 +195,5 @@ def _arguments(layer: Any) -> dict[str, Any]:
     )
     if isinstance(layer, nn.Linear):
         keys = ("in_features", "out_features")
-    arguments = {key: getattr(layer, key) for key in keys}
-    return {"class": type(layer).__name__, "arguments": {**arguments, "bias": layer.bias is not None}}
+    given = {key: getattr(layer, key) for key in keys}
+    return {"class": type(layer).__name__, "arguments": {**given, "bias": layer.bias is not None}}

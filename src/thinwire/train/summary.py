@@ -71,10 +71,10 @@ def write_summary(path: Path, summary: dict[str, Any]) -> None:
     os.replace(new, path)
 
 
-def write_model(model: nn.Module, folder: Path, example: Tensor) -> None:
-    """The finished model in plain layers, loadable without this library."""
+def write_model(model: nn.Module, folder: Path, example: Tensor, views: str | None = None) -> None:
+    """The finished model in plain layers, loadable without this library; `views` made the example."""
     training = model.training
-    export.write(model.eval(), folder, example_input=example)
+    export.write(model.eval(), folder, example_input=example, views=views)
     model.train(training)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -171,6 +171,17 @@ class Recipe:
     def ends_epoch(self, step: int) -> bool:
         """Whether an epoch is over after so many steps."""
         return step * self.epochs // self.steps > (step - 1) * self.epochs // self.steps
+
+    def precision(self, device: torch.device) -> torch.autocast:
+        """As it computes there."""
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.autocast and device.type == "cuda")
+
+    @property
+    def told_views(self) -> str | None:
+        """What stands between examples and the model, in words; None where that is nothing."""
+        if isinstance(self.views, AsIs):
+            return None
+        return repr(self.views) if is_dataclass(self.views) else type(self.views).__name__
 
     def but(self, **fields: Any) -> Recipe:
         """The recipe with other fields."""
