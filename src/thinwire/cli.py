@@ -30,7 +30,7 @@ from thinwire.report import draw, read_run, read_runs, table
 from thinwire.report.heatmap import draw_stability
 from thinwire.report.live import Progress, following
 from thinwire.report.ranks import draw_ranks
-from thinwire.report.tables import figure, ratio, size
+from thinwire.report.tables import best_epoch, figure, ratio, size
 
 
 class _Commands(click.Group):
@@ -189,6 +189,7 @@ def _tell(summary: dict[str, Any], folder: Path) -> None:
     sent = traffic["slow_bytes"] - traffic["by_purpose"].get("evaluate", {}).get("slow_bytes", 0)
     lines = [
         f"{metric} {figure(metric, summary[metric])} ({before} before truncation)",
+        *best_epoch(summary),
         f"slow link {size(sent)} without evaluation, {share} of all-reduce fp32",
         f"model {summary['parameters_final']:,} of {summary['parameters_full']:,} parameters, "
         f"{100 * summary['trainable_share']:.1f} % of the full ones trained at the end",

@@ -83,8 +83,7 @@ class Run:
     @property
     def precision(self) -> torch.autocast:
         """As the recipe computes on this device."""
-        wanted = self.recipe.autocast and self.device.type == "cuda"
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=wanted)
+        return self.recipe.precision(self.device)
 
     @property
     def wall_s(self) -> float:

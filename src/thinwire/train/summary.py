@@ -37,6 +37,7 @@ def summarise(
         "groups": about["groups"],
         "nodes": about["nodes"],
         "steps": replica.step,
+        "length": recipe.steps,
         "batch": recipe.batch,
         "metric": recipe.task.metric,
         **figures,
