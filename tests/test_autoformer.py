@@ -1,6 +1,7 @@
 """Autoformer beside slow versions of its parts and transformers' own, and the series it is trained on."""
 
 import gzip
+import logging
 import math
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -221,8 +222,17 @@ def write(folder: Path, values: np.ndarray, name: str = "ETTm2.csv") -> Path:
 
 @pytest.fixture(scope="module")
 def months(tmp_path_factory: pytest.TempPathFactory) -> Series:
-    """As long as the real one's twenty months, and a little more."""
-    return data.ett(write(tmp_path_factory.mktemp("ett"), table(57_700), "ETTm2.csv.gz"))
+    """As long as the real one's twenty months, and a little more; nothing is to be said of it."""
+    log = logging.getLogger("thinwire")
+    log.addFilter(refuse)
+    try:
+        return data.ett(write(tmp_path_factory.mktemp("ett"), table(57_700), "ETTm2.csv.gz"))
+    finally:
+        log.removeFilter(refuse)
+
+
+def refuse(record: logging.LogRecord) -> bool:
+    raise AssertionError(record.getMessage())
 
 
 def test_ett_is_split_as_published(months: Series) -> None:
@@ -266,13 +276,16 @@ def test_marks_of_known_dates() -> None:
     assert summer == pytest.approx((15 / 59 - 0.5, 6 / 23 - 0.5, 4 / 6 - 0.5, -0.5, 182 / 365 - 0.5))
 
 
-def test_a_short_file_is_cut_in_parts_of_60_20_and_20(tmp_path: Path) -> None:
+def test_a_short_file_is_cut_in_parts_of_60_20_and_20(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     values = table(200)
     values[:, 3] = 0.1  # never changes
     source = data.ett(write(tmp_path, values, "ETTm1.csv"), inputs=16, label=8, horizon=12, name="ETTm1")
     assert (source.train_size, source.validation_size, source.heldout_size) == (93, 29, 29)
     assert source.heldout_rows[-1] + 28 == 200
     assert source.values[:, 3].abs().max() < 1e-6
+    [told] = caplog.records
+    assert (told.name, told.levelno) == ("thinwire", logging.WARNING) and "ETTm1.csv` has 200 rows" in told.message
+    assert "not the 57600 of 20 months: split into 120 to train on, 40 to validate and 40 held out" in told.message
     with pytest.raises(ConfigError, match=r"ETTm1.csv` has 200 rows, too few for a window of 16 \+ 41 to validate on"):
         data.ett(tmp_path, inputs=16, horizon=41, name="ETTm1")
 
@@ -300,6 +313,7 @@ HEADER = "date,HUFL,HULL,MUFL,MULL,LUFL,LULL,OT\n"
         (HEADER + "2016-07-01,1,2,nan,4,5,6,7\n", "line 2: `MUFL` is `nan`, which is no finite number"),
         (HEADER + "2016-07-01,1,2,,4,5,6,7\n", "line 2: `MUFL` is ``"),
         (HEADER + "01.07.2016,1,2,3,4,5,6,7\n", "line 2: `date` is `01.07.2016`, which is no date"),
+        (HEADER + "2016-07-01 00:00+01:00,1,2,3,4,5,6,7\n", "line 2: `date` is `2016-07-01 00:00+01:00`, which is no"),
         (HEADER + "2016-07-01,1,2,3\n", "line 2: 4 values where the first line names 8 columns"),
         (HEADER, "has 0 rows, too few"),
     ],
@@ -309,6 +323,15 @@ def test_a_malformed_file_is_shown_where_it_is_wrong(tmp_path: Path, text: str, 
     with pytest.raises(ConfigError) as told:
         data.ett(tmp_path)
     assert f"`{tmp_path / 'ETTm2.csv'}`" in str(told.value) and said in str(told.value)
+
+
+@pytest.mark.parametrize("clock", ["00:15:00", "00:00:00", "00:45:00", "00:30:01"])
+def test_dates_that_are_not_a_quarter_of_an_hour_apart_are_refused(tmp_path: Path, clock: str) -> None:
+    first, second, third = (f"2016-07-01 {time},1,2,3,4,5,6,7\n" for time in ("00:00:00", "00:15:00", clock))
+    (tmp_path / "ETTm2.csv").write_text(HEADER + first + "\n" + second + third, encoding="utf-8")
+    with pytest.raises(ConfigError) as told:
+        data.ett(tmp_path)
+    assert f"`{tmp_path / 'ETTm2.csv'}`, line 5: 2016-07-01 {clock} follows 2016-07-01 00:15:00" in str(told.value)
 
 
 def test_a_packed_file_that_is_broken_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from standins import CLASSES, IMAGES, folder_for, pickled, pixels
 from thinwire.errors import ConfigError
 from thinwire.train import data
 from thinwire.train.data import Ahead, Batches, share
-from thinwire.train.data.crops import TRIES, random_box
+from thinwire.train.data.crops import TRIES, _in_bytes, random_box
 from thinwire.train.draws import Draws
 
 
@@ -204,6 +204,22 @@ def test_a_large_jpeg_is_decoded_smaller_and_looks_the_same(tmp_path):
     source = data.image_folder(tmp_path, size=32)
     drafted, exact = source.train(np.array([0]))[0], source.heldout(np.array([0]))[0]
     assert (drafted.int() - exact.int()).abs().float().mean() < 2
+
+
+def test_grey_images_of_16_bits_keep_their_shades(tmp_path):
+    Image = pytest.importorskip("PIL.Image")
+    for part in ("train", "val"):
+        (tmp_path / part / "a").mkdir(parents=True)
+    shades = np.random.default_rng(0).integers(0, 2**16, (32, 32), dtype=np.uint16)
+    shades[0, :2] = 0, 2**16 - 1
+    deep, plain = Image.fromarray(shades), Image.fromarray((shades >> 8).astype(np.uint8))
+    assert deep.mode.startswith("I")
+    deep.save(tmp_path / "train" / "a" / "1.png")
+    plain.save(tmp_path / "val" / "a" / "1.png")
+    source = data.image_folder(tmp_path, size=32, crop_pct=1.0)
+    (x, _), (wanted, _) = source.train(np.array([0])), source.heldout(np.array([0]))
+    assert torch.equal(x, wanted) and np.array_equal(x[0, 2].numpy(), shades >> 8)
+    assert np.array_equal(np.asarray(_in_bytes(deep.convert("I"))), shades >> 8)  # as older versions of Pillow read it
 
 
 def test_errors_of_an_image_folder_name_what_is_wrong(imagenet, tmp_path):

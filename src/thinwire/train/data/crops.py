@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from thinwire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 Box = tuple[float, float, float, float]
 """Left, top, right, bottom, in pixels of the whole image."""
@@ -57,10 +61,19 @@ def decode(path: Path, size: int, choose: Callable[[int, int], Box]) -> np.ndarr
             image.draft("RGB", (math.ceil(width * across), math.ceil(height * down)))
             x, y = image.width / width, image.height / height
             box = (left * x, top * y, min(right * x, image.width), min(bottom * y, image.height))
-            whole = image if image.mode == "RGB" else image.convert("RGB")
+            whole = image if image.mode == "RGB" else _in_bytes(image).convert("RGB")
             small = whole.resize((size, size), Image.Resampling.BILINEAR, box=box)
         return np.asarray(small).transpose(2, 0, 1)
     except Exception as error:  # a damaged image can raise anything
         raise ConfigError(
             f"`{path}` cannot be decoded ({type(error).__name__}: {error}); replace or remove the file"
         ) from error
+
+
+def _in_bytes(image: Image.Image) -> Image.Image:
+    """Grey values of 16 bits as their high bytes, as Pillow reads colours of 16 bits; it would cut these at 255."""
+    from PIL import Image
+
+    if not image.mode.startswith("I"):
+        return image
+    return Image.fromarray((np.asarray(image).clip(0, 2**16 - 1) >> 8).astype(np.uint8))
