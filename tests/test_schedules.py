@@ -4,20 +4,26 @@ import json
 import math
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from click.testing import CliRunner
+from torch import nn
 
+from standins import folder_for
 from thinwire import config
 from thinwire.cli import main
 from thinwire.errors import ConfigError
 from thinwire.jobs import Job, variants
 from thinwire.methods.ab_timetable import timetable
 from thinwire.recipes import RECIPES, named
-from thinwire.recipes.tables import RESNET50, VIT_B16, nearest
+from thinwire.recipes.tables import RESNET50, VGG16, VIT_B16, nearest
+from thinwire.train.data import Folder, Source
 from thinwire.train.schedule import Cosine, Halving, Rate, scheduled
+from thinwire.train.task import Forecast, describe_optimizer
+from thinwire.train.views import AsIs, Pictures
 
 
 def rates(rate: Rate, steps: int, epochs: float = 1) -> list[float]:
@@ -205,3 +211,268 @@ def test_every_schedule_of_every_recipe_fits() -> None:
         for method in recipe.suited:
             for schedule in recipe.suited[method].schedules or [None]:
                 ab(name, *([f"schedule={schedule}"] if schedule else []), method=method)
+
+
+# The numbers themselves. Those of the papers are of appendix A of D. Coquelin's dissertation, held here once more.
+
+
+def read(table: str) -> dict[str, dict[str, Any]]:
+    """Rows of a table by the name before them; `-` is nothing, numbers by commas are a tuple."""
+    names, *rows = (line.split() for line in table.strip().splitlines())
+    return {row[0]: dict(zip(names[1:], map(value, row[1:]), strict=True)) for row in rows}
+
+
+def value(word: str) -> Any:
+    if "," in word:
+        return tuple(map(value, word.split(",")))
+    plain = {"-": None, "yes": True, "no": False}
+    if word in plain:
+        return plain[word]
+    return float(word) if word.replace(".", "").replace("e-", "").isdecimal() else word
+
+
+TRAINED = read("""
+recipe                    lr      decay  betas      clip  smoothing  batch  epochs  steps   patience  half
+digits                    3e-3    3.0    0.9,0.999  1.0   0          64     30      600     -         no
+shakespeare               6e-3    0.03   0.9,0.95   1.0   0          32     30      800     -         no
+vgg16-cifar10             3e-3    0.1    0.9,0.999  1.0   0.1        1024   150     7324    -         yes
+vgg16bn-cifar10           3e-3    0.1    0.9,0.999  1.0   0.1        1024   150     7324    -         yes
+minivit-cifar10           1e-4    0.01   0.9,0.999  -     0.1        1024   125     6104    -         yes
+minivit-cifar10-tuned     2e-4    0.01   0.9,0.999  -     0.1        1024   125     6104    -         yes
+minivit-cifar100          1e-3    0.05   0.9,0.999  -     0.1        1024   125     6104    -         yes
+resnet50-imagenet-local   3.5e-3  0.01   0.9,0.999  1.0   0.1        2048   150     93835   -         yes
+resnet50-imagenet-global  3.5e-3  0.01   0.9,0.999  1.0   0.1        4096   150     46918   -         yes
+vitb16-imagenet-local     3.5e-3  0.1    0.9,0.999  1.0   0.1        2048   150     93835   -         yes
+vitb16-imagenet-global    3.5e-3  0.1    0.9,0.999  1.0   0.1        4096   150     46918   -         yes
+vitb16-imagenet-oialr     1e-3    0.01   0.9,0.999  -     0.1        1024   125     156392  -         yes
+autoformer-ettm2-96       4e-4    0.01   0.9,0.999  -     -          32     20      21481   3         no
+autoformer-ettm2-192      4e-4    0.01   0.9,0.999  -     -          32     20      21421   3         no
+autoformer-ettm2-336      4e-4    0.01   0.9,0.999  -     -          32     20      21331   3         no
+autoformer-ettm2-720      4e-4    0.01   0.9,0.999  -     -          32     20      21091   3         no
+autoformer-ettm2-tuned    1e-2    0.01   0.9,0.999  -     -          32     20      21481   3         no
+gpt-wikitext2             1e-3    0.1    0.9,0.95   1.0   0          64     10      2550    -         yes
+gpt124m-wikitext2         6e-4    0.1    0.9,0.95   1.0   0          64     10      1275    -         yes
+""")
+"""Tables A.1, A.2, A.4, A.6 and A.9, and their text; what they do not list is PyTorch's default."""
+
+RISING = read("""
+recipe                    warmup_epochs  warmup_lr  min_lr  k_decay  counts_from
+digits                    1.5            -          3e-5    1        warm-up
+shakespeare               1.5            -          6e-5    1        warm-up
+vgg16-cifar10             10             -          0       1        start
+vgg16bn-cifar10           10             -          0       1        start
+minivit-cifar10           10             1e-5       1e-5    1        start
+minivit-cifar10-tuned     17             8e-5       8e-4    0.4      start
+minivit-cifar100          10             -          1e-5    1        warm-up
+resnet50-imagenet-local   10             -          0       1        start
+resnet50-imagenet-global  10             -          0       1        start
+vitb16-imagenet-local     10             -          0       1        start
+vitb16-imagenet-global    10             -          0       1        start
+vitb16-imagenet-oialr     10             1e-5       1e-5    1        start
+autoformer-ettm2-tuned    3              1e-4       4e-4    0.85     start
+gpt-wikitext2             0.5            -          1e-5    1        warm-up
+gpt124m-wikitext2         0.5            -          6e-6    1        warm-up
+""")
+"""Rates that rise and then follow a cosine, timm's with its defaults where the tables say no more.
+
+A warm-up that begins at no given rate begins near zero. The other recipes have Autoformer's own rates.
+"""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_trains_as_told(name: str) -> None:
+    recipe, told = named(name), TRAINED[name]
+    found = describe_optimizer(recipe.optimizer)
+    assert found["optimizer"] == "AdamW"
+    assert (found["optimizer.lr"], found["optimizer.weight_decay"]) == (told["lr"], told["decay"])
+    assert tuple(found["optimizer.betas"]) == told["betas"]
+    for field in ("clip", "batch", "epochs", "steps", "patience"):
+        assert getattr(recipe, field) == told[field], field
+    assert recipe.autocast == told["half"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipes_rates_are_as_told(name: str) -> None:
+    recipe, lr = named(name), TRAINED[name]["lr"]
+
+    def rate(step: float) -> float:
+        return lr * recipe.rate.factor(round(step), recipe.steps, recipe.epochs)
+
+    epoch = recipe.steps / recipe.epochs
+    if name not in RISING:  # 'type1'
+        assert [rate((k + 0.5) * epoch) for k in range(5)] == pytest.approx([4e-4, 4e-4, 2e-4, 1e-4, 5e-5])
+        return
+    told = RISING[name]
+    rising = round(told["warmup_epochs"] * epoch)
+    first = told["warmup_lr"] or lr / (rising + 1)
+    assert rate(0) == pytest.approx(first) and rate(rising - 1) < lr
+    assert rate(recipe.steps) == pytest.approx(told["min_lr"])
+    prefix = told["counts_from"] == "warm-up"
+    length = recipe.steps - rising if prefix else recipe.steps
+    shares = {"lr_min": told["min_lr"] / lr, "warmup_lr_init": first / lr, "k_decay": told["k_decay"]}
+    for step in (rising // 2, rising, *(round(share * recipe.steps) for share in (0.2, 0.5, 0.9))):
+        wanted = lr * timm(step, t_initial=length, warmup_t=rising, prefix=prefix, **shares)
+        assert rate(step) == pytest.approx(wanted), step
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_smoothing_is_trained_on_and_not_judged_by(name: str) -> None:
+    task, smoothing = named(name).task, TRAINED[name]["smoothing"]
+    if smoothing is None:
+        assert isinstance(task, Forecast)
+        return
+    outputs = 3 * torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
+    targets = torch.arange(6)
+    logs = outputs.log_softmax(1)
+    plain, spread = -logs[range(6), targets].mean(), -logs.mean()
+    torch.testing.assert_close(task.loss(outputs, targets), (1 - smoothing) * plain + smoothing * spread)
+    judged = task.figures(task.totals(outputs, targets))
+    assert judged["loss"] == pytest.approx(plain.item(), rel=1e-6)
+
+
+SHOWN = read("""
+recipe                    mean_of   scale    rand_augment  pad  flip  erase  crop  crop_pct  area
+vgg16-cifar10             0.491400  -        -             4    yes   0      -     -         -
+vgg16bn-cifar10           0.491400  -        -             4    yes   0      -     -         -
+minivit-cifar10           0.491400  0.8,1.0  9             0    yes   0.25   -     -         -
+minivit-cifar10-tuned     0.491400  0.8,1.0  9             0    yes   0.25   -     -         -
+minivit-cifar100          0.507075  0.8,1.0  9             0    yes   0.25   -     -         -
+resnet50-imagenet-local   0.485     -        -             0    yes   0      224   0.875     0.08,1.0
+resnet50-imagenet-global  0.485     -        -             0    yes   0      224   0.875     0.08,1.0
+vitb16-imagenet-local     0.485     -        -             0    yes   0      224   0.875     0.08,1.0
+vitb16-imagenet-global    0.485     -        -             0    yes   0      224   0.875     0.08,1.0
+vitb16-imagenet-oialr     0.485     -        15            0    yes   0.25   160   0.9       0.08,1.0
+""")
+"""What is done to images, and to which part of their files; `mean_of` is the mean of red."""
+
+
+def test_images_are_shown_as_told(tmp_path: Path) -> None:
+    for name in RECIPES:
+        views = named(name).views
+        if name not in SHOWN:
+            assert isinstance(views, AsIs), name
+            continue
+        told = dict(SHOWN[name])
+        assert isinstance(views, Pictures)
+        assert views.statistics[0][0] == pytest.approx(told.pop("mean_of"), abs=1e-6), name
+        size, crop_pct, area = (told.pop(field) for field in ("crop", "crop_pct", "area"))
+        assert {field: getattr(views, field) for field in told} == told, name
+        if size:
+            source = named(name).source(folder_for("imagenet", tmp_path))
+            assert isinstance(source, Folder)
+            assert (source.size, source.crop_pct, source.scale) == (size, crop_pct, area), name
+
+
+VITS = read("""
+recipe                  classes  image  patch  width  depth  heads  mlp   bias  dropout  drop_path
+minivit-cifar10         10       32     8      768    6      6      3072  no    0        0.2
+minivit-cifar10-tuned   10       32     8      768    6      6      3072  no    0        0.2
+minivit-cifar100        100      32     8      192    6      6      768   no    0        0.1
+vitb16-imagenet-local   1000     224    16     768    12     12     3072  yes   0        0.1
+vitb16-imagenet-global  1000     224    16     768    12     12     3072  yes   0        0.1
+vitb16-imagenet-oialr   1000     160    16     768    12     12     3072  yes   0.1      0
+""")
+
+
+def built(name: str) -> Any:
+    """The whole model, without values."""
+    words = {"shakespeare": 65, "gpt-wikitext2": 33_278, "gpt124m-wikitext2": 33_278}
+    with torch.device("meta"):
+        return named(name).model(cast(Source, SimpleNamespace(vocabulary=words.get(name))))
+
+
+def dropout(model: nn.Module) -> float:
+    return max((module.p for module in model.modules() if isinstance(module, nn.Dropout)), default=0.0)
+
+
+def drop_path(model: nn.Module) -> float:
+    """Of the last block, by our name for it or timm's."""
+    paths = [module for module in model.modules() if type(module).__name__ == "DropPath"]
+    return max((getattr(path, "rate", None) or getattr(path, "drop_prob", 0.0) for path in paths), default=0.0)
+
+
+@pytest.mark.parametrize("name", VITS)
+def test_vits_have_the_told_sizes(name: str) -> None:
+    model = built(name)
+    last = model.blocks[-1]
+    patch = model.patch_embed.proj.kernel_size[0]
+    assert VITS[name] == {
+        "classes": model.head.out_features,
+        "image": patch * math.isqrt(model.pos_embed.shape[1] - 1),
+        "patch": patch,
+        "width": model.head.in_features,
+        "depth": len(model.blocks),
+        "heads": getattr(last.attn, "num_heads", None) or last.attn.heads,
+        "mlp": last.mlp.fc1.out_features,
+        "bias": last.attn.qkv.bias is not None,
+        "dropout": dropout(model),
+        "drop_path": drop_path(model),
+    }
+
+
+def test_the_other_models_have_the_told_sizes() -> None:
+    for name in ("resnet50-imagenet-local", "resnet50-imagenet-global"):
+        model = built(name)
+        assert (model.fc.in_features, model.fc.out_features, model.dropout.p) == (2048, 1000, 0.1)
+    assert dropout(built("gpt-wikitext2")) == dropout(built("gpt124m-wikitext2")) == 0.2
+    for horizon in (96, 192, 336, 720, "tuned"):
+        model = built(f"autoformer-ettm2-{horizon}")
+        assert (model.inputs, model.label, model.horizon) == (96, 48, 96 if horizon == "tuned" else horizon)
+        assert (model.variables, model.head.out_features, model.head.in_features) == (7, 7, 512)
+        assert (len(model.encoder), len(model.decoder), dropout(model)) == (2, 1, 0.05)
+        first = model.encoder[0]
+        assert (first.feed.widen.out_channels, first.correlation.factor, model.decompose.window) == (2048, 1, 25)
+
+
+OIALR = read("""
+recipe                  delay  frequency  cutoff  keep_first  keep_last  warmup
+minivit-cifar10         4000   1000       0.2     no          yes        yes
+minivit-cifar10-tuned   4000   1000       0.2     no          yes        yes
+vitb16-imagenet-oialr   25000  1000       0.1     no          yes        yes
+autoformer-ettm2-96     600    400        0.4     yes         yes        no
+autoformer-ettm2-192    600    400        0.4     yes         yes        no
+autoformer-ettm2-336    600    400        0.4     yes         yes        no
+autoformer-ettm2-720    600    400        0.4     yes         yes        no
+autoformer-ettm2-tuned  600    400        0.4     yes         yes        no
+""")
+"""Delay and stability frequency in steps; "full rank warmup" is `warmup`."""
+
+
+@pytest.mark.parametrize("name", OIALR)
+def test_oialr_has_the_published_counts(name: str) -> None:
+    found, told = ab(name, method="oialr"), dict(OIALR[name])
+    assert (found.delay_length, found.update_length) == (told.pop("delay"), told.pop("frequency"))
+    assert {field: getattr(found, field) for field in told} == told
+
+
+PUBLISHED = read("""
+table           warmup  group  rebound  lr_rebound  epoch
+VGG16           4330    759    60       267         49
+RESNET50-2048   24000   6000   600      1500        600
+RESNET50-4096   9300    3000   300      750         300
+RESNET50-8192   6150    1500   150      325         150
+RESNET50-16384  3750    600    75       188         75
+RESNET50-32768  1900    400    38       94          38
+VIT_B16-2048    24000   4360   600      1500        600
+VIT_B16-4096    12300   2180   300      750         300
+VIT_B16-8192    6150    1500   150      325         150
+VIT_B16-16384   3750    750    75       188         75
+VIT_B16-32768   1520    270    38       94          38
+""")
+"""AB's warmupSteps, numABSteps, fullRankReboundSteps and LR rebound steps, and iterations per epoch; A.7 to A.9."""
+
+
+def test_ab_has_the_published_counts() -> None:
+    known = {
+        f"{name}-{batch}": row for name, t in (("RESNET50", RESNET50), ("VIT_B16", VIT_B16)) for batch, row in t.items()
+    }
+    known["VGG16"] = VGG16
+    assert {name: row._asdict() for name, row in known.items()} == PUBLISHED
+    for name, told in PUBLISHED.items():
+        found = config.AB(total_steps=int(150 * told["epoch"]), **known[name].fields())
+        assert lengths(found) == list(told.values())[:4], name
+    for name in ("vgg16-cifar10", "vgg16bn-cifar10", "resnet50-imagenet-global", "vitb16-imagenet-global"):
+        found = ab(name)
+        assert (found.cutoff, found.keep_first, found.keep_last) == (0.15, True, True)
+        column = {"v": "VGG16", "r": "RESNET50-4096"}[name[0]] if "vit" not in name else "VIT_B16-4096"
+        assert lengths(found) == pytest.approx(list(PUBLISHED[column].values())[:4], rel=0.05), name

@@ -164,6 +164,18 @@ def test_half_of_the_images_are_augmented() -> None:
     assert shown.min() >= 0 and shown.max() <= 255
 
 
+def test_two_operations_are_applied_one_after_the_other() -> None:
+    views = Pictures(statistics=CIFAR10, flip=False, rand_augment=9)
+    grey = 255 * torch.tensor(CIFAR10[0]).view(1, 3, 1, 1)
+    chance, wanted = draws(40), images(40).float()
+    for _ in range(2):
+        wanted = rand_augment(wanted, chance, 9.0, fill=grey)
+    shown = views.train(images(40), draws(40))
+    torch.testing.assert_close(shown, views.heldout(wanted))
+    as_they_were = torch.isclose(shown, views.heldout(images(40)), rtol=0, atol=1e-2).flatten(1).all(1)
+    assert 0 < as_they_were.sum() < 20  # a quarter of them
+
+
 # The same for any number of workers.
 
 
