@@ -119,9 +119,13 @@ def save_at(rank: int, folder: str) -> None:
 def load_elsewhere(rank: int, folder: str) -> tuple[int, str]:
     replica, optimizer, scheduler = build(ab(total_steps=STEPS))
     replica.load(Path(folder) / "at-3")
-    traffic = replica.traffic.slow_bytes
+    traffic, saved = replica.traffic.slow_bytes, replica.baseline()
+    assert saved == json.loads((Path(folder) / "at-3" / "state.json").read_text())["baseline"]
     advance(replica, optimizer, scheduler, 3, STEPS, rank)
     assert replica.traffic.slow_bytes > traffic > 0
+    # All-reduce would have sent 2 (n − 1) / n of the gradients a step: three times by four workers, then by two.
+    grown = replica.baseline()["ideal_fp32"] - saved["ideal_fp32"]
+    assert saved["ideal_fp32"] / 3 == pytest.approx(1.5 * grown / (STEPS - 3), rel=1e-3)
     other, _, _ = build(ab(total_steps=STEPS))
     with pytest.raises(ConfigError, match="middle of a group phase of 4 workers"):
         other.load(Path(folder) / "at-6")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.factor.decompose import decompose_if_smaller
 from thinwire.plan.rehearse import Subject, copy_with
+from thinwire.train.first_step import kept_for_backward
 
 _LEAST_S, _LEAST_STEPS, _MOST_STEPS = 1.0, 3, 50
 # A worker that waits for the wire finds its caches cold: a small model's step takes a third longer after a pause.
@@ -134,16 +135,7 @@ class _Bench:
 
     def kept_bytes(self) -> int:
         """What autograd keeps, counted once a storage, without the parameters themselves."""
-        own = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
-        kept: dict[int, int] = {}
-
-        def see(t: Tensor) -> Tensor:
-            storage = t.untyped_storage()
-            if storage.data_ptr() not in own:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(see, lambda t: t):
+        with kept_for_backward(self.model) as kept:
             loss = self.loss()
         loss.backward()
         self.optimizer.zero_grad()

@@ -52,7 +52,7 @@ def _taken(run: Run) -> dict[str, Any]:
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(run.device)
     start = _now(run.device)
-    with run.feed.steps(range(1)) as batches, _kept_for_backward(run.replica.module) as kept:
+    with run.feed.steps(range(1)) as batches, kept_for_backward(run.replica.module) as kept:
         batch = next(iter(batches))
         read = _now(run.device)
         loss = train_step(run, batch).item()
@@ -84,7 +84,7 @@ def _together(everyone: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @contextmanager
-def _kept_for_backward(model: nn.Module) -> Iterator[dict[int, int]]:
+def kept_for_backward(model: nn.Module) -> Iterator[dict[int, int]]:
     """Bytes of every storage that autograd keeps meanwhile, without the parameters' own."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
