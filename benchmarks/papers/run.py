@@ -69,7 +69,7 @@ class Bench:
         return f"{HERE / 'narrow.py'}:{NARROW[name]}" if self.given.quick else name
 
     def say(self, *words: Any) -> None:
-        print(f"{time.monotonic() - self.start:7.0f} s ", *words, flush=True)
+        print(f"{time.monotonic() - self.start:7.0f} s  {' '.join(map(str, words))}\n", end="", flush=True)
 
 
 def together(*chains: Callable[[], None]) -> None:
