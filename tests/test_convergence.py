@@ -1,4 +1,4 @@
-"""AB and OIALR among four workers reach all-reduce's accuracy with a fraction of its bytes."""
+"""AB and OIALR among two workers reach all-reduce's accuracy with a fraction of its bytes."""
 
 import json
 from pathlib import Path
@@ -10,11 +10,11 @@ from thinwire.report import compare, read_runs
 from thinwire.train import fit
 
 STEPS = 300
-"""Half of the recipe's. With seeds 0, 1 and 2 all-reduce comes to 99.6, 99.8 and 100 %, AB to 99.6, 99.8 and 99.8 %."""
+"""Half of the recipe's. With seed 0 all-reduce comes to 99.4 %, AB to 99.6 % and OIALR to 99.3 %."""
 CONFIGS = {
-    "allreduce": AllReduce(group_size=2),
-    "ab": AB(total_steps=STEPS, group_size=2),
-    "oialr": OIALR(total_steps=STEPS, group_size=2, delay=0.1, cutoff=0.2),
+    "allreduce": AllReduce(group_size=1),
+    "ab": AB(total_steps=STEPS, group_size=1),
+    "oialr": OIALR(total_steps=STEPS, group_size=1, delay=0.1, cutoff=0.2),
 }
 
 
@@ -26,7 +26,7 @@ def train(rank: int, folder: str) -> None:
 
 def test_low_rank_keeps_up_with_all_reduce_on_digits(tmp_path: Path) -> None:
     """One seed, so the margin is 3 points: 16 of 540 digits. `benchmarks/README.md` has five seeds."""
-    gang.run(train, 4, str(tmp_path), timeout=400)
+    gang.run(train, 2, str(tmp_path), timeout=400)
     rows = {row["method"]: row for row in compare(read_runs(tmp_path))}
     usual, ab = rows["allreduce"], rows["ab"]
     assert usual["accuracy_mean"] > 0.97
