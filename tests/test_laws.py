@@ -83,6 +83,28 @@ def _without_buffers(model: nn.Module) -> nn.Module:
     return nn.ParameterList(model.parameters())
 
 
+def first_steps(rank: int) -> list[tuple[int, int]]:
+    """Values and optimizer state after five steps by methods whose warm-up is all-reduce."""
+    configs = [thinwire.AllReduce(), *(ab(warmup=6, group_size=size) for size in (1, 2, "world"))]
+    configs.append(thinwire.OIALR(total_steps=30, delay=6))
+    found = []
+    for config in configs:
+        model = small_model(rank)
+        optimizer = adamw(model)
+        replica = thinwire.attach(model, optimizer, config)
+        for step in range(5):
+            train_step(replica, optimizer, step, rank)
+        found.append((values(replica), optimizer_values(optimizer)))
+        replica.detach()
+    return found
+
+
+def test_a_warm_up_is_all_reduce_bit_for_bit() -> None:
+    """So runs of these methods may share their first steps."""
+    for plain, *others in gang.run(first_steps, 3):
+        assert others == [plain] * len(others)
+
+
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_allreduce_equals_ddp_bit_for_bit(workers: int) -> None:
     for theirs, ours in gang.run(ddp_and_ours, workers):
