@@ -2,11 +2,8 @@
 
 Until its first decomposition AB is all-reduce, bit for bit. So runs of all-reduce, of AB with groups and of AB without
 them share their first steps, and what they differ by is the method's own doing.
-
-    python benchmarks/papers/branch.py SAVED_RUN NEW_RUN RECIPE METHOD [--epochs N] [--group-size G] [--set FIELD=VALUE]
 """
 
-import argparse
 import json
 import shutil
 from pathlib import Path
@@ -40,33 +37,3 @@ def branch(saved: Path, job: Job) -> int:
 
 def _plain(values: object) -> object:
     return json.loads(json.dumps(values))
-
-
-def main() -> None:
-    """One branch."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("saved", type=Path)
-    parser.add_argument("new", type=Path)
-    parser.add_argument("recipe")
-    parser.add_argument("method", choices=("ab", "allreduce"))
-    parser.add_argument("--epochs", type=int)
-    parser.add_argument("--eval-every", type=int)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--group-size")
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
-    given = parser.parse_args()
-    job = Job(
-        recipe=given.recipe,
-        method=given.method,
-        out=given.new,
-        epochs=given.epochs,
-        eval_every=given.eval_every,
-        seed=given.seed,
-        group_size=given.group_size,
-        settings=tuple(given.set),
-    )
-    print(f"{given.new} goes on from step {branch(given.saved / 'checkpoint', job)} of {given.saved}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Every run of docs/results.md, side by side on one GPU, in chains of pieces that share what they have in common.
 
-    python benchmarks/papers/run.py --cifar DIR --text DIR --ett DIR --out OUT      # on an H200: half an hour
+    python benchmarks/papers/run.py --cifar DIR --text DIR --ett DIR --out OUT      # for one large GPU
     python benchmarks/papers/run.py … --only gpt,autoformer --quick                 # narrow, on a CPU
     python benchmarks/papers/tell.py OUT
 
