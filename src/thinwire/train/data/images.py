@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.train.data.source import locate
+from thinwire.train.data.source import locate, rows_on
 from thinwire.train.draws import Draws
 
 _SPLIT_SEED = 1797
@@ -47,7 +47,7 @@ class Images:
         return replace(self, x=self.x.to(device), y=self.y.to(device))
 
     def _rows(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-        chosen = torch.from_numpy(rows).to(self.x.device)
+        chosen = rows_on(self.x.device, rows)
         return self.x[chosen], self.y[chosen]
 
 

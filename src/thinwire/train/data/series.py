@@ -20,6 +20,7 @@ from torch import Tensor
 
 from thinwire.comm.topology import place
 from thinwire.errors import ConfigError
+from thinwire.train.data.source import rows_on
 from thinwire.train.draws import Draws
 
 COLUMNS = ("HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT")
@@ -88,7 +89,7 @@ class Series:
 
     def _windows(self, starts: np.ndarray) -> tuple[Tensor, Tensor]:
         device = self.values.device
-        rows = torch.from_numpy(starts).to(device)[:, None] + torch.arange(self.inputs + self.horizon, device=device)
+        rows = rows_on(device, starts)[:, None] + torch.arange(self.inputs + self.horizon, device=device)
         known = self.values[rows[:, : self.inputs]]  # (examples, inputs, variables)
         x = torch.cat([F.pad(known, (0, 0, 0, self.horizon)), self.marks[rows]], 2)
         return x, self.values[rows[:, self.inputs :]]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
@@ -50,6 +51,12 @@ def locate(name: str, folder: Path | None = None) -> Path:
         f"no `{name}` in `{folder}`; give a folder that holds a file of that name, "
         "or leave `--data` out to use the copy in the package"
     )
+
+
+def rows_on(device: torch.device, rows: np.ndarray) -> Tensor:
+    """Row numbers on a device, without waiting for what it is doing: copies from pinned memory queue up behind it."""
+    found = torch.from_numpy(rows)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
-from thinwire.train.data.source import locate
+from thinwire.train.data.source import locate, rows_on
 from thinwire.train.draws import Draws
 
 _LAYOUTS = ("{}.txt", "wiki.{}.tokens", "wikitext2_{}.txt")
@@ -84,7 +84,7 @@ class Text:
 
 
 def _windows(ids: Tensor, starts: np.ndarray, block: int) -> tuple[Tensor, Tensor]:
-    begin = torch.from_numpy(starts).to(ids.device)
+    begin = rows_on(ids.device, starts)
     places = begin[:, None] + torch.arange(block + 1, device=ids.device)  # (examples, block + 1)
     window = ids[places].long()
     return window[:, :-1], window[:, 1:]
