@@ -258,8 +258,8 @@ def test_powersgd_agrees_with_pytorchs_hook(workers: int) -> None:
 # Every worker agrees, stops and resumes.
 
 
-def journey(rank: int, group_size: int, folder: str) -> dict[str, tuple[list[Any], Any, Any]]:
-    """Six steps of each method, saved after the third; what each step left, and how a resumed run ends."""
+def journey(rank: int, group_size: int, folder: str) -> dict[str, tuple[list[Any], str]]:
+    """Six steps of each method, saved after the third and gone on with from there; what each step left."""
     found = {}
     for name, config in _configs(group_size).items():
         trace = []
@@ -270,12 +270,14 @@ def journey(rank: int, group_size: int, folder: str) -> dict[str, tuple[list[Any
             if step == 2:
                 replica.save(Path(folder) / name)
         again, its_optimizer = _attached(config, seed=5)
-        again.load(Path(folder) / name)
-        for step in range(3, 6):
-            train_step(again, its_optimizer, step, rank)
-        resumed = values(again), optimizer_values(its_optimizer)
+        for ahead in (0, 1):  # from a fresh replica, and back from where that came to
+            again.load(Path(folder) / name)
+            for step in range(3, 6 - ahead):
+                train_step(again, its_optimizer, step, rank)
+            resumed = values(again), optimizer_values(its_optimizer)
+            assert resumed == trace[-1 - ahead], name
         replica.finish()
-        found[name] = trace, resumed, replica.phase
+        found[name] = trace, replica.phase
     return found
 
 
@@ -299,10 +301,8 @@ def _attached(config: Any, seed: int = 0) -> tuple[Any, Any]:
 @pytest.mark.parametrize(("workers", "group_size"), [(2, 1), (3, 2), (4, 2)])
 def test_workers_agree_and_resume_bit_for_bit(tmp_path: Path, workers: int, group_size: int) -> None:
     results = gang.run(journey, workers, group_size, str(tmp_path))
-    for name, (trace, resumed, phase) in results[0].items():
+    for name, (trace, phase) in results[0].items():
         assert all(result[name][0] == trace for result in results), name
-        assert all(result[name][1] == resumed for result in results)
-        assert resumed == trace[-1], name
         assert phase == "finished"
     assert len({results[0][name][0][-1] for name in NAMES}) == len(NAMES)
 

@@ -349,6 +349,8 @@ def stop_and_resume(rank: int, config: Any, folder: str) -> list[tuple[str, ...]
     results = [fingerprint(replica, optimizer)]
     for stop in STOPS:
         other, optimizer = build(config, seed=3)
+        for number in range(7 if stop == STOPS[0] else 0):
+            small.step(other, optimizer, rank, number)  # a load takes them back
         other.load(Path(folder) / f"at-{stop}")
         for number in range(stop, 12):
             small.step(other, optimizer, rank, number)

@@ -269,22 +269,7 @@ def test_a_column_for_what_was_trained_where_it_is_not_all(tmp_path):
     assert "trained" in text.getvalue() and "3.1 %" in text.getvalue()
 
 
-def test_a_column_for_the_best_epoch_of_runs_that_looked_for_it(tmp_path):
-    config = {"every": 24, "outer_lr": 0.7, "outer_momentum": 0.9}
-    for seed, mse in ((0, 0.2190), (1, 0.2192)):
-        best = {"mse": mse, "mae": 0.304, "loss": mse, "validation_loss": 0.2, "step": 1075, "epochs_since": 3}
-        more = {"metric": "mse", "best_epoch": best, "config": config, "optimizer": ("SGD", 0.1)}
-        _write_run(tmp_path / f"d{seed}", "diloco", seed, slow=100_000_000, accuracy=0.25, wall_s=12345.0, **more)
-    _write_run(tmp_path / "old", "ab", 0, slow=1, accuracy=0.3, metric="mse", trainable_share=0.5)
-    runs = read_runs(tmp_path)
-    old, both = rows = compare(runs)
-    assert both["best_epoch_mse_mean"] == pytest.approx(0.2191) and "best_epoch_mse_mean" not in old
-    text = io.StringIO()
-    Console(file=text, width=100).print(table(rows))
-    assert "at best" in text.getvalue() and "0.2191" in text.getvalue() and "…" not in text.getvalue()
-    assert best_epoch(runs[1].summary) == [
-        "mse 0.2190, mae 0.3040 at the epoch with the lowest validation loss (step 1,075)"
-    ]
-    assert best_epoch(runs[0].summary) == []
-    Console(file=text, width=100).print(table([old]))
-    assert text.getvalue().count("at best") == 1
+def test_a_line_for_the_best_epoch_of_a_run_that_looked_for_it() -> None:
+    best = {"mse": 0.219, "validation_loss": 0.2, "step": 1075, "epochs_since": 3, "ended_at": 4297}
+    told = "as after step 1,075, of the lowest validation loss; trained until step 4,297"
+    assert best_epoch({"best_epoch": best}) == [told] and best_epoch({"metric": "mse"}) == []

@@ -45,7 +45,10 @@ def fingerprint(replica: Any, optimizer: Any) -> tuple[int, int, int, str]:
 
 
 def stop_and_resume(rank: int, config: Any, folder: str) -> tuple[list[Any], list[Any], list[Any]]:
-    """An unbroken run that saves at every stop; then, from each save, a fresh replica that goes on to the end."""
+    """An unbroken run that saves at every stop; then, from each save, another replica that goes on to the end.
+
+    The first time that one is fresh, and the other times wherever it ended: a run can go back as well as on.
+    """
     replica, optimizer, scheduler = build(config)
     schedules, phases, step = {}, [], 0
     for stop in STOPS:
@@ -55,11 +58,12 @@ def stop_and_resume(rank: int, config: Any, folder: str) -> tuple[list[Any], lis
         phases.append(replica.phase)
     advance(replica, optimizer, scheduler, step, STEPS, rank)
     unbroken = [*fingerprint(replica, optimizer), replica.traffic.slow_bytes]
-    return unbroken, [resume_at(rank, config, folder, stop, schedules[stop]) for stop in STOPS], phases
+    other = build(config, seed=7)
+    return unbroken, [resume_at(rank, other, folder, stop, schedules[stop]) for stop in STOPS], phases
 
 
-def resume_at(rank: int, config: Any, folder: str, stop: int, schedule: Any) -> list[Any]:
-    replica, optimizer, scheduler = build(config, seed=7)
+def resume_at(rank: int, other: tuple[Any, Any, Any], folder: str, stop: int, schedule: Any) -> list[Any]:
+    replica, optimizer, scheduler = other
     replica.load(Path(folder) / f"at-{stop}")
     scheduler.load_state_dict(schedule)
     for later in (s for s in STOPS if s > stop):

@@ -145,7 +145,6 @@ def _row(label: str, runs: list[Run], measured: list[Run]) -> dict[str, Any]:
         f"{metric}_mean": fmean(figures),
         f"{metric}_std": stdev(figures) if len(figures) > 1 else 0.0,
         f"{metric}_before_truncation_mean": _mean(runs, f"{metric}_before_truncation"),
-        **_at_best_epoch(runs, metric),
         "slow_bytes_mean": fmean(run.counted_bytes for run in runs),
         "evaluate_bytes_mean": fmean(run.summary["traffic"]["slow_bytes"] - run.counted_bytes for run in runs),
         "traffic_vs_allreduce_fp32": _mean_ratio(runs, measured),
@@ -154,12 +153,6 @@ def _row(label: str, runs: list[Run], measured: list[Run]) -> dict[str, Any]:
         "trainable_share_mean": _mean(runs, "trainable_share"),
         "wall_s_mean": _mean(runs, "wall_s"),
     }
-
-
-def _at_best_epoch(runs: list[Run], metric: str) -> dict[str, float]:
-    """The metric where the validation loss was lowest, of runs that looked for it."""
-    found = [run.summary["best_epoch"][metric] for run in runs if run.summary.get("best_epoch")]
-    return {f"best_epoch_{metric}_mean": fmean(found)} if len(found) == len(runs) else {}
 
 
 def _mean_ratio(runs: list[Run], measured: list[Run]) -> float | None:

@@ -10,7 +10,6 @@ from rich.table import Table
 
 # The other columns leave so much of 100.
 _LABEL_WIDTH = 30
-_NO_FIGURES = ("loss", "validation_loss", "step", "epochs_since")
 _CAPTION = "Slow-link bytes a node, without evaluation; against fp32 all-reduce as it runs, and an ideal one."
 
 
@@ -21,26 +20,21 @@ def table(rows: list[dict[str, Any]]) -> Table:
     out = Table(title=title, caption=_CAPTION, box=SIMPLE_HEAD)
     out.add_column("method", overflow="fold")
     frozen = any((row.get("trainable_share_mean") or 1.0) < 1.0 for row in rows)
-    stopped = any(f"best_epoch_{metric}_mean" in row for row in rows)
-    best = ["at best\nepoch"] if stopped else []
     trained = ["trained\nat end"] if frozen else []
-    for heading in (metric, *best, "slow\nlink", "vs all-\nreduce", "vs\nideal", *trained, "compres-\nsion", "wall"):
+    for heading in (metric, "slow\nlink", "vs all-\nreduce", "vs\nideal", *trained, "compres-\nsion", "wall"):
         out.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        out.add_row(*_cells(row, several, frozen, stopped))
+        out.add_row(*_cells(row, several, frozen))
     return out
 
 
-def _cells(row: dict[str, Any], several: bool, frozen: bool, stopped: bool) -> list[str]:
+def _cells(row: dict[str, Any], several: bool, frozen: bool) -> list[str]:
     metric = row["metric"]
     share = row.get("trainable_share_mean")
     trained = ["–" if share is None else f"{100 * share:.1f} %"] if frozen else []
-    value = row.get(f"best_epoch_{metric}_mean")
-    best = ["–" if value is None else figure(metric, value)] if stopped else []
     return [
         _folded(row["label"]),
         figure(metric, row[f"{metric}_mean"], row[f"{metric}_std"] if several else None),
-        *best,
         size(row["slow_bytes_mean"]),
         ratio(row["traffic_vs_allreduce_fp32"]),
         ratio(row["traffic_vs_ideal_fp32"]),
@@ -71,8 +65,7 @@ def best_epoch(summary: dict[str, Any]) -> list[str]:
     """A line on the epoch with the lowest validation loss, where a run looked for it."""
     if not (best := summary.get("best_epoch")):
         return []
-    told = [f"{name} {figure(name, best[name])}" for name in best if name not in _NO_FIGURES]
-    return [f"{', '.join(told)} at the epoch with the lowest validation loss (step {best['step']:,})"]
+    return [f"as after step {best['step']:,}, of the lowest validation loss; trained until step {best['ended_at']:,}"]
 
 
 def size(amount: float) -> str:

@@ -39,6 +39,8 @@ def fit(
     stops after so many of the recipe's steps, saved and not finished, and tells only that. Without `model` the finished
     model is not written. With `stability` rank 0 looks at its bases every so many steps while the others
     wait, and notes how far they moved since `stability_back` looks before; a resumed run begins its looks anew.
+
+    A recipe with patience ends as it was after its best epoch.
     """
     join()
     run = prepare(recipe, config, Path(out), seed, data, resume)
@@ -57,13 +59,18 @@ def fit(
             validate = epoch_over and recipe.patience is not None
             if validate or done % recipe.eval_every == 0 or done == recipe.steps:
                 figures = _evaluate(run, validate=validate)
-            if validate and run.lost_patience(figures):
-                break
+            if validate:
+                tired = run.lost_patience(figures)
+                _keep_best(run, config)
+                if tired:
+                    break
             if save_every and done % save_every == 0 and done < recipe.steps:
-                _save(run, config)
+                _checkpoint(run, config)
         else:
             if last < recipe.steps:
                 return _stop(run, config)
+    if run.best:
+        figures = run.go_back()
     return _conclude(run, figures, write=model)
 
 
@@ -138,17 +145,32 @@ def _conclude(run: Run, before: dict[str, float], *, write: bool) -> dict[str, A
         if write:
             write_model(small, run.out / "model", run.feed.example(), run.recipe.told_views)
         write_summary(run.out / "summary.json", summary)
+        if not checkpoint.find(run.out / "checkpoint"):
+            run.forget_epochs()
     return summary
 
 
 def _stop(run: Run, config: Any) -> dict[str, Any]:
     """Save what is to be gone on with."""
-    _save(run, config)
+    _checkpoint(run, config)
     run.recorder.close()
     return {"stopped_at": run.replica.step, "steps": run.recipe.steps}
 
 
-def _save(run: Run, config: Any) -> None:
+def _keep_best(run: Run, config: Any) -> None:
+    """Save an epoch that is the best so far; older ones go as soon as no checkpoint speaks of them."""
+    if run.best and run.best["step"] == run.replica.step:
+        _save(run, config, run.best_folder)
+        if not checkpoint.find(run.out / "checkpoint"):
+            run.forget_epochs(run.best_folder)
+
+
+def _checkpoint(run: Run, config: Any) -> None:
+    _save(run, config, run.out / "checkpoint")
+    run.forget_epochs(run.best_folder)
+
+
+def _save(run: Run, config: Any, folder: Path) -> None:
     run.recorder.flush()  # a resumed run keeps the lines up to its save
     position = {
         "step": run.replica.step,
@@ -157,7 +179,7 @@ def _save(run: Run, config: Any) -> None:
         "best": run.best,
         "identity": checkpoint.identity(run.recipe, config, run.seed),
     }
-    checkpoint.save(run.out / "checkpoint", run.replica, run.scheduler, position)
+    checkpoint.save(folder, run.replica, run.scheduler, position)
 
 
 def _bytes_so_far(run: Run) -> dict[str, Any]:

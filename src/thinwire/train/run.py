@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from thinwire.errors import ConfigError
 from thinwire.factor.stability import Stability
 from thinwire.replica import Replica, attach
+from thinwire.store import newest, read_json
 from thinwire.train import checkpoint
 from thinwire.train.counts import Counts
 from thinwire.train.data import Source
@@ -79,6 +80,28 @@ class Run:
         else:
             self.best["epochs_since"] += 1
         return self.best["epochs_since"] >= (self.recipe.patience or 0)
+
+    @property
+    def best_folder(self) -> Path | None:
+        """Where the best epoch is saved. By its step: the last checkpoint may still speak of an earlier one."""
+        return self.out / f"best-{self.best['step']}" if self.best else None
+
+    def go_back(self) -> dict[str, Any]:
+        """Be as after the best epoch, with its bytes and seconds too, and return its figures; collective."""
+        assert self.best is not None and self.best_folder is not None
+        self.best["ended_at"] = self.replica.step
+        if self.replica.step > self.best["step"]:
+            folder = newest(self.best_folder)
+            checkpoint.load(folder, self.replica, self.scheduler)
+            self.counts = Counts(**read_json(folder / "position.json")["counts"])
+            self.decompositions, self.shape = self.replica.decompositions, None
+        return self.best
+
+    def forget_epochs(self, but: Path | None = None) -> None:
+        """Remove what is saved of epochs, or of all others; by rank 0."""
+        for folder in self.out.glob("best-*") if self.replica.topology.rank == 0 else ():
+            if folder != but:
+                shutil.rmtree(folder, ignore_errors=True)
 
     @property
     def precision(self) -> torch.autocast:
@@ -145,7 +168,7 @@ def _source(recipe: Recipe, data: Path | None) -> Source:
 def _clear(out: Path) -> None:
     for name in ("records.jsonl", "summary.json", "stability.png", "ranks.png"):
         (out / name).unlink(missing_ok=True)
-    for folder in (out / "model", *out.glob("checkpoint*")):
+    for folder in (out / "model", *out.glob("checkpoint*"), *out.glob("best-*")):
         shutil.rmtree(folder, ignore_errors=True)
 
 
