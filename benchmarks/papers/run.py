@@ -67,7 +67,7 @@ class Bench:
 
     def recipe(self, name: str) -> str:
         """By name, or a narrow one."""
-        return f"{HERE / 'narrow.py'}:{NARROW[name]}" if self.given.quick else name
+        return f"{HERE / 'narrow.py'}:{NARROW[name]}" if self.given.quick and name in NARROW else name
 
     def say(self, *words: Any) -> None:
         print(f"{time.monotonic() - self.start:7.0f} s  {' '.join(map(str, words))}\n", end="", flush=True)
@@ -82,25 +82,30 @@ def together(*chains: Callable[[], None]) -> None:
         thread.join()
 
 
-def vgg16(bench: Bench) -> None:
+def vgg16(bench: Bench, recipe: str = "vgg16-cifar10", name: str = "vgg16") -> None:
     """All-reduce, AB with groups and without, by the table's counts; 134 M parameters."""
-    recipe, epochs = "vgg16-cifar10", bench.given.epochs
+    epochs = bench.given.epochs
     warm, merged = _marks(bench, recipe)
     length: tuple[str, ...] = ("--epochs", str(epochs), "--eval-every", str(bench.given.eval_every))
     fields = {"epochs": epochs}
-    bench.train("vgg16-ab", recipe, "ab", 1, *length, "--until", str(warm))
-    bench.part("vgg16-ab", "vgg16-allreduce", recipe, "allreduce", **fields)
-    bench.part("vgg16-ab", "vgg16-ab-world", recipe, "ab", group_size="world", **fields)
+    bench.train(f"{name}-ab", recipe, "ab", 1, *length, "--until", str(warm))
+    bench.part(f"{name}-ab", f"{name}-allreduce", recipe, "allreduce", **fields)
+    bench.part(f"{name}-ab", f"{name}-ab-world", recipe, "ab", group_size="world", **fields)
 
     def groups() -> None:
-        bench.train("vgg16-ab", recipe, "ab", WORKERS, *length, "--resume", "--until", str(merged))
-        bench.train("vgg16-ab", recipe, "ab", 1, *length, "--resume")
+        bench.train(f"{name}-ab", recipe, "ab", WORKERS, *length, "--resume", "--until", str(merged))
+        bench.train(f"{name}-ab", recipe, "ab", 1, *length, "--resume")
 
     together(
         groups,
-        lambda: bench.train("vgg16-ab-world", recipe, "ab", 1, *length, "--resume", "--group-size", "world"),
-        lambda: bench.train("vgg16-allreduce", recipe, "allreduce", 1, *length, "--resume"),
+        lambda: bench.train(f"{name}-ab-world", recipe, "ab", 1, *length, "--resume", "--group-size", "world"),
+        lambda: bench.train(f"{name}-allreduce", recipe, "allreduce", 1, *length, "--resume"),
     )
+
+
+def resized(bench: Bench) -> None:
+    """The same with another augmentation."""
+    vgg16(bench, f"{HERE / 'cifar_resized.py'}:vgg16", "resized")
 
 
 def vgg16_bn(bench: Bench) -> None:
@@ -170,7 +175,7 @@ def _warmup(bench: Bench, recipe: str, *settings: str) -> int:
     return job.config.warmup_length
 
 
-CHAINS = {"vgg16": vgg16, "vgg16bn": vgg16_bn, "gpt": gpt, "autoformer": autoformer}
+CHAINS = {"vgg16": vgg16, "vgg16bn": vgg16_bn, "gpt": gpt, "autoformer": autoformer, "resized": resized}
 
 
 def main() -> None:
@@ -178,7 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("cifar", "text", "ett", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument("--only", default=",".join(CHAINS), help="of " + ", ".join(CHAINS))
+    parser.add_argument("--only", default="vgg16,vgg16bn,gpt,autoformer", help="of " + ", ".join(CHAINS))
     parser.add_argument("--epochs", type=int, default=150, help="of VGG16")
     parser.add_argument("--eval-every", type=int, default=244, help="steps of VGG16")
     parser.add_argument("--seed", type=int, default=0, help="of VGG16 and the GPT")

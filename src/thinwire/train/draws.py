@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,15 +29,15 @@ class Draws:
         stream: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        key = (seed, step, stream)
+        self._key = (seed, step, stream)
         self._batch = batch
         self._rank, self._world_size = rank, world_size
-        word = np.random.SeedSequence(key).generate_state(1, np.uint64)[0]
-        self._generator = torch.Generator(device).manual_seed(int(word >> np.uint64(1)))
+        self._device = device
 
     def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
         """(examples, *shape), evenly between `low` and `high`."""
-        return self._mine(torch.rand(self._batch, *shape, **self._own)) * (high - low) + low
+        drawn = self._mine(torch.rand(self._batch, *shape, **self._own))
+        return drawn if (low, high) == (0, 1) else drawn * (high - low) + low
 
     def normal(self, *shape: int) -> Tensor:
         """(examples, *shape), normal with mean 0 and deviation 1."""
@@ -46,9 +47,11 @@ class Draws:
         """(examples, *shape), whole numbers from `low` to `high` − 1."""
         return self._mine(torch.randint(low, high, (self._batch, *shape), **self._own))
 
-    @property
+    @cached_property
     def _own(self) -> dict[str, Any]:
-        return {"generator": self._generator, "device": self._generator.device}
+        word = np.random.SeedSequence(self._key).generate_state(1, np.uint64)[0]
+        generator = torch.Generator(self._device).manual_seed(int(word >> np.uint64(1)))
+        return {"generator": generator, "device": generator.device}
 
     def _mine(self, drawn: Tensor) -> Tensor:
         return torch.tensor_split(drawn, self._world_size)[self._rank]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -82,13 +83,13 @@ class Run:
         return self.best["epochs_since"] >= (self.recipe.patience or 0)
 
     @property
-    def best_folder(self) -> Path | None:
+    def best_folder(self) -> Path:
         """Where the best epoch is saved. By its step: the last checkpoint may still speak of an earlier one."""
-        return self.out / f"best-{self.best['step']}" if self.best else None
+        return self.out / f"best-{self.best['step'] if self.best else None}"
 
     def go_back(self) -> dict[str, Any]:
         """Be as after the best epoch, with its bytes and seconds too, and return its figures; collective."""
-        assert self.best is not None and self.best_folder is not None
+        assert self.best is not None
         self.best["ended_at"] = self.replica.step
         if self.replica.step > self.best["step"]:
             folder = newest(self.best_folder)
@@ -117,9 +118,10 @@ def prepare(recipe: Recipe, config: Any, out: Path, seed: int, data: Path | None
     """Everything up to the first step; collective. What lies in `out` is cleared unless the run goes on from it."""
     source = _source(recipe, data)
     device = _device()
-    torch.backends.cudnn.benchmark = device.type == "cuda"  # batches keep their shape, so its search pays
     _seed(seed)
     model = recipe.model(source).to(device)
+    # Batches keep their shape, so its search pays; in one dimension it takes all of the card for a moment.
+    torch.backends.cudnn.benchmark = device.type == "cuda" and any(isinstance(m, nn.Conv2d) for m in model.modules())
     optimizer = recipe.optimizer(model.parameters())
     scheduler = scheduled(optimizer, recipe.rate, steps=recipe.steps, epochs=recipe.epochs)
     replica = attach(model, optimizer, config)

@@ -84,11 +84,16 @@ class Pictures:
 
     @torch.no_grad()
     def heldout(self, x: Tensor) -> Tensor:
-        mean, deviation = (_channels(values, x.device) for values in self.statistics)
-        if x.is_cuda:
-            # GPUs are faster with channels behind; layers follow their input.
-            x = x.contiguous(memory_format=torch.channels_last)
-        return (x.float() / 255 - mean) / deviation
+        # GPUs are faster with channels behind; layers follow their input.
+        layout = torch.channels_last if x.is_cuda else torch.contiguous_format
+        shift, scale = (_channels(values, x.device) for values in self._of_bytes)
+        return torch.addcmul(shift, x.to(torch.float32, memory_format=layout), scale)
+
+    @property
+    def _of_bytes(self) -> tuple[Channels, Channels]:
+        """What is added to a channel, and what its bytes are multiplied by."""
+        (red, green, blue), (r, g, b) = self.statistics
+        return (-red / r, -green / g, -blue / b), (1 / (255 * r), 1 / (255 * g), 1 / (255 * b))
 
     @property
     def _grey(self) -> Channels:
@@ -102,19 +107,21 @@ def _channels(values: Channels, device: torch.device) -> Tensor:
     return torch.tensor(values, device=device).view(1, 3, 1, 1)
 
 
+@cache
+def _places(shape: torch.Size, device: torch.device) -> list[Tensor]:
+    """The numbers of images, channels, rows and columns, each along its own dimension."""
+    return [torch.arange(n, device=device).view([-1 if i == d else 1 for i in range(4)]) for d, n in enumerate(shape)]
+
+
 def _shift(x: Tensor, draws: Draws, pad: int, flip: bool) -> Tensor:
     """As much as `pad` pixels up, down, left or right, and half of the images mirrored: one look-up a pixel."""
-    n, channels, height, width = x.shape
-    rows = torch.arange(height, device=x.device).view(1, 1, -1, 1)
-    columns = torch.arange(width, device=x.device).view(1, 1, 1, -1)
+    image, channel, rows, columns = _places(x.shape, x.device)
     if flip:
-        columns = torch.where(draws.uniform(1, 1, 1) < 0.5, width - 1 - columns, columns)
+        columns = torch.where(draws.uniform(1, 1, 1) < 0.5, columns.flip(3), columns)
     if pad:
         down, right = draws.integers(0, 2 * pad + 1, 2, 1, 1, 1).unbind(1)
         rows, columns = rows + down, columns + right
         x = F.pad(x, (pad, pad, pad, pad))
-    image = torch.arange(n, device=x.device).view(-1, 1, 1, 1)
-    channel = torch.arange(channels, device=x.device).view(1, -1, 1, 1)
     return x[image, channel, rows, columns]
 
 
@@ -134,8 +141,7 @@ def _erase(x: Tensor, draws: Draws, share: float) -> Tensor:
     height, width, top, left, found = (
         t.view(-1, 1, 1, 1) for t in _boxes(draws, (tall, wide), (0.02, 1 / 3), 0.3, spare=1)
     )
-    rows, columns = (torch.arange(side, device=x.device) for side in (tall, wide))
-    rows, columns = rows.view(1, 1, -1, 1), columns.view(1, 1, 1, -1)
+    _, _, rows, columns = _places(x.shape, x.device)
     inside = (rows >= top) & (rows < top + height) & (columns >= left) & (columns < left + width)
     chosen = found & (draws.uniform(1, 1, 1) < share)
     noise = draws.normal(*x.shape[1:]).to(memory_format=torch.channels_last if x.is_cuda else torch.contiguous_format)

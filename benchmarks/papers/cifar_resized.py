@@ -1,0 +1,16 @@
+"""VGG16 on CIFAR-10 with crops that are stretched, as timm's defaults have them: perhaps what was published with.
+
+thinwire run benchmarks/papers/cifar_resized.py:vgg16 --data DIR --method ab --workers 4
+"""
+
+from typing import Any
+
+from thinwire import recipes
+from thinwire.recipes import Recipe
+from thinwire.train.views import CIFAR10, Pictures
+
+
+def vgg16(**sizes: Any) -> Recipe:
+    return recipes.vgg16(**sizes).but(
+        name="vgg16-cifar10-resized", views=Pictures(statistics=CIFAR10, scale=(0.08, 1.0))
+    )
