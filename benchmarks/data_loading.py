@@ -1,8 +1,8 @@
 """What examples cost: a training step of VGG16 on batches as they come, against one on a batch that is there already.
 
-Steps are taken as `fit` takes them, in blocks, by turns; the device is waited for at the end of a block. The difference
-is what is left of loading, cropping, mirroring and normalising after the device has done some of it beside other work.
-Beside it stands a batch alone, with the device waited for. Ratios are (with loading − without) / with.
+Plain steps with the recipe's optimizer, precision and clipping, in blocks, by turns; the device is waited for at the
+end of a block. The difference is what is left of loading, cropping, mirroring and normalising after the device has done
+some of it beside other work. Beside it stands a batch alone, with the device waited for. Ratios are (with loading − without) / with.
 
     python benchmarks/data_loading.py --data DIR --device cuda
 """
@@ -44,7 +44,7 @@ def _share(name: str, data: Path, batch: int, device: str, pairs: int) -> Figure
 
     def block(batches: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for x, y in batches:
-            with torch.autocast(device, torch.bfloat16, enabled=recipe.autocast and device == "cuda"):
+            with recipe.precision(place):
                 loss = recipe.task.loss(model(x), y)
             optimizer.zero_grad()
             loss.backward()

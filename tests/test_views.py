@@ -212,3 +212,14 @@ def test_streams_seeds_and_steps_have_chance_of_their_own() -> None:
     first, again = (Draws(0, 0, batch=4) for _ in range(2))
     assert torch.equal(first.uniform(8), drawn[0]) and torch.equal(again.uniform(8), drawn[0])
     assert not torch.equal(first.uniform(8), drawn[0])  # each call draws anew
+
+
+def test_noise_is_drawn_in_blocks_and_the_same_for_any_number_of_workers() -> None:
+    whole = draws(150)
+    first, second = whole.noise(3), whole.noise(3)
+    assert first.shape == (150, 3) and not torch.equal(first, second) and len(first.unique()) == 450
+    assert abs(first.mean()) < 0.2 and abs(first.std() - 1) < 0.1
+    for workers in (2, 3, 7):
+        parts = [draws(150, rank=rank, world_size=workers) for rank in range(workers)]
+        for wanted in (first, second):
+            torch.testing.assert_close(torch.cat([part.noise(3) for part in parts]), wanted, rtol=0, atol=0)

@@ -8,6 +8,7 @@ import json
 import shutil
 from pathlib import Path
 
+from thinwire.errors import ConfigError
 from thinwire.jobs import Job
 from thinwire.settings import describe
 from thinwire.store import newest
@@ -25,7 +26,7 @@ def branch(saved: Path, job: Job) -> int:
     file = newest(place / "replica") / "state.json"
     state = json.loads(file.read_text())
     if state["method_name"] != "ab" or state["method"]["phase"] != "warmup":
-        raise SystemExit(f"{saved} is of {state['method_name']} in phase {state['method']['phase']}, not AB's warm-up")
+        raise ConfigError(f"{saved} is of {state['method_name']} in phase {state['method']['phase']}, not AB's warm-up")
     state |= {"method_name": job.method, "config": _plain(describe(job.config))}
     if job.method == "allreduce":
         state["method"] = {"step": state["method"]["step"], "phase": "train", "scale": 1.0}

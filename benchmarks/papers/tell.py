@@ -71,7 +71,7 @@ def _bytes(run: Run, given: argparse.Namespace) -> str:
         return f"{told['traffic_vs_allreduce_fp32']:.4f}"
     if told["method"] == "allreduce":
         return "1"
-    if told["method"] != "ab" or given.cifar is None:
+    if told["method"] != "ab" or given.cifar is None or told["recipe"].startswith("narrow"):
         return "–"
     return f"{_planned(run, given.cifar)['traffic_vs_allreduce_fp32']:.4f}, planned"
 

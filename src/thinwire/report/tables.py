@@ -65,7 +65,8 @@ def best_epoch(summary: dict[str, Any]) -> list[str]:
     """A line on the epoch with the lowest validation loss, where a run looked for it."""
     if not (best := summary.get("best_epoch")):
         return []
-    return [f"as after step {best['step']:,}, of the lowest validation loss; trained until step {best['ended_at']:,}"]
+    end = best["ended_at"]["step"]
+    return [f"as after step {best['step']:,}, of the lowest validation loss; trained until step {end:,}"]
 
 
 def size(amount: float) -> str:

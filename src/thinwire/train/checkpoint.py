@@ -7,6 +7,7 @@ checkpoint/replica/               written by `replica.save`
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -22,6 +23,9 @@ from thinwire.replica import Replica
 from thinwire.settings import describe
 from thinwire.store import atomic_folder, newest, read_json, read_tensors, write_json, write_tensors
 from thinwire.train.task import Recipe, describe_optimizer
+
+_LATER = ("task", "autocast", "patience")
+"""Parts of an identity that the first saves said nothing of."""
 
 
 def save(folder: Path, replica: Replica, scheduler: LambdaLR, position: dict[str, Any]) -> None:
@@ -45,10 +49,11 @@ def find(folder: Path) -> Path | None:
 
 
 def identity(recipe: Recipe, config: Any, seed: int) -> dict[str, Any]:
-    """What must be the same for a run to be gone on with, as plain values."""
-    about = {name: getattr(recipe, name) for name in ("steps", "epochs", "batch", "clip")}
-    about |= {"recipe": recipe.name, "seed": seed, "rate": _told(recipe.rate), "views": _told(recipe.views)}
-    return about | describe_optimizer(recipe.optimizer) | {"method": type(config).__name__} | describe(config)
+    """What makes two runs the same, whether one is gone on with or found finished, as JSON gives it back."""
+    about = {"recipe": recipe.name, "method": type(config).__name__, "seed": seed}
+    about |= {name: getattr(recipe, name) for name in ("steps", "epochs", "batch", "clip", "autocast", "patience")}
+    about |= {name: _told(getattr(recipe, name)) for name in ("task", "rate", "views")}
+    return json.loads(json.dumps(about | describe_optimizer(recipe.optimizer) | describe(config)))
 
 
 def _told(part: Any) -> str:
@@ -59,13 +64,18 @@ def _told(part: Any) -> str:
 def position(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """Where the saved run stands; refuses one of another identity than `wanted`."""
     saved = read_json(folder / "position.json")
-    for name, value in wanted.items():
-        if saved["identity"].get(name) != value:
-            raise ConfigError(
-                f"cannot resume from `{folder}`: it was saved with `{name}`={saved['identity'].get(name)!r}, "
-                f"this run has {value!r}; give the same settings, another `--out`, or leave out `--resume`"
-            )
+    there = {name: wanted[name] for name in _LATER} | saved["identity"]
+    if name := differing(there, wanted):
+        raise ConfigError(
+            f"cannot resume from `{folder}`: it was saved with `{name}`={there.get(name)!r}, "
+            f"this run has {wanted[name]!r}; give the same settings, another `--out`, or leave out `--resume`"
+        )
     return saved
+
+
+def differing(there: dict[str, Any], wanted: dict[str, Any]) -> str | None:
+    """The first name by which a run on disk is another than the one of identity `wanted`; None if it is the same."""
+    return next((name for name, value in wanted.items() if there.get(name) != value), None)
 
 
 def load(folder: Path, replica: Replica, scheduler: LambdaLR) -> None:

@@ -9,6 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_BLOCK = 64
+"""Examples that share a seed of their own where much is drawn for each."""
+
 
 class Draws:
     """Random numbers for one step's examples.
@@ -33,6 +36,7 @@ class Draws:
         self._batch = batch
         self._rank, self._world_size = rank, world_size
         self._device = device
+        self._calls = 0
 
     def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
         """(examples, *shape), evenly between `low` and `high`."""
@@ -43,13 +47,25 @@ class Draws:
         """(examples, *shape), normal with mean 0 and deviation 1."""
         return self._mine(torch.randn(self._batch, *shape, **self._own))
 
+    def noise(self, *shape: int) -> Tensor:
+        """(examples, *shape), normal as well, for much at once: little more is drawn than this worker's rows."""
+        mine = torch.tensor_split(torch.arange(self._batch), self._world_size)[self._rank]
+        self._calls += 1
+        first, last = int(mine[0]), int(mine[-1])
+        blocks = range(first // _BLOCK, last // _BLOCK + 1)
+        drawn = [torch.randn(_BLOCK, *shape, **self._chance(self._calls, block)) for block in blocks]
+        return torch.cat(drawn)[first - blocks[0] * _BLOCK :][: len(mine)]
+
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
         """(examples, *shape), whole numbers from `low` to `high` − 1."""
         return self._mine(torch.randint(low, high, (self._batch, *shape), **self._own))
 
     @cached_property
     def _own(self) -> dict[str, Any]:
-        word = np.random.SeedSequence(self._key).generate_state(1, np.uint64)[0]
+        return self._chance()
+
+    def _chance(self, *more: int) -> dict[str, Any]:
+        word = np.random.SeedSequence((*self._key, *more)).generate_state(1, np.uint64)[0]
         generator = torch.Generator(self._device).manual_seed(int(word >> np.uint64(1)))
         return {"generator": generator, "device": generator.device}
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from thinwire.comm.topology import join
 from thinwire.factor.usage import OrderOfUse
 from thinwire.train.loop import train_step
-from thinwire.train.run import Run, prepare
+from thinwire.train.run import Run, card, prepare
 from thinwire.train.summary import write_summary
 from thinwire.train.task import Recipe
 
@@ -65,7 +65,7 @@ def _taken(run: Run) -> dict[str, Any]:
         "seconds": {"data": read - start, "forward and backward": update - read, "optimizer": end - update},
         "activations": sum(kept.values()),
         "peak": torch.cuda.max_memory_allocated(run.device) if run.device.type == "cuda" else None,
-        "card": _card(run.device),
+        "card": card(run.device),
     }
 
 
@@ -103,11 +103,6 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def _card(device: torch.device) -> str | None:
-    """Which GPU it is, among those of all machines."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def _device(device: torch.device) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def fit(
     run.note_ranks()
     figures: dict[str, float] = {}
     last = min(until or recipe.steps, recipe.steps)
-    with run.feed.steps(range(run.replica.step, last)) as batches:
+    with run.fast_convolutions(), run.feed.steps(range(run.replica.step, last)) as batches:
         for done, batch in enumerate(batches, start=run.replica.step + 1):
             train_step(run, batch)
             run.note_stability()
@@ -61,14 +61,14 @@ def fit(
                 figures = _evaluate(run, validate=validate)
             if validate:
                 tired = run.lost_patience(figures)
-                _keep_best(run, config)
+                _keep_best(run)
                 if tired:
                     break
             if save_every and done % save_every == 0 and done < recipe.steps:
-                _checkpoint(run, config)
+                _checkpoint(run)
         else:
             if last < recipe.steps:
-                return _stop(run, config)
+                return _stop(run)
     if run.best:
         figures = run.go_back()
     return _conclude(run, figures, write=model)
@@ -138,7 +138,9 @@ def _conclude(run: Run, before: dict[str, float], *, write: bool) -> dict[str, A
     after = _evaluate(run, finished=True)
     metric = run.recipe.task.metric
     figures = after | {f"{metric}_before_truncation": before[metric]}
-    summary = summarise(run.recipe, run.replica, seed=run.seed, figures=figures, wall_s=run.wall_s, counts=run.counts)
+    summary = summarise(
+        run.recipe, run.replica, identity=run.identity, figures=figures, wall_s=run.wall_s, counts=run.counts
+    )
     summary |= {} if run.best is None else {"best_epoch": run.best}
     run.recorder.close()
     if run.replica.topology.rank == 0:
@@ -150,34 +152,34 @@ def _conclude(run: Run, before: dict[str, float], *, write: bool) -> dict[str, A
     return summary
 
 
-def _stop(run: Run, config: Any) -> dict[str, Any]:
+def _stop(run: Run) -> dict[str, Any]:
     """Save what is to be gone on with."""
-    _checkpoint(run, config)
+    _checkpoint(run)
     run.recorder.close()
     return {"stopped_at": run.replica.step, "steps": run.recipe.steps}
 
 
-def _keep_best(run: Run, config: Any) -> None:
+def _keep_best(run: Run) -> None:
     """Save an epoch that is the best so far; older ones go as soon as no checkpoint speaks of them."""
     if run.best and run.best["step"] == run.replica.step:
-        _save(run, config, run.best_folder)
+        _save(run, run.best_folder)
         if not checkpoint.find(run.out / "checkpoint"):
             run.forget_epochs(run.best_folder)
 
 
-def _checkpoint(run: Run, config: Any) -> None:
-    _save(run, config, run.out / "checkpoint")
+def _checkpoint(run: Run) -> None:
+    _save(run, run.out / "checkpoint")
     run.forget_epochs(run.best_folder)
 
 
-def _save(run: Run, config: Any, folder: Path) -> None:
+def _save(run: Run, folder: Path) -> None:
     run.recorder.flush()  # a resumed run keeps the lines up to its save
     position = {
         "step": run.replica.step,
         "wall_s": run.wall_s,
         "counts": run.counts.state(),
         "best": run.best,
-        "identity": checkpoint.identity(run.recipe, config, run.seed),
+        "identity": run.identity,
     }
     checkpoint.save(folder, run.replica, run.scheduler, position)
 

@@ -6,6 +6,8 @@ import dataclasses
 import random
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,8 @@ class Run:
     """A run under way, on one worker."""
 
     recipe: Recipe
-    seed: int
+    identity: dict[str, Any]
+    """What makes another run the same, by `checkpoint.identity`."""
     feed: Feed
     replica: Replica
     optimizer: Optimizer
@@ -88,13 +91,19 @@ class Run:
         return self.out / f"best-{self.best['step'] if self.best else None}"
 
     def go_back(self) -> dict[str, Any]:
-        """Be as after the best epoch, with its bytes and seconds too, and return its figures; collective."""
+        """Be as after the best epoch, by its bytes and seconds too, and return its figures; collective.
+
+        What was spent until the run ended is kept beside them.
+        """
         assert self.best is not None
-        self.best["ended_at"] = self.replica.step
+        spent = {"slow_bytes": self.replica.traffic.slow_bytes, "wall_s": round(self.wall_s, 3)}
+        self.best["ended_at"] = {"step": self.replica.step, **spent}
         if self.replica.step > self.best["step"]:
             folder = newest(self.best_folder)
+            saved = read_json(folder / "position.json")
             checkpoint.load(folder, self.replica, self.scheduler)
-            self.counts = Counts(**read_json(folder / "position.json")["counts"])
+            self.counts = Counts(**saved["counts"])
+            self.earlier_s, self.started = saved["wall_s"], time.monotonic()
             self.decompositions, self.shape = self.replica.decompositions, None
         return self.best
 
@@ -103,6 +112,21 @@ class Run:
         for folder in self.out.glob("best-*") if self.replica.topology.rank == 0 else ():
             if folder != but:
                 shutil.rmtree(folder, ignore_errors=True)
+
+    @contextmanager
+    def fast_convolutions(self) -> Iterator[None]:
+        """Let cuDNN search for the fastest ones meanwhile, unless workers share a card: a search may take all of it."""
+        before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, self._has_own_card()
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.benchmark = before
+
+    def _has_own_card(self) -> bool:
+        if self.device.type != "cuda" or not any(isinstance(m, nn.Conv2d) for m in self.replica.module.modules()):
+            return False
+        mine = card(self.device)
+        return self.replica.wire.tell(mine).count(mine) == 1
 
     @property
     def precision(self) -> torch.autocast:
@@ -120,8 +144,6 @@ def prepare(recipe: Recipe, config: Any, out: Path, seed: int, data: Path | None
     device = _device()
     _seed(seed)
     model = recipe.model(source).to(device)
-    # Batches keep their shape, so its search pays; in one dimension it takes all of the card for a moment.
-    torch.backends.cudnn.benchmark = device.type == "cuda" and any(isinstance(m, nn.Conv2d) for m in model.modules())
     optimizer = recipe.optimizer(model.parameters())
     scheduler = scheduled(optimizer, recipe.rate, steps=recipe.steps, epochs=recipe.epochs)
     replica = attach(model, optimizer, config)
@@ -133,16 +155,17 @@ def prepare(recipe: Recipe, config: Any, out: Path, seed: int, data: Path | None
     _seed(seed, rank + 1)  # workers draw their own dropout, also when they started from one model
     out.mkdir(parents=True, exist_ok=True)
     folder = checkpoint.find(out / "checkpoint") if resume else None
+    identity = checkpoint.identity(recipe, config, seed)
     saved: dict[str, Any] = {}
     if folder:
-        saved = checkpoint.position(folder, checkpoint.identity(recipe, config, seed))
+        saved = checkpoint.position(folder, identity)
         checkpoint.load(folder, replica, scheduler)
     elif rank == 0:
         _clear(out)
     noted = replica.decompositions if folder else 0  # a load takes attach's own back
     return Run(
         recipe=recipe,
-        seed=seed,
+        identity=identity,
         feed=Feed(recipe, source, device, seed=seed, rank=rank, world_size=world_size),
         replica=replica,
         optimizer=optimizer,
@@ -172,6 +195,11 @@ def _clear(out: Path) -> None:
         (out / name).unlink(missing_ok=True)
     for folder in (out / "model", *out.glob("checkpoint*"), *out.glob("best-*")):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def card(device: torch.device) -> str | None:
+    """Which GPU it is, among those of all machines."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def _device() -> torch.device:

@@ -20,9 +20,18 @@ from thinwire.train.task import Recipe, describe_optimizer
 
 
 def summarise(
-    recipe: Recipe, replica: Replica, *, seed: int, figures: dict[str, float], wall_s: float, counts: Counts
+    recipe: Recipe,
+    replica: Replica,
+    *,
+    identity: dict[str, Any],
+    figures: dict[str, float],
+    wall_s: float,
+    counts: Counts,
 ) -> dict[str, Any]:
-    """The summary of a finished run; collective. Ratios leave out what evaluation sent."""
+    """The summary of a finished run; collective. Ratios leave out what evaluation sent.
+
+    By its `identity`, as in a checkpoint, the run is known for the one that is asked for again.
+    """
     about, ledger, baseline = replica.describe(), replica.mean_traffic(), replica.baseline()
     traffic = ledger.summary()
     evaluation = traffic["by_purpose"].get("evaluate", {}).get("slow_bytes", 0)
@@ -32,7 +41,7 @@ def summarise(
         "method": about["method"],
         "config": about["config"],
         **_optimizers(recipe),
-        "seed": seed,
+        "seed": identity["seed"],
         "world_size": replica.topology.world_size,
         "groups": about["groups"],
         "nodes": about["nodes"],
@@ -61,6 +70,7 @@ def summarise(
         "ranks": _final_ranks(replica, about["kept_full"]),
         "kept_full": about["kept_full"],
         "events": about["events"],
+        "identity": identity,
         "versions": _versions(),
     }
 

@@ -61,7 +61,7 @@ class Classify:
         flat, wanted = outputs.flatten(0, -2).float(), targets.flatten()
         loss = F.cross_entropy(flat, wanted, reduction="sum")
         hits = (flat.argmax(-1) == wanted).sum()
-        return torch.stack([loss.double(), hits.double(), hits.new_tensor(len(wanted)).double()])
+        return torch.stack([loss.double(), hits.double(), loss.new_full((), len(wanted), dtype=torch.float64)])
 
     def figures(self, totals: Tensor) -> dict[str, float]:
         loss, hits, count = totals.tolist()
@@ -92,7 +92,7 @@ class Forecast:
     def totals(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """(3,): squared errors, absolute errors and number of targets."""
         error = (outputs.float() - targets).double()
-        return torch.stack([error.square().sum(), error.abs().sum(), error.new_tensor(error.numel())])
+        return torch.stack([error.square().sum(), error.abs().sum(), error.new_full((), error.numel())])
 
     def figures(self, totals: Tensor) -> dict[str, float]:
         squares, sizes, count = totals.tolist()

@@ -144,7 +144,7 @@ def _erase(x: Tensor, draws: Draws, share: float) -> Tensor:
     _, _, rows, columns = _places(x.shape, x.device)
     inside = (rows >= top) & (rows < top + height) & (columns >= left) & (columns < left + width)
     chosen = found & (draws.uniform(1, 1, 1) < share)
-    noise = draws.normal(*x.shape[1:]).to(memory_format=torch.channels_last if x.is_cuda else torch.contiguous_format)
+    noise = draws.noise(*x.shape[1:]).to(memory_format=torch.channels_last if x.is_cuda else torch.contiguous_format)
     return torch.where(inside & chosen, noise, x)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shlex
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 
 from thinwire.errors import ConfigError
 from thinwire.train.data.images import Images
+from thinwire.train.data.source import damaged
 
 Arrays = tuple[np.ndarray, np.ndarray]
 """uint8 pixels (examples, 3, 32, 32) and classes (examples,)."""
@@ -54,9 +56,8 @@ def cifar10(folder: Path | None) -> Images:
     batches = tuple(f"data_batch_{k}" for k in range(1, 6))
     packed = tuple(f"cifar10_train_{k}.npz" for k in range(1, 6))
     original = _Layout(files=(*batches, "test_batch"), inner="cifar-10-batches-py", read=_pickled("labels"))
-    return _load(
-        "CIFAR-10", "cifar-10-python", folder, original, _Layout(files=(*packed, "cifar10_test.npz"), read=_npz)
-    )
+    npz = _Layout(files=(*packed, "cifar10_test.npz"), read=_npz)
+    return _load(10, folder, original, npz)
 
 
 def cifar100(folder: Path | None) -> Images:
@@ -65,13 +66,13 @@ def cifar100(folder: Path | None) -> Images:
     `folder` holds the files of `cifar-100-python.tar.gz` or the folder that it unpacks to.
     """
     original = _Layout(files=("train", "test"), inner="cifar-100-python", read=_pickled("fine_labels"))
-    return _load("CIFAR-100", "cifar-100-python", folder, original)
+    return _load(100, folder, original)
 
 
-def _load(name: str, archive: str, folder: Path | None, *layouts: _Layout) -> Images:
-    place, files, read = _choose(name, archive, folder, *layouts)
+def _load(classes: int, folder: Path | None, *layouts: _Layout) -> Images:
+    place, files, read = _choose(f"CIFAR-{classes}", f"cifar-{classes}-python", folder, *layouts)
     with ThreadPoolExecutor(len(files)) as pool:
-        parts = list(pool.map(lambda file: _checked(read, place / file), files))
+        parts = list(pool.map(lambda file: _checked(read, place / file, classes), files))
     x, y = (torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*parts))
     cut = len(x) - len(parts[-1][0])
     return Images(x=x, y=y.long(), train_rows=np.arange(cut), heldout_rows=np.arange(cut, len(x)))
@@ -92,28 +93,26 @@ def _choose(
         told.append(files)
     where = f"no {name} in `{folder}`" if folder is not None else f"{name} does not come with Thinwire"
     url = f"https://www.cs.toronto.edu/~kriz/{archive}.tar.gz"
-    target = folder if folder is not None else "DIR"
+    target = shlex.quote(str(folder)) if folder is not None else "DIR"
     raise ConfigError(
         f"{where}; looked for " + ", or for ".join(told) + f". To fill the folder: mkdir -p {target} && "
-        f"curl -LO {url} && tar xzf {archive}.tar.gz -C {target}; then give `--data {target}`"
+        f"curl -fLO {url} && tar xzf {archive}.tar.gz -C {target}; then give `--data {target}`"
     )
 
 
-def _checked(read: Callable[[Path], Arrays], path: Path) -> Arrays:
-    """What `read` finds in a file, in the shape of images and classes."""
+def _checked(read: Callable[[Path], Arrays], path: Path, classes: int) -> Arrays:
+    """What `read` finds in a file, in the shape of images and of so many classes."""
     try:
         x, y = read(path)
     except ConfigError:
         raise
     except Exception as error:  # a damaged archive or pickle can raise anything
-        raise _damaged(path, f"{type(error).__name__}: {error}") from error
+        raise damaged(path, f"{type(error).__name__}: {error}") from error
     if x.dtype != np.uint8 or x.shape[1:] != (3, 32, 32) or y.shape != x.shape[:1] or y.dtype.kind not in "iu":
-        raise _damaged(path, f"it holds {x.dtype} {x.shape} and {y.dtype} {y.shape}")
+        raise damaged(path, f"it holds {x.dtype} {x.shape} and {y.dtype} {y.shape}")
+    if len(strange := y[(y < 0) | (y >= classes)]):
+        raise damaged(path, f"it has an image of class {strange[0]}, where classes are 0 to {classes - 1}")
     return x, y
-
-
-def _damaged(path: Path, why: str) -> ConfigError:
-    return ConfigError(f"`{path}` is not what its name says, or damaged ({why}); download and unpack it again")
 
 
 def _npz(path: Path) -> Arrays:

@@ -19,9 +19,12 @@ from thinwire.train.draws import Draws
 
 _ENDINGS = (".jpg", ".jpeg", ".png")
 _HELDOUT = ("val", "validation")
+_SCRIPT = "https://raw.githubusercontent.com/pytorch/examples/main/imagenet/extract_ILSVRC.sh"
 _FILL = (
-    "Who registers at https://www.image-net.org/download.php may download ImageNet, ILSVRC2012_img_train.tar and "
-    "ILSVRC2012_img_val.tar; https://github.com/pytorch/examples/blob/main/imagenet/extract_ILSVRC.sh unpacks them so"
+    "ImageNet is for those who register at https://www.image-net.org/download.php: download ILSVRC2012_img_train.tar "
+    "(138 GB) and ILSVRC2012_img_val.tar (6.3 GB) there into one folder, and in it "
+    f"curl -fLO {_SCRIPT} && bash extract_ILSVRC.sh; this leaves imagenet/train/CLASS and imagenet/val/CLASS, "
+    "then give `--data imagenet`"
 )
 
 Chance = Sequence[Sequence[float]] | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import gzip
+import io
 import logging
 import math
 from collections.abc import Iterator
@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
-from typing import TextIO
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from thinwire.comm.topology import place
 from thinwire.errors import ConfigError
-from thinwire.train.data.source import rows_on
+from thinwire.train.data.source import how_to_fill, rows_on, unpacked_text
 from thinwire.train.draws import Draws
 
 COLUMNS = ("HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT")
@@ -167,19 +166,15 @@ def _find(name: str, folder: Path | None) -> Path:
         if folder is not None and path.is_file():
             return path
     where = f"no `{name}.csv` and no `{name}.csv.gz` in `{folder}`" if folder else f"`{name}.csv` is not in the package"
-    into = folder or "DIR"
-    raise ConfigError(
-        f"{where}; get it by `curl -L -o {into}/{name}.csv {_ORIGIN}/{name}.csv` and give its folder by `--data {into}`"
-    )
+    raise ConfigError(f"{where}. {how_to_fill(folder, {f'{name}.csv': f'{_ORIGIN}/{name}.csv'})}")
 
 
 def _read(path: Path) -> tuple[list[datetime], np.ndarray]:
     """The dates, and the values of `COLUMNS` as (rows, variables) in fp64."""
     try:
-        with _open(path) as file:
-            rows = [(line, *_parsed(path, line, fields)) for line, fields in _rows(path, file)]
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"cannot read `{path}`: {error}; fetch it again") from error
+        rows = [(line, *_parsed(path, line, fields)) for line, fields in _rows(path, unpacked_text(path))]
+    except csv.Error as error:
+        raise ConfigError(f"`{path}` is no table ({error}); download it again") from error
     for (_, before, _), (line, date, _) in pairwise(rows):
         if date - before != _STEP:
             raise ConfigError(
@@ -189,15 +184,9 @@ def _read(path: Path) -> tuple[list[datetime], np.ndarray]:
     return [date for _, date, _ in rows], np.array([values for *_, values in rows]).reshape(-1, len(COLUMNS))
 
 
-def _open(path: Path) -> TextIO:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8", newline="")
-    return path.open(encoding="utf-8", newline="")
-
-
-def _rows(path: Path, file: TextIO) -> Iterator[tuple[int, list[str]]]:
+def _rows(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
     """The number of each line that is not empty, and its date and values in the order of `COLUMNS`."""
-    reader = csv.reader(file)
+    reader = csv.reader(io.StringIO(text, newline=""))
     header = next(reader, [])
     wanted = ("date", *COLUMNS)
     if missing := [column for column in wanted if column not in header]:

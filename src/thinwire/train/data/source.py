@@ -6,6 +6,10 @@ for every method and every number of workers, and a resumed run needs nothing bu
 
 from __future__ import annotations
 
+import gzip
+import shlex
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -51,6 +55,34 @@ def locate(name: str, folder: Path | None = None) -> Path:
         f"no `{name}` in `{folder}`; give a folder that holds a file of that name, "
         "or leave `--data` out to use the copy in the package"
     )
+
+
+def unpacked(path: Path) -> bytes:
+    """What a file holds, plain or, by its name, packed as `.gz`."""
+    try:
+        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"`{path}` cannot be read ({type(error).__name__}: {error}); download it again") from error
+
+
+def unpacked_text(path: Path) -> str:
+    """The same as text, which must be UTF-8; its lines end as they do in the file."""
+    try:
+        return unpacked(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"`{path}` is not UTF-8 ({error}); convert it or download it again") from error
+
+
+def damaged(path: Path, why: str) -> ConfigError:
+    """The error for a file that can be read and holds something else."""
+    return ConfigError(f"`{path}` is not what its name says, or damaged ({why}); download and unpack it again")
+
+
+def how_to_fill(folder: Path | None, addresses: Mapping[str, str]) -> str:
+    """The commands that fetch files by their names, into a folder that need not be there, and what to type then."""
+    target = shlex.quote(str(folder)) if folder is not None else "DIR"
+    fetch = (f"curl -fL --create-dirs -o {target}/{name} {address}" for name, address in addresses.items())
+    return f"To fill the folder: {' && '.join(fetch)}; then give `--data {target}`"
 
 
 def rows_on(device: torch.device, rows: np.ndarray) -> Tensor:

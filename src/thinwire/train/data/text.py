@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,12 +11,13 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
-from thinwire.train.data.source import locate, rows_on
+from thinwire.train.data.source import how_to_fill, locate, rows_on, unpacked, unpacked_text
 from thinwire.train.draws import Draws
 
 _LAYOUTS = ("{}.txt", "wiki.{}.tokens", "wikitext2_{}.txt")
 """How WikiText's parts are called, by those who pass them on; each also with `.gz`."""
 _WIKITEXT2 = "https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2"
+_WIKITEXT2_PARTS = ("train", "valid", "test")
 _UNKNOWN = "<unk>"
 _BYTES = "".join(map(chr, range(256)))
 
@@ -92,8 +91,7 @@ def _windows(ids: Tensor, starts: np.ndarray, block: int) -> tuple[Tensor, Tenso
 
 def shakespeare(folder: Path | None = None, *, block: int = 64, heldout: int = 32_768) -> Text:
     """Tiny Shakespeare by characters; the last `heldout` characters are held out."""
-    with gzip.open(locate("tinyshakespeare.txt.gz", folder), "rt", encoding="utf-8") as file:
-        text = file.read()
+    text = unpacked_text(locate("tinyshakespeare.txt.gz", folder))
     characters = "".join(sorted(set(text)))
     number = {c: i for i, c in enumerate(characters)}
     ids = torch.tensor([number[c] for c in text], dtype=torch.uint8)
@@ -108,7 +106,7 @@ def words(folder: Path | None, *, block: int, names: tuple[str, str, str] = ("tr
     part's, in the order of appearance; other words become `<unk>`.
     """
     paths = _parts(folder, names)
-    train, *others = (_read(path).replace("\n", " <eos> ").split() for path in paths)
+    train, *others = (_words(path) for path in paths)
     number = {word: i for i, word in enumerate(dict.fromkeys(train))}
     validation, heldout = (_ids(text, number, path) for text, path in zip(others, paths[1:], strict=True))
     ids = _ids(train, number, paths[0])
@@ -126,7 +124,7 @@ def by_bytes(path: Path | None, *, block: int, heldout: int | None = None) -> Te
     files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.name.endswith((".txt", ".txt.gz")))
     if not files:
         raise ConfigError(f"no *.txt and no *.txt.gz in `{path}`; give `--data` a text file or a folder that has some")
-    held = b"".join(_unpacked(file) for file in files)
+    held = b"".join(unpacked(file) for file in files)
     ids = torch.frombuffer(bytearray(held), dtype=torch.uint8) if held else torch.empty(0, dtype=torch.uint8)
     cut = len(ids) - (len(ids) // 10 if heldout is None else heldout)
     return Text(train_ids=ids[: max(0, cut)], heldout_ids=ids[max(0, cut) :], block=block, tokens=_BYTES)
@@ -141,15 +139,13 @@ def _parts(folder: Path | None, names: tuple[str, str, str]) -> list[Path]:
             return [paths[0] for paths in found]
     where = f"no WikiText in `{folder}`" if folder is not None else "WikiText does not come with Thinwire"
     looked = ", or ".join(", ".join(layout.format(name) for name in names) for layout in _LAYOUTS)
-    target = folder if folder is not None else "DIR"
-    commands = " && ".join(
-        f"curl -L --create-dirs -o {target}/{name}.txt {_WIKITEXT2}/{part}.txt"
-        for name, part in zip(names, ("train", "valid", "test"), strict=True)
-    )
-    raise ConfigError(
-        f"{where}; looked for {looked}, each plain or with .gz. "
-        f"To fill the folder: {commands}; then give `--data {target}`"
-    )
+    addresses = {f"{name}.txt": f"{_WIKITEXT2}/{part}.txt" for name, part in zip(names, _WIKITEXT2_PARTS, strict=True)}
+    raise ConfigError(f"{where}; looked for {looked}, each plain or with .gz. {how_to_fill(folder, addresses)}")
+
+
+def _words(path: Path) -> list[str]:
+    """Those of a file, with one for the end of each line."""
+    return unpacked_text(path).replace("\r\n", "\n").replace("\n", " <eos> ").split()
 
 
 def _ids(text: Sequence[str], number: Mapping[str, int], path: Path) -> Tensor:
@@ -160,17 +156,3 @@ def _ids(text: Sequence[str], number: Mapping[str, int], path: Path) -> Tensor:
             f"its place; write {_UNKNOWN!r} for rare words in all parts"
         )
     return torch.from_numpy(np.fromiter((number.get(word, unknown) for word in text), np.int32, len(text)))
-
-
-def _read(path: Path) -> str:
-    try:
-        return _unpacked(path).decode("utf-8").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"`{path}` is not UTF-8 ({error}); convert it or download it again") from error
-
-
-def _unpacked(path: Path) -> bytes:
-    try:
-        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"`{path}` cannot be read ({type(error).__name__}: {error}); download it again") from error
