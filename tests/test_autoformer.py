@@ -295,10 +295,10 @@ def test_a_missing_file_says_how_to_get_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as told:
         data.ett(tmp_path)
     assert f"no `ETTm2.csv` and no `ETTm2.csv.gz` in `{tmp_path}`" in str(told.value)
-    assert f"`curl -L -o {tmp_path}/ETTm2.csv {origin}`" in str(told.value)
+    assert f"curl -fL --create-dirs -o {tmp_path}/ETTm2.csv {origin}; then give" in str(told.value)
     with pytest.raises(ConfigError) as told:
         data.ett(None)
-    assert f"`curl -L -o DIR/ETTm2.csv {origin}`" in str(told.value)
+    assert f"curl -fL --create-dirs -o DIR/ETTm2.csv {origin}; then give `--data DIR`" in str(told.value)
 
 
 HEADER = "date,HUFL,HULL,MUFL,MULL,LUFL,LULL,OT\n"
@@ -334,7 +334,11 @@ def test_dates_that_are_not_a_quarter_of_an_hour_apart_are_refused(tmp_path: Pat
     assert f"`{tmp_path / 'ETTm2.csv'}`, line 5: 2016-07-01 {clock} follows 2016-07-01 00:15:00" in str(told.value)
 
 
-def test_a_packed_file_that_is_broken_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "ETTm2.csv.gz").write_bytes(gzip.compress((HEADER + "2016-07-01,1,2,3,4,5,6,7\n" * 99).encode())[:-9])
-    with pytest.raises(ConfigError, match=r"cannot read `.*ETTm2.csv.gz`: .*; fetch it again"):
+@pytest.mark.parametrize("how", ["cut", "flipped", "other", "not UTF-8"])
+def test_a_packed_file_that_is_broken_is_refused(tmp_path: Path, how: str) -> None:
+    packed = bytearray(gzip.compress((HEADER + "2016-07-01,1,2,3,4,5,6,7\n" * 99).encode()))
+    flipped = bytes(b ^ 0xFF if 20 <= i < 60 else b for i, b in enumerate(packed))  # zlib's own error, no OSError
+    broken = {"cut": bytes(packed[:-9]), "flipped": flipped, "other": b"404", "not UTF-8": gzip.compress(b"\xff")}
+    (tmp_path / "ETTm2.csv.gz").write_bytes(broken[how])
+    with pytest.raises(ConfigError, match=r"ETTm2.csv.gz` (cannot be read|is not UTF-8) .*download it again"):
         data.ett(tmp_path)
