@@ -120,6 +120,38 @@ def test_damage_is_said_with_the_file(file, how, tmp_path):
         data.cifar10(folder)
 
 
+@pytest.mark.parametrize(("kind", "last"), [("cifar10", 9), ("cifar10-npz", 9), ("cifar100", 99)])
+@pytest.mark.parametrize("beyond", [False, True])
+def test_classes_that_a_set_does_not_have_are_refused(kind, last, beyond, tmp_path):
+    folder, wrong = folder_for(kind, tmp_path), last + 1 if beyond else -1
+    classes = [0, 1, wrong, *range(3, IMAGES)]
+    if kind == "cifar10-npz":
+        np.savez(folder / "cifar10_test.npz", d=pixels(7).transpose(1, 0, 2, 3), y=np.array(classes))
+    else:
+        path = folder / ("cifar-10-batches-py/test_batch" if kind == "cifar10" else "cifar-100-python/test")
+        pickled(path, {"data": pixels(7).reshape(IMAGES, -1), "labels": classes, "fine_labels": classes})
+    with pytest.raises(ConfigError, match=f"test.* an image of class {wrong}, .* 0 to {last}.; download and unpack it"):
+        data.cifar10(folder) if last == 9 else data.cifar100(folder)
+
+
+def test_the_small_sets_may_be_damaged_too(tmp_path):
+    (tmp_path / "digits8x8.npz").write_bytes((data.SHIPPED / "digits8x8.npz").read_bytes()[:-99])
+    with pytest.raises(ConfigError, match=r"digits8x8\.npz` is not what its name says, or damaged"):
+        data.digits(tmp_path)
+    (tmp_path / "tinyshakespeare.txt.gz").write_bytes(gzip.compress(b"a b c")[:-6])
+    with pytest.raises(ConfigError, match=r"tinyshakespeare\.txt\.gz` cannot be read"):
+        data.shakespeare(tmp_path)
+
+
+def test_commands_that_fill_a_folder_make_it_and_quote_it(tmp_path):
+    folder = tmp_path / "not yet"
+    for load in (data.cifar10, data.cifar100, data.ett, lambda place: data.text.words(place, block=2)):
+        with pytest.raises(ConfigError) as told:
+            load(folder)
+        assert f"then give `--data '{folder}'`" in str(told.value)
+        assert "--create-dirs" in str(told.value) or f"mkdir -p '{folder}'" in str(told.value)
+
+
 def test_what_is_missing_comes_with_the_command_to_fetch_it(tmp_path):
     with pytest.raises(ConfigError) as none:
         data.cifar10(tmp_path)
@@ -223,8 +255,10 @@ def test_grey_images_of_16_bits_keep_their_shades(tmp_path):
 
 
 def test_errors_of_an_image_folder_name_what_is_wrong(imagenet, tmp_path):
-    with pytest.raises(ConfigError, match=r"no folder `train` in .*DIR/train/CLASS"):
+    with pytest.raises(ConfigError, match=r"no folder `train` in .*DIR/train/CLASS") as told:
         data.image_folder(tmp_path, size=16)
+    for part in ("image-net.org/download.php", "bash extract_ILSVRC.sh", "imagenet/train/CLASS", "`--data imagenet`"):
+        assert part in str(told.value)
     folder = shutil.copytree(imagenet, tmp_path / "copy")
     _harm(folder / "train" / "n01" / "n01_0.JPEG", "cut")
     with pytest.raises(ConfigError, match=r"n01_0\.JPEG` cannot be decoded"):
