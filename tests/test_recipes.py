@@ -138,7 +138,52 @@ def test_a_run_tells_its_optimizer_and_is_not_resumed_with_another(tuned, tmp_pa
     for saved in out.glob("checkpoint*"):
         saved.rename(tmp_path / saved.name)
     result = CliRunner().invoke(main, [*words, "--resume"])
-    assert result.exit_code == 2 and "holds a finished run with `lr`=0.05, not 0.25" in result.output
+    assert result.exit_code == 2 and "holds a finished run with `optimizer.lr`=0.05, not 0.25" in result.output
+
+
+CHANGED = """
+from functools import partial
+from torch.optim import AdamW
+from thinwire.recipes import digits
+from thinwire.train.task import Classify
+def changed():
+    return digits().but(**{{"name": "changed", "steps": 3, "optimizer": partial(AdamW, lr=1e-3), {change}}})
+"""
+CHANGES = {
+    "clip": '"clip": 0.1',
+    "autocast": '"autocast": True',
+    "patience": '"patience": 3',
+    "task": '"task": Classify(smoothing=0.1)',
+    "optimizer.weight_decay": '"optimizer": partial(AdamW, lr=1e-3, weight_decay=0.5)',
+    "optimizer.lr": '"optimizer": partial(AdamW, lr=0.1)',
+}
+
+
+def test_a_run_with_another_setting_is_neither_gone_on_with_nor_taken_for_finished(tmp_path):
+    def job(change="", **more):
+        (tmp_path / "mine.py").write_text(CHANGED.format(change=change))
+        recipe = f"{tmp_path / 'mine.py'}:changed"
+        return Job(recipe=recipe, method="allreduce", out=tmp_path / "run", resume=True, model=False, **more)
+
+    summary = job(save_every=2).run(print)
+    assert job().finished() == job(eval_every=1).finished() == summary
+    job().check()
+    for name, change in CHANGES.items():
+        with pytest.raises(ConfigError, match=f"a finished run with `{name}`=.*, not .*; give another `--out`, or"):
+            job(change).finished()
+        with pytest.raises(ConfigError, match=f"saved with `{name}`=.*, this run has .*; give the same settings"):
+            job(change).check()
+    # Earlier versions wrote less of it.
+    files = [tmp_path / "run" / name for name in ("summary.json", "checkpoint/position.json")]
+    summary, position = (json.loads(file.read_text()) for file in files)
+    del summary["identity"], position["identity"]["task"], position["identity"]["autocast"]
+    for file, told in zip(files, (summary, position), strict=True):
+        file.write_text(json.dumps(told))
+    job().check()
+    assert job().finished() == job(CHANGES["clip"]).finished() == summary
+    for change in (CHANGES["optimizer.lr"], '"steps": 4', '"batch": 32'):
+        with pytest.raises(ConfigError, match="a finished run with"):
+            job(change).finished()
 
 
 def test_a_plan_has_the_optimizer_that_suits_a_method(tuned):

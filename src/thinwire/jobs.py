@@ -16,10 +16,9 @@ from thinwire.errors import ConfigError, unknown
 from thinwire.launch import Seat, as_worker, inside_job, launch, share
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, named
-from thinwire.settings import describe, from_strings
+from thinwire.settings import from_strings
 from thinwire.train import checkpoint, fit
 from thinwire.train.first_step import FIRST_STEP, first_step
-from thinwire.train.task import describe_optimizer
 
 Defaults = Callable[[str, str | None], Mapping[str, Any]]
 """Fields of a method's config by its name and the name of a schedule, as `Recipe.defaults`."""
@@ -147,25 +146,15 @@ class Job:
         if not path.is_file():
             return None
         summary = json.loads(path.read_text(encoding="utf-8"))
-        optimizer = describe_optimizer(self.trained.optimizer)
-        wanted = {
-            "recipe": self.trained.name,
-            "method": self.method,
-            "seed": self.seed,
-            "length": self.trained.steps,
-            "batch": self.trained.batch,
-            "optimizer": optimizer["optimizer"],
-            "lr": optimizer.get("optimizer.lr"),
-        }
-        wanted["config"] = json.loads(json.dumps(describe(self.config)))
+        wanted = checkpoint.identity(self.trained, self.config, self.seed)
+        there = summary.get("identity") or wanted | _earlier_identity(summary)
         if not inside_job():
-            wanted["world_size"] = self.workers
-        for name, value in wanted.items():
-            if name in summary and summary[name] != value:
-                raise ConfigError(
-                    f"`{self.out}` holds a finished run with `{name}`={summary[name]!r}, not {value!r}; "
-                    "give another `--out`, or leave out `--resume` to run it anew"
-                )
+            wanted, there = wanted | {"world_size": self.workers}, there | {"world_size": summary["world_size"]}
+        if name := checkpoint.differing(there, wanted):
+            raise ConfigError(
+                f"`{self.out}` holds a finished run with `{name}`={there.get(name)!r}, not {wanted[name]!r}; "
+                "give another `--out`, or leave out `--resume` to run it anew"
+            )
         return summary
 
     def arguments(self) -> list[str]:
@@ -197,6 +186,14 @@ class Job:
             words += ["--set", text]
         flags = {"--resume": self.resume, "--no-model": not self.model, "--first-step": self.first_step}
         return [*words, "--quiet", *(flag for flag, given in flags.items() if given)]
+
+
+def _earlier_identity(summary: dict[str, Any]) -> dict[str, Any]:
+    """As much of a run's identity as its summary said before it had a place of its own there."""
+    names = {"recipe": "recipe", "seed": "seed", "length": "steps", "batch": "batch"}
+    names |= {"optimizer": "optimizer", "lr": "optimizer.lr"}
+    known = {name: summary[told] for told, name in names.items() if told in summary}
+    return known | {"method": METHODS[summary["method"]].config.__name__} | summary["config"]
 
 
 def method_config(method: str, settings: Iterable[str], defaults: Defaults, group_size: str | None) -> Any:
