@@ -5,9 +5,12 @@ import math
 import re
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +21,9 @@ import small
 import thinwire
 from thinwire import AB, AllReduce, ConfigError, DisagreementError, DivergedError
 from thinwire.comm.topology import place
+from thinwire.recipes import named
+from thinwire.train import fit
+from thinwire.train.data import Images, digits
 
 
 def says(message: str, *parts: str) -> bool:
@@ -225,8 +231,14 @@ def test_loading_from_nowhere_or_another_config_says_so(tmp_path: Any) -> None:
 # Workers that differ.
 
 
-def differ(rank: int) -> dict[str, str]:
+def differ(rank: int, folder: str) -> dict[str, str]:
     found = {}
+    for what in ("one more", "one less", "others", "targets", "fingerprint"):
+        source = odd_data(what, rank == 2)
+        recipe = named("digits").but(source=lambda _, source=source: source)
+        with pytest.raises(DisagreementError) as caught:
+            fit(recipe, AllReduce(), out=folder)
+        found[what] = str(caught.value)
     for what in ("shape", "name", "dtype", "groups", "frozen", "more"):
         model, optimizer = odd_one(what if rank == 2 else "none")
         with pytest.raises(DisagreementError) as caught:
@@ -253,7 +265,38 @@ def odd_one(what: str) -> tuple[nn.Module, Any]:
     return model, torch.optim.SGD(groups, lr=0.1)
 
 
-def test_different_architectures_name_the_ranks_and_the_place() -> None:
+@dataclass(frozen=True, kw_only=True)
+class Printed(Images):
+    """Examples that nobody looks at, as they have a fingerprint."""
+
+    told: str
+
+    def fingerprint(self) -> str:
+        return self.told
+
+
+def odd_data(what: str, odd: bool) -> Images:
+    source = digits()
+    if what == "fingerprint":
+        return Printed(**vars(replace(source, y=source.y + odd)), told="odd" if odd else "even")
+    changes = {
+        "one more": {"train_rows": np.append(source.train_rows, 0)},
+        "one less": {"heldout_rows": source.heldout_rows[1:]},
+        "others": {"train_rows": np.roll(source.train_rows, 1)},
+        "targets": {"y": source.y + 1},
+    }
+    return replace(source, **changes[what]) if odd else source
+
+
+def test_different_architectures_and_data_name_the_ranks_and_the_place(tmp_path: Path) -> None:
+    examples = "'examples 0, 628, 1256 to train on of checksum "
+    data = {
+        "one more": ("'1,257 examples to train on'", "'1,258 examples to train on'"),
+        "one less": ("'540 examples held out'", "'539 examples held out'"),
+        "others": (examples, examples),
+        "targets": (examples, examples),
+        "fingerprint": ("'files of fingerprint even'", "'files of fingerprint odd'"),
+    }
     there = {
         "shape": ("middle.bias [32]", "head.weight [11, 32]"),
         "name": ("head.weight", "other.weight"),
@@ -262,11 +305,15 @@ def test_different_architectures_name_the_ranks_and_the_place() -> None:
         "frozen": ("middle.weight", "frozen"),
         "more": ("norm.running_mean", "extra.weight"),
     }
-    found = gang.run(differ, 3, patience=20)
+    found = gang.run(differ, 3, str(tmp_path), patience=20)
     assert found[0] == found[1] == found[2]
     for what, (here, other) in there.items():
         assert says(found[0][what], "different models", "rank 0 has", "where rank 2 has", here, other)
         assert "ranks that differ from rank 0: 2)" in found[0][what]
+    for what, (here, other) in data.items():
+        assert says(found[0][what], f"different data: rank 0 has {here}", f"where rank 2 has {other}")
+        assert "from rank 0: 2); give every worker the same data" in found[0][what]
+    assert not list(tmp_path.iterdir())
 
 
 def start_apart(rank: int) -> dict[str, Any]:

@@ -194,6 +194,18 @@ def test_an_image_folder_has_the_classes_of_its_folders(imagenet):
     assert torch.equal(x, source.heldout(np.arange(6))[0])
 
 
+def test_the_fingerprint_of_an_image_folder_tells_names_and_numbers(imagenet, tmp_path):
+    folder = shutil.copytree(imagenet, tmp_path / "copy")
+    fingerprint = lambda: data.image_folder(folder, size=16).fingerprint()  # noqa: E731
+    found = [data.image_folder(imagenet, size=16).fingerprint(), fingerprint()]
+    assert found[0] == found[1]
+    image = min((folder / "train" / CLASSES[1]).iterdir())
+    for name in (f"{CLASSES[1]}/0.jpg", f"{CLASSES[0]}/z.jpg"):  # named otherwise, then the last of the class before
+        image = image.rename(folder / "train" / name)
+        found.append(fingerprint())
+    assert len(set(found)) == 3
+
+
 def test_crops_do_not_ask_how_many_workers_there_are(imagenet):
     indices = Batches(size=24, batch=9, seed=1).indices(2)
     whole, _ = data.image_folder(imagenet, size=16).train(indices, Draws(1, 2, batch=9))

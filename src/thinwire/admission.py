@@ -1,7 +1,8 @@
-"""What is checked once, when a model is attached: the optimizer, the architecture, the first values."""
+"""What is checked once, before the first step: the optimizer, the architecture, the first values, a run's data."""
 
 import hashlib
 import logging
+from collections.abc import Sequence
 
 from torch import nn
 from torch.optim import Optimizer
@@ -40,16 +41,26 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
 def check_same_architecture(model: nn.Module, optimizer: Optimizer, wire: Wire) -> None:
     """Names, shapes, dtypes and optimizer groups must be the same on all workers."""
     own = _architecture(model, optimizer)
+    _check_same(own, wire, "models", "build the same model and optimizer on every worker")
+
+
+def check_same_data(told: Sequence[str], wire: Wire) -> None:
+    """What workers say of their data must be the same; booked as part of attaching, whatever its length."""
+    before, wire.ledger.phase = wire.ledger.phase, "attach"
+    _check_same(told, wire, "data", "give every worker the same data")
+    wire.ledger.phase = before
+
+
+def _check_same(own: Sequence[str], wire: Wire, what: str, remedy: str) -> None:
     if len(set(wire.tell(_digest(own)))) == 1:
         return
-    told = wire.tell(own)
+    told = wire.tell(list(own))
     differing = [rank for rank, other in enumerate(told) if other != told[0]]
     here, there = told[0], told[differing[0]]
     place = next((i for i, (x, y) in enumerate(zip(here, there, strict=False)) if x != y), min(len(here), len(there)))
     raise DisagreementError(
-        f"workers have different models: rank 0 has {_entry(here, place)} where rank {differing[0]} has "
-        f"{_entry(there, place)} (ranks that differ from rank 0: {', '.join(map(str, differing))}); "
-        "build the same model and optimizer on every worker"
+        f"workers have different {what}: rank 0 has {_entry(here, place)} where rank {differing[0]} has "
+        f"{_entry(there, place)} (ranks that differ from rank 0: {', '.join(map(str, differing))}); {remedy}"
     )
 
 
@@ -71,7 +82,7 @@ def _architecture(model: nn.Module, optimizer: Optimizer) -> list[str]:
     return lines
 
 
-def _digest(lines: list[str]) -> str:
+def _digest(lines: Sequence[str]) -> str:
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 
 

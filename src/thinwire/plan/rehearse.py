@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from thinwire.admission import check_optimizer, check_same_architecture, spread_first_values
+from thinwire.admission import check_optimizer, check_same_architecture, check_same_data, spread_first_values
 from thinwire.comm.codec import size_of
 from thinwire.comm.dry import Call, DryWire, Exchange
 from thinwire.comm.ledger import Ledger
@@ -161,7 +161,10 @@ def rehearse(subject: Subject, config: Any, topology: Topology, foresee: Foresig
 
     method = make(config, Ground(model, optimizer, wire, find_factors=find_factors, find_basis=find_basis))
     found.assumes = method.assumes
-    _Stage(subject, method, Replica(method), wire, found).play()
+    stage = _Stage(subject, method, Replica(method), wire, found)
+    if subject.recipe:
+        check_same_data((), wire)  # workers send a digest, of one length whatever their data
+    stage.play()
     return found
 
 

@@ -26,6 +26,7 @@ from thinwire.train.counts import Counts
 from thinwire.train.data import Source
 from thinwire.train.feed import Feed
 from thinwire.train.recorder import Recorder
+from thinwire.train.same_data import compare
 from thinwire.train.schedule import scheduled
 from thinwire.train.task import Recipe
 
@@ -152,6 +153,8 @@ def prepare(recipe: Recipe, config: Any, out: Path, seed: int, data: Path | None
         raise ConfigError(
             f"a batch of {recipe.batch} cannot be shared by {world_size} workers; use at most {recipe.batch}"
         )
+    feed = Feed(recipe, source, device, seed=seed, rank=rank, world_size=world_size)
+    compare(source, replica.wire)
     _seed(seed, rank + 1)  # workers draw their own dropout, also when they started from one model
     out.mkdir(parents=True, exist_ok=True)
     folder = checkpoint.find(out / "checkpoint") if resume else None
@@ -166,7 +169,7 @@ def prepare(recipe: Recipe, config: Any, out: Path, seed: int, data: Path | None
     return Run(
         recipe=recipe,
         identity=identity,
-        feed=Feed(recipe, source, device, seed=seed, rank=rank, world_size=world_size),
+        feed=feed,
         replica=replica,
         optimizer=optimizer,
         scheduler=scheduler,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -82,6 +83,15 @@ class Folder:
     def heldout(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         """uint8 (examples, 3, size, size) and classes, from the middle of each image."""
         return self._decode(self.heldout_files, indices, [None] * len(indices))
+
+    def fingerprint(self) -> str:
+        """By the classes, the number of images in each and a thousand or two of their names; opens no file."""
+        numbers = np.arange(len(self.classes))
+        told = hashlib.blake2b(repr(self.classes).encode(), digest_size=8)
+        for files in (self.train_files, self.heldout_files):
+            told.update(np.searchsorted(files.numbers, numbers).tobytes())  # where each begins: images lie by class
+            told.update(files.names[:: max(1, len(files.names) // 1000)].tobytes())
+        return told.hexdigest()
 
     def _decode(self, files: Files, indices: np.ndarray, chances: Sequence[Chance]) -> tuple[Tensor, Tensor]:
         assert len(chances) == len(indices), "the draws are for another number of examples"
