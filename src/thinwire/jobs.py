@@ -18,6 +18,7 @@ from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, named
 from thinwire.settings import from_strings
 from thinwire.train import checkpoint, fit
+from thinwire.train.data.source import check_share
 from thinwire.train.first_step import FIRST_STEP, first_step
 
 Defaults = Callable[[str, str | None], Mapping[str, Any]]
@@ -91,11 +92,7 @@ class Job:
         if not inside_job():
             each = share(self.workers, self.seats)
             arrange(0, [rank // each for rank in range(self.workers)], self.config.group_size)
-            if self.workers > self.trained.batch:
-                raise ConfigError(
-                    f"a batch of {self.trained.batch} cannot be shared by {self.workers} workers; "
-                    f"use at most {self.trained.batch}"
-                )
+            check_share(self.trained.batch, self.workers)
             if data:
                 self.trained.source(self.data)
         if self.stability and self.stability * self.stability_back > self.trained.steps:

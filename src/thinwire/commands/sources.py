@@ -23,6 +23,7 @@ from thinwire.report import read_run
 from thinwire.store import newest, read_json, read_tensors
 from thinwire.train.data import Source
 from thinwire.train.feed import Feed
+from thinwire.train.run import own_device
 
 _ROUNDING = 1e-5
 """Singular values up to this share of the largest are what multiplying out left; a layer keeps the rank it had."""
@@ -123,7 +124,7 @@ def of_function(text: str, weights: Path | None) -> Found:
     if inputs is not None:
         _check_inputs(model, inputs, text)
     told = f"the model of {text}, {f'with the weights of {weights}' if weights else 'with its own weights'}"
-    return Found(model=model.to(_device()), told=told, example=inputs, **_sizes(model))
+    return Found(model=model.to(own_device()), told=told, example=inputs, **_sizes(model))
 
 
 def recipe_of(name: str, given: str | None) -> Recipe:
@@ -143,7 +144,7 @@ def recipe_of(name: str, given: str | None) -> Recipe:
 
 def _built(recipe: Recipe, data: Path | None) -> tuple[Source | NoData, nn.Module]:
     source = _source(recipe, data)
-    return source, recipe.model(cast(Source, source)).to(_device())
+    return source, recipe.model(cast(Source, source)).to(own_device())
 
 
 def _source(recipe: Recipe, data: Path | None) -> Source | NoData:
@@ -160,10 +161,10 @@ def _judged(recipe: Recipe, source: Source | NoData) -> dict[str, Any]:
     known = {"metric": recipe.task.metric, "views": recipe.told_views}
     if isinstance(source, NoData):
         return known | {"without": str(source)}
-    feed = Feed(recipe, source, _device())
+    feed = Feed(recipe, source, own_device())
 
     def evaluate(model: nn.Module) -> float:
-        with recipe.precision(_device()):
+        with recipe.precision(own_device()):
             totals = torch.stack([recipe.task.totals(model(x), y) for x, y in feed.parts()])
         return recipe.task.figures(totals.sum(0))[recipe.task.metric]
 
@@ -176,7 +177,7 @@ def _example(folder: Path) -> Any:
     if told:
         (only,) = told  # a run's model takes one tensor
         shape, dtype = only["shape"][1:], getattr(torch, only["dtype"])
-        return torch.zeros(2, *shape, dtype=dtype, device=_device())
+        return torch.zeros(2, *shape, dtype=dtype, device=own_device())
     program = folder / "program.pt2"  # folders of earlier versions say it nowhere else
     if not program.is_file():
         return None
@@ -255,7 +256,3 @@ def _check_inputs(model: nn.Module, inputs: Any, text: str) -> None:
 def _misfit(what: str, where: str, error: Exception) -> ConfigError:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return ConfigError(f"{what} does not fit {where}: {' '.join(lines[:2])}")
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

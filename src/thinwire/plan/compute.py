@@ -18,6 +18,7 @@ from thinwire.errors import ConfigError, ThinwireError
 from thinwire.factor.decompose import decompose_if_smaller
 from thinwire.plan.rehearse import Subject, copy_with
 from thinwire.train.first_step import kept_for_backward
+from thinwire.train.run import own_device
 
 _LEAST_S, _LEAST_STEPS, _MOST_STEPS = 1.0, 3, 50
 # A worker that waits for the wire finds its caches cold: a small model's step takes a third longer after a pause.
@@ -66,7 +67,7 @@ def given(seconds: float) -> Compute:
 def measure(subject: Subject, shape: nn.Module | None = None) -> Compute:
     """Steps of the subject's model, or of one with another's shape, on one thread as workers have it."""
     model = _filled(shape, subject.model) if shape is not None else copy.deepcopy(subject.model)
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    device = own_device()
     with _threads():
         try:
             return _Bench(subject, model.to(device).train(), device).run()
@@ -79,7 +80,7 @@ def measure(subject: Subject, shape: nn.Module | None = None) -> Compute:
 
 def decomposition_seconds(tall: tuple[int, int], cutoff: float = 0.15) -> float:
     """One decomposition of a weight of this shape."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = own_device()
     with _threads():
         matrix = torch.randn(*tall, device=device)
         seconds = []

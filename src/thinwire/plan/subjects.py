@@ -12,6 +12,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from thinwire.errors import ConfigError, unknown
 from thinwire.plan.rehearse import Subject
 from thinwire.recipes import Recipe, call_function
+from thinwire.train.data.source import check_share
 from thinwire.train.feed import Feed
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
@@ -23,10 +24,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
 
 def of_recipe(recipe: Recipe, workers: int, data: Path | None = None) -> Subject:
     """A recipe as one of its workers meets it."""
-    if workers > recipe.batch:
-        raise ConfigError(
-            f"a batch of {recipe.batch} cannot be shared by {workers} workers; use at most {recipe.batch}"
-        )
+    check_share(recipe.batch, workers)
     source = recipe.source(data)
     x, y = Feed(recipe, source, torch.device("cpu"), world_size=workers).batch(0)
     return Subject(

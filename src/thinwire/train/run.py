@@ -23,7 +23,7 @@ from thinwire.replica import Replica, attach
 from thinwire.store import newest, read_json
 from thinwire.train import checkpoint
 from thinwire.train.counts import Counts
-from thinwire.train.data import Source
+from thinwire.train.data.source import Source, check_share
 from thinwire.train.feed import Feed
 from thinwire.train.recorder import Recorder
 from thinwire.train.same_data import compare
@@ -142,17 +142,14 @@ class Run:
 def prepare(recipe: Recipe, config: Any, out: Path, seed: int, data: Path | None, resume: bool) -> Run:
     """Everything up to the first step; collective. What lies in `out` is cleared unless the run goes on from it."""
     source = _source(recipe, data)
-    device = _device()
+    device = own_device()
     _seed(seed)
     model = recipe.model(source).to(device)
     optimizer = recipe.optimizer(model.parameters())
     scheduler = scheduled(optimizer, recipe.rate, steps=recipe.steps, epochs=recipe.epochs)
     replica = attach(model, optimizer, config)
     rank, world_size = replica.topology.rank, replica.topology.world_size
-    if recipe.batch < world_size:
-        raise ConfigError(
-            f"a batch of {recipe.batch} cannot be shared by {world_size} workers; use at most {recipe.batch}"
-        )
+    check_share(recipe.batch, world_size)
     feed = Feed(recipe, source, device, seed=seed, rank=rank, world_size=world_size)
     compare(source, replica.wire)
     _seed(seed, rank + 1)  # workers draw their own dropout, also when they started from one model
@@ -205,7 +202,8 @@ def card(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
-def _device() -> torch.device:
+def own_device() -> torch.device:
+    """Where this worker computes: the GPU that is its own, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

@@ -121,3 +121,9 @@ def share(indices: np.ndarray, rank: int, world_size: int) -> np.ndarray:
     Where they do, every worker's mean loss still weighs the same, as with DDP and a sharded loader.
     """
     return np.array_split(indices, world_size)[rank]
+
+
+def check_share(batch: int, workers: int) -> None:
+    """Refuse a batch that leaves a worker without an example."""
+    if workers > batch:
+        raise ConfigError(f"a batch of {batch} cannot be shared by {workers} workers; use at most {batch}")
