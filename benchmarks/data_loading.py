@@ -2,7 +2,8 @@
 
 Plain steps with the recipe's optimizer, precision and clipping, in blocks, by turns; the device is waited for at the
 end of a block. The difference is what is left of loading, cropping, mirroring and normalising after the device has done
-some of it beside other work. Beside it stands a batch alone, with the device waited for. Ratios are (with loading − without) / with.
+some of it beside other work. Beside it stands a batch alone, with the device waited for. Ratios are
+(with loading − without) / with.
 
     python benchmarks/data_loading.py --data DIR --device cuda
 """
