@@ -1,4 +1,4 @@
-"""Narrow versions of the papers' recipes, to see that run.py runs."""
+"""Narrow versions of the papers' recipes, to see that run.py runs, and to look into what came out."""
 
 from thinwire import recipes
 from thinwire.recipes import Recipe
@@ -18,3 +18,9 @@ def gpt() -> Recipe:
 
 def autoformer() -> Recipe:
     return recipes.autoformer(96, width=16, heads=2, hidden=32).but(name="narrow-autoformer", batch=8, steps=40)
+
+
+def gpt_words() -> Recipe:
+    """Large enough to show what methods cost a model of many words: docs/results.md."""
+    base = recipes.gpt(width=64, depth=2, heads=4, block=32)
+    return base.but(name="narrow-gpt-words", batch=64, steps=600, eval_every=600)
