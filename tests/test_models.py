@@ -243,6 +243,23 @@ def test_built_models_do_not_tell_what_chance_the_construction_took(orthogonal: 
     assert all(not torch.equal(frugal[name], other[name]) for name in frugal if name.endswith("proj.weight"))
 
 
+@pytest.mark.parametrize("name", NARROW)
+def test_built_without_values_a_model_is_the_same_but_for_them(name: str) -> None:
+    before = torch.get_rng_state()
+    bare = initial.without_values(lambda: initial.build(NARROW[name], orthogonal=True))
+    assert torch.equal(torch.get_rng_state(), before)
+    shapes = {key: (t.shape, t.dtype) for key, t in NARROW[name]().state_dict().items()}
+    assert {key: (t.shape, t.dtype) for key, t in bare.state_dict().items()} == shapes
+    assert all(p.is_meta for p in bare.parameters())
+
+
+def test_a_model_that_looks_at_values_while_it_is_built_has_them() -> None:
+    def curious() -> nn.Module:
+        return nn.Linear(round(torch.ones(3).sum().item()), 2)
+
+    assert initial.without_values(curious).weight.shape == (2, 3)
+
+
 def test_orthogonal_values_follow_names_and_not_the_order_of_construction() -> None:
     states = []
     for order in (("a", "b"), ("b", "a")):

@@ -6,11 +6,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from standins import folder_for
 from thinwire import config
 from thinwire.cli import main
 from thinwire.errors import ConfigError
 from thinwire.jobs import Job
-from thinwire.recipes import RECIPES, named
+from thinwire.recipes import RECIPES, autoformer, named, vit_b16_global, vit_b16_oialr
 from thinwire.settings import from_strings
 from thinwire.train.checkpoint import _random_state, _restore_random
 from thinwire.train.recorder import Recorder
@@ -72,6 +73,44 @@ def test_steps_must_be_positive():
     assert named("digits", steps=7).steps == 7
     with pytest.raises(ConfigError, match="`steps` must be at least 1, got 0"):
         named("digits", steps=0)
+
+
+# Sizes.
+
+WRONG = {
+    "name": ("vgg16_bn(widht=0.5)", "unknown size of VGG16BN 'widht', choose from: classes, width"),
+    "no number": ("digits(dropout='some')", "`dropout`='some' must be a number, as it is a size of DigitNet"),
+    "heads": ("gpt(heads=3)", "`heads`=3 cannot share a `width`=256 of GPT; give a number of heads that divides it"),
+    "of data": ("autoformer(96, variables=3)", "unknown size of Autoformer 'variables', choose from: decoder_layers"),
+    "classes": ("vgg16(classes=9)", "`classes`=9 of VGG16 are too few for data with 10; give as many, or leave"),
+    "image": ("mini_vit(image=64)", "`image`=64 of ViT is not the side of the data's images, 32; give that, or"),
+    "label": ("autoformer(96, inputs=24)", "`label=48` must be from 0 to `inputs=24`"),
+    "model": (
+        "digits().but(name='mine', model=lambda source: [][0])",
+        "the model of the recipe mine cannot be built (IndexError: list index out of range); mend the sizes",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_sizes_that_do_not_fit_are_found_before_anything_runs(what, tmp_path):
+    made, said = WRONG[what]
+    (tmp_path / "mine.py").write_text(f"from thinwire.recipes import *\ndef wrong():\n    return {made}\n")
+    kind = "cifar10" if what in ("classes", "image") else "ettm2"
+    folder = ["--data", str(folder_for(kind, tmp_path))] if what in ("classes", "image", "label") else []
+    command = ["run", f"{tmp_path / 'mine.py'}:wrong", "--method", "allreduce", *folder, "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 2 and said in result.output and "Traceback" not in result.output, result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_sizes_that_the_data_must_know_are_handed_on_to_it(tmp_path):
+    recipe = autoformer(24, inputs=48, label=12, width=16, heads=2, hidden=32, encoder_layers=1)
+    source = recipe.source(folder_for("ettm2", tmp_path))
+    x, y = source.train(np.arange(2))
+    assert x.shape == (2, 48 + 24, 12) and recipe.model(source)(x).shape == y.shape == (2, 24, 7)
+    assert autoformer(96).steps == 21_481 and autoformer(96, inputs=48).steps == 21_511
+    assert vit_b16_oialr(image=64).source.keywords["size"] == vit_b16_global(image=64).source.keywords["size"] == 64
 
 
 # What suits single methods.

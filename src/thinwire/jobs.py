@@ -15,7 +15,7 @@ from thinwire.comm.topology import arrange, place
 from thinwire.errors import ConfigError, unknown
 from thinwire.launch import Seat, as_worker, inside_job, launch, share
 from thinwire.methods.registry import METHODS
-from thinwire.recipes import Recipe, named
+from thinwire.recipes import Recipe, model_without_values, named
 from thinwire.settings import from_strings
 from thinwire.train import checkpoint, fit
 from thinwire.train.data.source import check_share
@@ -94,7 +94,7 @@ class Job:
             arrange(0, [rank // each for rank in range(self.workers)], self.config.group_size)
             check_share(self.trained.batch, self.workers)
             if data:
-                self.trained.source(self.data)
+                model_without_values(self.trained, self.trained.source(self.data))
         if self.stability and self.stability * self.stability_back > self.trained.steps:
             raise ConfigError(
                 f"`--stability {self.stability} --stability-back {self.stability_back}` leaves nothing to compare "

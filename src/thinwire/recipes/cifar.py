@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torch import nn
 from torch.optim import AdamW
 
 from thinwire.recipes import tables
+from thinwire.recipes.sizes import checked, for_images
 from thinwire.train import data, models
 from thinwire.train.schedule import Cosine
 from thinwire.train.task import Classify, Recipe, Suited
@@ -27,12 +30,13 @@ def vgg16(**sizes: Any) -> Recipe:
     A batch of 1,024 is 49 iterations an epoch, which the counts of Table A.9 go by. The augmentation is the usual one
     for CIFAR, a shift by up to 4 pixels and a flip; the text speaks of random resizing and cropping, and says no more.
     """
+    checked(models.VGG16, sizes)
     return Recipe(
         name="vgg16-cifar10",
         summary="VGG16 without BatchNorm, 134 M parameters, on CIFAR-10 (dissertation, Tables A.6 and A.9)",
         task=Classify(smoothing=0.1),
         source=data.cifar10,
-        model=lambda source: models.initial.build(lambda: models.library.vgg16(**sizes), orthogonal=True),
+        model=lambda source: _orthogonal(models.library.vgg16, for_images(models.VGG16, sizes, source)),
         optimizer=partial(AdamW, lr=3e-3, weight_decay=0.1),
         steps=_steps(150),
         epochs=150,
@@ -56,12 +60,16 @@ def vgg16(**sizes: Any) -> Recipe:
 
 def vgg16_bn(**sizes: Any) -> Recipe:
     """The usual VGG16 for CIFAR, with BatchNorm and a narrow classifier, 15 M parameters, as `vgg16` otherwise."""
-    base = vgg16()
-    return base.but(
+    checked(models.VGG16BN, sizes)
+    return vgg16().but(
         name="vgg16bn-cifar10",
         summary="VGG16 with BatchNorm, 15 M parameters, on CIFAR-10 (settings of Tables A.6 and A.9)",
-        model=lambda source: models.initial.build(lambda: models.VGG16BN(**sizes), orthogonal=True),
+        model=lambda source: _orthogonal(models.VGG16BN, for_images(models.VGG16BN, sizes, source)),
     )
+
+
+def _orthogonal(make: Callable[..., nn.Module], sizes: dict[str, Any]) -> nn.Module:
+    return models.initial.build(lambda: make(**sizes), orthogonal=True)
 
 
 _MINI = {"classes": 10, "image": 32, "patch": 8, "width": 768, "depth": 6, "heads": 6, "qkv_bias": False}
@@ -70,12 +78,13 @@ _VIEWS = Pictures(statistics=CIFAR10, scale=(0.8, 1.0), rand_augment=9, erase=0.
 
 def mini_vit(**sizes: Any) -> Recipe:
     """OIALR's mini-ViT, 43 M parameters; Table A.2, its baseline, and where that is silent Table A.1."""
+    whole = checked(models.ViT, {**_MINI, "drop_path": 0.2, **sizes})
     return Recipe(
         name="minivit-cifar10",
         summary="a ViT of depth 6 on CIFAR-10 (dissertation, Table A.2)",
         task=Classify(smoothing=0.1),
         source=data.cifar10,
-        model=lambda source: models.library.vit(**{**_MINI, "drop_path": 0.2, **sizes}),
+        model=lambda source: models.library.vit(**for_images(models.ViT, whole, source)),
         optimizer=partial(AdamW, lr=1e-4),
         steps=_steps(125),
         epochs=125,

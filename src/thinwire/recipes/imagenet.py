@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from thinwire.recipes import tables
+from thinwire.recipes.sizes import checked, for_images
 from thinwire.train import data, models
 from thinwire.train.schedule import Cosine
 from thinwire.train.task import Classify, Recipe, Suited
@@ -46,14 +47,15 @@ def vit_b16_global(**sizes: Any) -> Recipe:
 
 def vit_b16_oialr(**sizes: Any) -> Recipe:
     """OIALR's ViT-B/16 with stronger augmentation on smaller crops; Table A.1. It is evaluated on crops of 160 too."""
-    size, epochs, batch = 160, 125, 1024
+    checked(models.ViT, sizes)
+    size, epochs, batch = sizes.get("image", 160), 125, 1024
     steps = round(epochs * _IMAGES / batch)
     return Recipe(
         name="vitb16-imagenet-oialr",
         summary="ViT-B/16 on ImageNet, crops of 160 (dissertation, Table A.1)",
         task=Classify(smoothing=0.1),
         source=partial(_images, size=size, crop_pct=0.9),
-        model=lambda source: models.library.vit(**{**_classes(source), "image": size, "dropout": 0.1, **sizes}),
+        model=lambda source: _vit({"image": size, "dropout": 0.1, **sizes}, source),
         optimizer=partial(AdamW, lr=1e-3),
         steps=steps,
         epochs=epochs,
@@ -69,10 +71,11 @@ def vit_b16_oialr(**sizes: Any) -> Recipe:
 
 
 def _resnet50(kind: str, batch: int, sizes: Mapping[str, Any]) -> Recipe:
+    checked(models.ResNet50, sizes)
     return _scaling(
         f"resnet50-imagenet-{kind}",
         "ResNet-50",
-        lambda source: models.library.resnet50(**{**_classes(source), "dropout": 0.1, **sizes}),
+        lambda source: _resnet({"dropout": 0.1, **sizes}, source),
         tables.nearest(tables.RESNET50, batch),
         batch=batch,
         decay=0.01,
@@ -80,17 +83,21 @@ def _resnet50(kind: str, batch: int, sizes: Mapping[str, Any]) -> Recipe:
 
 
 def _vit_b16(kind: str, batch: int, sizes: Mapping[str, Any]) -> Recipe:
+    checked(models.ViT, sizes)
     return _scaling(
         f"vitb16-imagenet-{kind}",
         "ViT-B/16",
-        lambda source: models.library.vit(**{**_classes(source), "drop_path": 0.1, **sizes}),
+        lambda source: _vit({"drop_path": 0.1, **sizes}, source),
         tables.nearest(tables.VIT_B16, batch),
         batch=batch,
         decay=0.1,
+        size=sizes.get("image", 224),
     )
 
 
-def _scaling(name: str, told: str, make: Make, counts: tables.Counts, *, batch: int, decay: float) -> Recipe:
+def _scaling(
+    name: str, told: str, make: Make, counts: tables.Counts, *, batch: int, decay: float, size: int = 224
+) -> Recipe:
     epochs = 150
     steps = max(epochs, round(epochs * _IMAGES / batch))
     constant = f"{_LOCAL} images a worker" if name.endswith("local") else f"{_GLOBAL} images a step"
@@ -98,7 +105,7 @@ def _scaling(name: str, told: str, make: Make, counts: tables.Counts, *, batch: 
         name=name,
         summary=f"{told} on ImageNet, {constant} (dissertation, Tables A.6 to A.8)",
         task=Classify(smoothing=0.1),
-        source=partial(_images, size=224, crop_pct=0.875),
+        source=partial(_images, size=size, crop_pct=0.875),
         model=lambda source: models.initial.build(lambda: make(source), orthogonal=True),
         optimizer=partial(AdamW, lr=3.5e-3, weight_decay=decay),
         steps=steps,
@@ -111,6 +118,14 @@ def _scaling(name: str, told: str, make: Make, counts: tables.Counts, *, batch: 
         eval_every=round(steps / epochs),
         suited={"ab": tables.ab(counts)},
     )
+
+
+def _vit(sizes: dict[str, Any], source: data.Source) -> nn.Module:
+    return models.library.vit(**for_images(models.ViT, {**_classes(source), **sizes}, source))
+
+
+def _resnet(sizes: dict[str, Any], source: data.Source) -> nn.Module:
+    return models.library.resnet50(**for_images(models.ResNet50, {**_classes(source), **sizes}, source))
 
 
 def _classes(source: data.Source) -> dict[str, int]:

@@ -7,26 +7,29 @@ from typing import Any
 
 from torch.optim import AdamW
 
+from thinwire.recipes.sizes import checked
 from thinwire.train import data, models
 from thinwire.train.schedule import Cosine, Halving
 from thinwire.train.task import Forecast, Recipe, Suited
 
 HORIZONS = (96, 192, 336, 720)
-_INPUTS = 96
 _TRAIN_ROWS = 34_560
 _EPOCHS = 20
 
 
 def autoformer(horizon: int, **sizes: Any) -> Recipe:
     """`horizon` quarters of an hour ahead, with the authors' own rates; ends early when validation does not improve."""
+    # Variables and marks are the data's; what it must know of the model is handed on to it.
+    checked(models.Autoformer, sizes, "horizon", "variables", "marks")
+    rows = {"inputs": 96, "label": 48, "horizon": horizon} | {n: sizes[n] for n in ("inputs", "label") if n in sizes}
     batch = 32
-    steps = round(_EPOCHS * (_TRAIN_ROWS - _INPUTS - horizon + 1) / batch)
+    steps = round(_EPOCHS * (_TRAIN_ROWS - rows["inputs"] - horizon + 1) / batch)
     return Recipe(
         name=f"autoformer-ettm2-{horizon}",
         summary=f"Autoformer on ETTm2, {horizon} steps ahead (dissertation, Table A.4)",
         task=Forecast(),
-        source=partial(data.ett, horizon=horizon),
-        model=lambda source: models.Autoformer(horizon=horizon, **sizes),
+        source=partial(data.ett, **rows),
+        model=lambda source: models.Autoformer(**{**sizes, **rows}),
         optimizer=partial(AdamW, lr=4e-4),
         steps=steps,
         epochs=_EPOCHS,

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from torch.optim import AdamW
 
+from thinwire.recipes.sizes import checked, for_images
 from thinwire.train import data, models
 from thinwire.train.task import CLASSIFY, PREDICT, Recipe, Suited
 
@@ -18,12 +19,13 @@ def digits(**sizes: Any) -> Recipe:
     (`benchmarks/tune_recipe.py`), where everything between 0.01 and 5 is equal within the noise. What suits single
     methods was found there too (`benchmarks/rivals`).
     """
+    checked(models.DigitNet, sizes)
     return Recipe(
         name="digits",
         summary="a small CNN on 8×8 handwritten digits (accuracy on 540 held out)",
         task=CLASSIFY,
         source=data.digits,
-        model=lambda source: models.DigitNet(**sizes),
+        model=lambda source: models.DigitNet(**for_images(models.DigitNet, sizes, source)),
         optimizer=partial(AdamW, lr=3e-3, weight_decay=3.0),
         steps=600,
         batch=64,
@@ -54,6 +56,7 @@ def shakespeare(**sizes: Any) -> Recipe:
     Learning rate and weight decay are the best of plain training on 32,768 characters of the training part
     (`benchmarks/tune_recipe.py`, one seed), and so is what suits single methods (`benchmarks/rivals`).
     """
+    checked(models.CharGPT, sizes, "vocabulary")
     return Recipe(
         name="shakespeare",
         summary="a character GPT on Tiny Shakespeare (perplexity a character, 32,768 held out)",

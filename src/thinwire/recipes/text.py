@@ -8,6 +8,7 @@ from typing import Any, cast
 from torch import nn
 from torch.optim import AdamW
 
+from thinwire.recipes.sizes import checked
 from thinwire.train import data, models
 from thinwire.train.schedule import Cosine
 from thinwire.train.task import PREDICT, Recipe, Suited
@@ -38,6 +39,7 @@ def gpt_124m(**sizes: Any) -> Recipe:
 
 
 def _wikitext2(name: str, summary: str, sizes: dict[str, Any], *, lr: float, epochs: int) -> Recipe:
+    checked(models.GPT, sizes, "vocabulary")
     batch = 64
     steps = round(epochs * _TOKENS / (batch * sizes["block"]))
     return Recipe(

@@ -8,6 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from thinwire.errors import ThinwireError
+
 M = TypeVar("M", bound=nn.Module)
 
 _LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
@@ -32,6 +34,21 @@ def build(make: Callable[[], M], *, orthogonal: bool = False) -> M:
             torch.default_generator.manual_seed(seed)
             _redraw(model)
     return model
+
+
+def without_values(make: Callable[[], M]) -> M:
+    """What `make` builds, on the meta device, where nothing is drawn; with values if it cannot be built without.
+
+    No chance is taken.
+    """
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with torch.device("meta"):
+                return make()
+        except ThinwireError:
+            raise
+        except Exception:  # a model may do anything while it is built, also look at values
+            return make()
 
 
 def orthogonal(model: M) -> M:
@@ -70,9 +87,11 @@ def _draw_own(module: nn.Module) -> None:
 
 def _orthogonal(like: Tensor) -> Tensor:
     """As `nn.init.orthogonal_`, drawn on the CPU; a GPU decomposes large ones, where there is one."""
+    if like.is_meta:
+        return like
     drawn = _empty(like).flatten(1).normal_()
     tall = drawn.t() if drawn.shape[0] < drawn.shape[1] else drawn
-    faster = torch.cuda.is_available() and tall.numel() > _SMALL and not tall.is_meta
+    faster = torch.cuda.is_available() and tall.numel() > _SMALL
     q, r = torch.linalg.qr(tall.cuda() if faster else tall)
     q = q * r.diagonal().sign()  # else it would not be spread evenly over all orthogonal matrices
     return (q.t() if drawn.shape[0] < drawn.shape[1] else q).reshape(like.shape)
