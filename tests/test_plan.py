@@ -312,6 +312,20 @@ def test_compute_is_measured_in_the_shape_of_each_phase() -> None:
     assert type(found.shapes["groups"][7]) is not nn.Linear
 
 
+def test_values_are_drawn_only_to_time_a_step() -> None:
+    plain, built = named("digits", steps=STEPS), []
+
+    def model(source: Any) -> nn.Module:
+        built.append(plain.model(source))
+        return built[-1]
+
+    what = of_recipe(plain.but(model=model), 2)
+    make_plan(what, {"ab": ab()}, Layout(workers=2), Links(), stopwatch=Stopwatch(what, given(0.1))).as_dict()
+    assert [next(each.parameters()).is_meta for each in built] == [True]
+    assert measure(what).seconds > 0
+    assert [next(each.parameters()).is_meta for each in built] == [True, False]
+
+
 def test_memory_counts_parameters_gradients_buckets_and_state() -> None:
     what = subject()
     found = rehearse(what, thinwire.AllReduce(), arrange(0, [0, 0], None), foresight.typical)

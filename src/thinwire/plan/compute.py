@@ -66,7 +66,7 @@ def given(seconds: float) -> Compute:
 
 def measure(subject: Subject, shape: nn.Module | None = None) -> Compute:
     """Steps of the subject's model, or of one with another's shape, on one thread as workers have it."""
-    model = _filled(shape, subject.model) if shape is not None else copy.deepcopy(subject.model)
+    model = copy.deepcopy(subject.with_values) if shape is None else _filled(shape, subject.with_values)
     device = own_device()
     with _threads():
         try:

@@ -58,11 +58,13 @@ class Subject:
 
     name: str
     model: nn.Module
-    """On the CPU, as it starts; left as it is."""
+    """On the CPU, as it starts, or without values on the meta device; left as it is."""
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
     """Builds the optimizer."""
     steps: int
     """Optimizer steps of the run."""
+    values: Callable[[], nn.Module] | None = None
+    """Builds the model as it starts, where `model` may have no values: a step is timed with them."""
     inputs: tuple[Any, ...] = ()
     """A worker's batch, as the model is called; nothing where it is not known."""
     keywords: dict[str, Any] = field(default_factory=dict)
@@ -84,6 +86,11 @@ class Subject:
         """The same with the optimizer of this config's method."""
         own = self.suited.get(name_of(config))
         return self if own is None else replace(self, optimizer=own)
+
+    @cached_property
+    def with_values(self) -> nn.Module:
+        """The model on the CPU, as it starts."""
+        return self.model if self.values is None else self.values()
 
     @cached_property
     def without_values(self) -> nn.Module:

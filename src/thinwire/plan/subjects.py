@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from thinwire.errors import ConfigError, unknown
 from thinwire.plan.rehearse import Subject
-from thinwire.recipes import Recipe, call_function
+from thinwire.recipes import Recipe, call_function, model_without_values
 from thinwire.train.data.source import check_share
 from thinwire.train.feed import Feed
 
@@ -29,7 +29,8 @@ def of_recipe(recipe: Recipe, workers: int, data: Path | None = None) -> Subject
     x, y = Feed(recipe, source, torch.device("cpu"), world_size=workers).batch(0)
     return Subject(
         name=recipe.name,
-        model=recipe.model(source),
+        model=model_without_values(recipe, source),
+        values=lambda: recipe.model(source),
         optimizer=recipe.optimizer,
         steps=recipe.steps,
         inputs=(x,),
