@@ -264,6 +264,12 @@ def test_one_process_needs_nothing_else(tmp_path):
     assert summary["perplexity_before_truncation"] == summary["perplexity"]
 
 
+def test_help_says_where_data_comes_from_and_that_schedules_can_be_chosen():
+    for command in ("run", "compare", "plan", "netbench"):
+        told = " ".join(CliRunner().invoke(main, [command, "--help"]).output.split())
+        assert "schedule=table|guideline" in told and "digits and shakespeare have theirs in the package" in told
+
+
 def test_list_knows_recipes_and_methods():
     text = CliRunner().invoke(main, ["list"]).output
     for name in ("digits", "shakespeare", "allreduce", "ab"):

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.comm.topology import place
+from thinwire.commands import options
 from thinwire.commands.dry_run import rehearse
 from thinwire.commands.export import export
 from thinwire.commands.netbench import netbench
@@ -55,15 +56,14 @@ def main() -> None:
 
 def _shared(command: Callable[..., None]) -> Callable[..., None]:
     """The flags that `run` and `compare` have in common."""
-    path = click.Path(path_type=Path, file_okay=False)
-    options = [
+    shared = [
         click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="Workers to start."),
         click.option("--group-size", metavar="G", help='Workers to a group, or "world". On one machine: to a node.'),
         click.option("--steps", type=click.IntRange(1), metavar="N", help="Steps instead of the recipe's."),
         click.option("--epochs", type=click.IntRange(1), metavar="N", help="Epochs instead of the recipe's."),
-        click.option("--data", type=path, metavar="DIR", help="Read data from here, not from the package."),
-        click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="A field of the method."),
-        click.option("--out", type=path, metavar="DIR", help="Where to write; under runs/ if not given."),
+        options.data,
+        options.settings,
+        click.option("--out", type=options.DIR, metavar="DIR", help="Where to write; under runs/ if not given."),
         click.option("--resume", is_flag=True, help="Go on from the last save."),
         click.option("--save-every", type=click.IntRange(1), metavar="N", help="Save every N steps."),
         click.option("--no-model", "model", flag_value=False, default=True, help="Do not write the finished model."),
@@ -73,7 +73,7 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and nothing else."),
         click.option("--quiet", is_flag=True, help="No progress line."),
     ]
-    for option in reversed(options):
+    for option in reversed(shared):
         command = option(command)
     return command
 

@@ -41,7 +41,12 @@ _MOST_NAMED = 6
 @click.option("--rank", metavar="R", help="The most for every layer, or a share of its full rank, as 0.25.")
 @click.option("--target", type=float, metavar="T", help="So many times fewer parameters than SOURCE has.")
 @click.option("--onnx", is_flag=True, help="Write model.onnx too.")
-@click.option("--data", type=_DIR, metavar="DIR", help="Judge a run's model on data from here, not from the package.")
+@click.option(
+    "--data",
+    type=_DIR,
+    metavar="DIR",
+    help="Folder with the data that a run's model is judged on, where it is not in the package.",
+)
 @click.option("--weights", type=_FILE, metavar="FILE", help="Safetensors with the values for a function's model.")
 @click.option("--recipe", metavar="FILE.py:FUNCTION", help="The run's recipe, if it is your own.")
 def export(source: str, out: Path, onnx: bool, **flags: Any) -> None:

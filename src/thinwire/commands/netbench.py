@@ -9,14 +9,13 @@ from typing import Any
 import click
 from rich.console import Console
 
+from thinwire.commands import options
 from thinwire.errors import ConfigError
 from thinwire.jobs import Job, variants
 from thinwire.netbench.bench import Bench
 from thinwire.netbench.hosts import clean, parse_rate
 from thinwire.netbench.show import tables
 from thinwire.recipes import named
-
-_DIR = click.Path(path_type=Path, file_okay=False)
 
 
 @click.command()
@@ -28,9 +27,9 @@ _DIR = click.Path(path_type=Path, file_okay=False)
 @click.option("--group-size", metavar="G", help='Workers to a group, or "world".')
 @click.option("--steps", type=click.IntRange(1), metavar="N", help="Steps instead of the recipe's.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="S", help="Seed.")
-@click.option("--data", type=_DIR, metavar="DIR", help="Read data from here, not from the package.")
-@click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="A field of the method.")
-@click.option("--out", type=_DIR, metavar="DIR", help="Where to write; under runs/ if not given.")
+@options.data
+@options.settings
+@click.option("--out", type=options.DIR, metavar="DIR", help="Where to write; under runs/ if not given.")
 @click.option("--name", default="thinwire", show_default=True, help="What the hosts' names begin with.")
 @click.option("--keep", is_flag=True, help="Leave the hosts for inspection, until the next start.")
 @click.option("--clean", "only_clean", is_flag=True, help="Only remove hosts that are left, kept ones too.")

@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 
 from thinwire import units
+from thinwire.commands import options
 from thinwire.jobs import method_config, variants
 from thinwire.plan import compute as computing
 from thinwire.plan.forecast import Layout
@@ -19,8 +20,6 @@ from thinwire.plan.rehearse import Subject
 from thinwire.plan.show import draw, table
 from thinwire.plan.subjects import OPTIMIZERS, of_function, of_recipe
 from thinwire.recipes import Recipe, named
-
-_DIR = click.Path(path_type=Path, file_okay=False)
 
 
 @click.command()
@@ -39,13 +38,15 @@ _DIR = click.Path(path_type=Path, file_okay=False)
     "--allreduce", type=click.Choice(["ring", "tree"]), default="ring", show_default=True, help="How it is done."
 )
 @click.option("--compute", metavar="TIME", help="A full-rank step without the wire, as 120ms; else measured.")
-@click.option("--ranks", type=_DIR, metavar="RUN_DIR", help="Take the ranks that this run found.")
+@click.option("--ranks", type=options.DIR, metavar="RUN_DIR", help="Take the ranks that this run found.")
 @click.option("--steps", type=click.IntRange(1), metavar="N", help="Steps instead of the recipe's.")
 @click.option("--epochs", type=click.IntRange(1), metavar="N", help="Epochs instead of the recipe's.")
-@click.option("--data", type=_DIR, metavar="DIR", help="Read data from here, not from the package.")
+@options.data
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="adamw", help="With --model.")
-@click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="A field of the method.")
-@click.option("--out", type=_DIR, metavar="DIR", help="Where plan.json and plan.png go; under runs/ if not given.")
+@options.settings
+@click.option(
+    "--out", type=options.DIR, metavar="DIR", help="Where plan.json and plan.png go; under runs/ if not given."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON, and nothing else; draws nothing.")
 def plan(recipe: str | None, model: str | None, as_json: bool, out: Path | None, **flags: Any) -> None:
     """What each method would send, and how long it would take, before anything runs.

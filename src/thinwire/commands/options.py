@@ -1,0 +1,18 @@
+"""Options that several commands have."""
+
+from pathlib import Path
+
+import click
+
+DIR = click.Path(path_type=Path, file_okay=False)
+
+data = click.option(
+    "--data", type=DIR, metavar="DIR", help="Folder with the data; digits and shakespeare have theirs in the package."
+)
+settings = click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="FIELD=VALUE",
+    help="A field of the method, or schedule=table|guideline for AB where a recipe has both.",
+)
