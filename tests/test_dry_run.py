@@ -88,6 +88,7 @@ def test_it_reads_well_and_leaves_a_run_alone(place):
         "allreduce",
         "1, so nothing crosses a wire",
         "1,257 to train on, 540 held out",
+        "1 steps in 30 epochs, 0.0509 passes over this data",
         "AdamW, lr 0.003",
         "256 × 10",
         "226,794",
@@ -110,12 +111,18 @@ def test_errors_are_those_of_a_run(tmp_path):
         assert thinwire(*words, "--dry-run", expect=2) == thinwire(*words, expect=2)
 
 
-def test_a_loss_that_is_no_number_is_said_loudly(tmp_path):
+def test_a_loss_that_is_no_number_is_said_loudly(tmp_path, caplog):
     own = tmp_path / "own.py"
     own.write_text(OWN)
     words = ["--method", "allreduce", "--workers", 1, "--data", folder_for("cifar10", tmp_path), "--dry-run"]
     assert "THE LOSS IS NOT FINITE" in thinwire("run", f"{own}:lost", *words, expect=1)
+    caplog.clear()
     told = json.loads(thinwire("run", f"{own}:narrow", *words, "--json"))
+    assert (told["run"]["epochs"], told["run"]["passes"]) == (2, 0.48)
+    assert [record.message for record in caplog.records] == [
+        "6 steps of 8 examples are 0.48 passes over this data of 100, not 2 epochs; "
+        "for those give `--steps 25`, or but(steps=25) in a recipe of your own"
+    ]
     assert told["run"]["data"] == {"train": 100, "validation": None, "heldout": 20}
     assert told["run"]["precision"] == "fp32" and told["run"]["autocast_on_gpu"]
     assert [weight["becomes"] for weight in told["layers"]["weights"]] == [None] * 16

@@ -1,5 +1,6 @@
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ from thinwire import config
 from thinwire.cli import main
 from thinwire.errors import ConfigError
 from thinwire.jobs import Job
-from thinwire.recipes import RECIPES, autoformer, named, vit_b16_global, vit_b16_oialr
+from thinwire.recipes import RECIPES, autoformer, named, vgg16_bn, vit_b16_global, vit_b16_oialr
 from thinwire.settings import from_strings
 from thinwire.train.checkpoint import _random_state, _restore_random
+from thinwire.train.data import Text
+from thinwire.train.length import note_length, passes
 from thinwire.train.recorder import Recorder
 from thinwire.train.task import describe_optimizer
 
@@ -73,6 +76,43 @@ def test_steps_must_be_positive():
     assert named("digits", steps=7).steps == 7
     with pytest.raises(ConfigError, match="`steps` must be at least 1, got 0"):
         named("digits", steps=0)
+
+
+# Length.
+
+SEEN = {"cifar": 50_000, "imagenet": 1_281_167, "wikitext2": 2_088_628}
+
+
+def _published(name):
+    """As much data as a recipe was published with."""
+    if "wikitext2" in name:
+        ids = torch.empty(SEEN["wikitext2"], dtype=torch.int32, device="meta")
+        return Text(train_ids=ids, heldout_ids=ids, block=named(name).source.keywords["block"], tokens=())
+    if "ettm2" in name:
+        sizes = named(name).source.keywords
+        return SimpleNamespace(train_size=34_560 - sizes["inputs"] - sizes["horizon"] + 1)
+    return SimpleNamespace(train_size=next(size for kind, size in SEEN.items() if kind in name))
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in SHIPPED])
+def test_the_published_epochs_are_passes_over_the_published_data(name, caplog):
+    recipe, source = named(name), _published(name)
+    note_length(recipe, source)
+    note_length(recipe.over(3), source)
+    note_length(named(name, steps=7), source)  # chosen, so nothing is to be said
+    assert not caplog.records and passes(recipe, source) == pytest.approx(recipe.epochs, rel=0.01)
+    source = SimpleNamespace(train_size=getattr(source, "pass_size", source.train_size) // 2)
+    note_length(recipe, source)
+    assert f"passes over this data of {source.train_size:,}, not {recipe.epochs} epochs" in caplog.text
+
+
+def test_a_run_says_how_many_passes_its_steps_are_and_how_many_steps_would_be_its_epochs(caplog):
+    note_length(vgg16_bn().but(batch=256), SimpleNamespace(train_size=50_000))
+    [told] = caplog.records
+    assert told.message.startswith("7,324 steps of 256 examples are 37.5 passes over this data of 50,000, not 150")
+    assert "`--steps 29297`, or but(steps=29297)" in told.message
+    note_length(vgg16_bn().but(batch=256, steps=29_297), SimpleNamespace(train_size=50_000))
+    assert len(caplog.records) == 1
 
 
 # Sizes.

@@ -106,6 +106,7 @@ def _run(job: Job, step: dict[str, Any]) -> dict[str, Any]:
         "nodes": step["nodes"],
         "steps": recipe.steps,
         "epochs": recipe.epochs,
+        "passes": step["passes"],
         "seed": job.seed,
         "batch": recipe.batch,
         "batch_a_worker": sorted({min(step["examples"]), max(step["examples"])}),

@@ -46,7 +46,8 @@ def _run(told: dict[str, Any]) -> Table:
     out.add_row("method", _method(run))
     out.add_row("workers", _workers(run))
     out.add_row("batch", f"{run['batch']:,} examples, {_range(run['batch_a_worker'])} a worker")
-    out.add_row("length", f"{run['steps']:,} steps in {run['epochs']:,} epochs, seed {run['seed']}")
+    length = f"{run['steps']:,} steps in {run['epochs']:,} epochs, {run['passes']:.3g} passes over this data"
+    out.add_row("length", f"{length}, seed {run['seed']}")
     out.add_row("data", _data(run["data"]))
     out.add_row("optimizer", _optimizer(run))
     out.add_row("rate", _rate(run))

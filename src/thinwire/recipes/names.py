@@ -60,7 +60,8 @@ def named(
     if steps is not None and epochs is not None:
         raise ConfigError(f"both `--steps {steps}` and `--epochs {epochs}` say how long a run is; give one of them")
     recipe = recipe if epochs is None else recipe.over(epochs)
-    other = {"steps": steps, "eval_every": eval_every}
+    # Who gives steps has chosen how many passes they are.
+    other = {"steps": steps, "eval_every": eval_every, "epochs_are_passes": None if steps is None else False}
     return replace(recipe, **{field: value for field, value in other.items() if value is not None})
 
 

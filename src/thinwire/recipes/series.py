@@ -33,6 +33,7 @@ def autoformer(horizon: int, **sizes: Any) -> Recipe:
         optimizer=partial(AdamW, lr=4e-4),
         steps=steps,
         epochs=_EPOCHS,
+        epochs_are_passes=True,
         batch=batch,
         rate=Halving(),
         eval_every=steps,

@@ -51,6 +51,7 @@ def _wikitext2(name: str, summary: str, sizes: dict[str, Any], *, lr: float, epo
         optimizer=partial(AdamW, lr=lr, betas=(0.9, 0.95), weight_decay=0.1),
         steps=steps,
         epochs=epochs,
+        epochs_are_passes=True,
         batch=batch,
         rate=Cosine(warmup=0.05),
         autocast=True,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from thinwire.comm.topology import join
 from thinwire.factor.usage import OrderOfUse
+from thinwire.train.length import passes
 from thinwire.train.loop import train_step
 from thinwire.train.run import Run, card, prepare
 from thinwire.train.summary import write_summary
@@ -37,6 +38,7 @@ def first_step(recipe: Recipe, config: Any, *, out: Path, seed: int = 0, data: P
         **_together(everyone),
         "device": _device(run.device),
         "data": {part: getattr(source, f"{part}_size", None) for part in ("train", "validation", "heldout")},
+        "passes": passes(recipe, source),
         "order": usage.order,
         **{name: about[name] for name in ("groups", "nodes", "parameters_full", "trainable_full")},
     }

@@ -25,6 +25,7 @@ from thinwire.train import checkpoint
 from thinwire.train.counts import Counts
 from thinwire.train.data.source import Source, check_share
 from thinwire.train.feed import Feed
+from thinwire.train.length import note_length
 from thinwire.train.recorder import Recorder
 from thinwire.train.same_data import compare
 from thinwire.train.schedule import scheduled
@@ -152,6 +153,7 @@ def prepare(recipe: Recipe, config: Any, out: Path, seed: int, data: Path | None
     check_share(recipe.batch, world_size)
     feed = Feed(recipe, source, device, seed=seed, rank=rank, world_size=world_size)
     compare(source, replica.wire)
+    note_length(recipe, source)
     _seed(seed, rank + 1)  # workers draw their own dropout, also when they started from one model
     out.mkdir(parents=True, exist_ok=True)
     folder = checkpoint.find(out / "checkpoint") if resume else None

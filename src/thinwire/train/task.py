@@ -151,6 +151,8 @@ class Recipe:
     """Steps between evaluations."""
     epochs: int = 30
     """Epochs of a run, for methods that go by them; one of fewer steps has as many, and shorter ones."""
+    epochs_are_passes: bool = False
+    """Whether an epoch is meant as one pass over the data, so that a run says where its steps are not."""
     patience: int | None = None
     """Epochs without a lower loss on the validation part after which a run ends; None for never."""
     suited: Mapping[str, Suited] = field(default_factory=dict)

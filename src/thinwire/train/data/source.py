@@ -31,7 +31,8 @@ class Source(Protocol):
     A source whose examples fit in memory may have `to(device)`, which gives the same data held on that device;
     indices stay numpy's. One that is `streamed`, true, reads files for every batch and is worth reading ahead. One
     with a third part may have `validation_size` and `validation(indices)`. Workers of a run compare sizes and a few
-    examples; one with `fingerprint()`, a text that is another for other data, need not read any for it.
+    examples; one with `fingerprint()`, a text that is another for other data, need not read any for it. One whose
+    examples overlap may say by `pass_size` how many of them are a pass over the data.
     """
 
     @property

@@ -60,6 +60,11 @@ class Text:
         return len(self.train_ids) - self.block
 
     @property
+    def pass_size(self) -> int:
+        """Windows that cover the part that is trained on once."""
+        return -(-len(self.train_ids) // self.block)
+
+    @property
     def heldout_size(self) -> int:
         return (len(self.heldout_ids) - 1) // self.block
 
