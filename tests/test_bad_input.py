@@ -278,12 +278,12 @@ class Printed(Images):
 def odd_data(what: str, odd: bool) -> Images:
     source = digits()
     if what == "fingerprint":
-        return Printed(**vars(replace(source, y=source.y + odd)), told="odd" if odd else "even")
+        return Printed(**vars(replace(source, y=9 - source.y if odd else source.y)), told="odd" if odd else "even")
     changes = {
         "one more": {"train_rows": np.append(source.train_rows, 0)},
         "one less": {"heldout_rows": source.heldout_rows[1:]},
         "others": {"train_rows": np.roll(source.train_rows, 1)},
-        "targets": {"y": source.y + 1},
+        "targets": {"y": 9 - source.y},
     }
     return replace(source, **changes[what]) if odd else source
 
