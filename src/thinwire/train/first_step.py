@@ -16,7 +16,7 @@ from thinwire.comm.topology import join
 from thinwire.factor.usage import OrderOfUse
 from thinwire.train.length import passes
 from thinwire.train.loop import train_step
-from thinwire.train.run import Run, card, prepare
+from thinwire.train.run import Run, prepare
 from thinwire.train.summary import write_summary
 from thinwire.train.task import Recipe
 
@@ -67,7 +67,7 @@ def _taken(run: Run) -> dict[str, Any]:
         "seconds": {"data": read - start, "forward and backward": update - read, "optimizer": end - update},
         "activations": sum(kept.values()),
         "peak": torch.cuda.max_memory_allocated(run.device) if run.device.type == "cuda" else None,
-        "card": card(run.device),
+        "card": _card(run.device),
     }
 
 
@@ -105,6 +105,11 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def _card(device: torch.device) -> str | None:
+    """Which GPU it is, among those of all machines."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def _device(device: torch.device) -> dict[str, Any]:

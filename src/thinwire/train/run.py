@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from thinwire.comm.topology import place
 from thinwire.errors import ConfigError
 from thinwire.factor.stability import Stability
 from thinwire.replica import Replica, attach
@@ -118,17 +119,16 @@ class Run:
     @contextmanager
     def fast_convolutions(self) -> Iterator[None]:
         """Let cuDNN search for the fastest ones meanwhile, unless workers share a card: a search may take all of it."""
-        before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, self._has_own_card()
+        before = torch.backends.cudnn.benchmark
+        torch.backends.cudnn.benchmark = before or (self._convolves and _has_own_card())
         try:
             yield
         finally:
             torch.backends.cudnn.benchmark = before
 
-    def _has_own_card(self) -> bool:
-        if self.device.type != "cuda" or not any(isinstance(m, nn.Conv2d) for m in self.replica.module.modules()):
-            return False
-        mine = card(self.device)
-        return self.replica.wire.tell(mine).count(mine) == 1
+    @property
+    def _convolves(self) -> bool:
+        return any(isinstance(module, nn.Conv2d) for module in self.replica.module.modules())
 
     @property
     def precision(self) -> torch.autocast:
@@ -199,9 +199,9 @@ def _clear(out: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def card(device: torch.device) -> str | None:
-    """Which GPU it is, among those of all machines."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+def _has_own_card() -> bool:
+    here = place()
+    return torch.cuda.is_available() and (here.local_size if here else 1) <= torch.cuda.device_count()
 
 
 def own_device() -> torch.device:
