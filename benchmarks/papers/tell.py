@@ -6,7 +6,7 @@ python benchmarks/papers/tell.py OUT --cifar DIR --pictures docs
 import argparse
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from run import WORKERS
 
@@ -19,6 +19,8 @@ from thinwire.plan.subjects import of_recipe
 from thinwire.recipes import named
 from thinwire.report.plots import blank, colours, dress
 from thinwire.report.records import Run, read_run
+from thinwire.train.data import Source
+from thinwire.train.models.initial import without_values
 
 FAMILIES = ("vgg16", "vgg16bn", "gpt", "autoformer", "resized")
 _HEIGHTS = {"accuracy": {"bottom": 0.8}, "mse": {"bottom": 0.2, "top": 0.3}, "perplexity": {"bottom": 100, "top": 300}}
@@ -50,6 +52,7 @@ def _table(family: str, runs: dict[str, Run], given: argparse.Namespace) -> None
         cells = [f"{100 * f:.2f}" if metric == "accuracy" else f"{f:.4f}" for f in figures]
         cells[1] += f" / {best['mae']:.4f} after {best['step']}" if "mae" in best else ""
         size = [f"{told['compression']:.2f} : 1", f"{100 * best['trainable'] / told['parameters_full']:.1f} %"]
+        size[1] += f" of {told['parameters_full'] / _held(run, best):.2f} : 1" if "best_epoch" in told else ""
         print(
             "| " + " | ".join([name, *cells, *size, _bytes(run, given), str(told["steps"]), f"{told['wall_s']:.0f}"]),
             "|",
@@ -62,6 +65,17 @@ def _best(run: Run) -> dict[str, Any]:
     if "best_epoch" in run.summary:
         return next(look for look in looks if look["step"] == run.summary["best_epoch"]["step"])
     return max(looks, key=lambda look: look[run.metric] if run.metric == "accuracy" else -look[run.metric])
+
+
+def _held(run: Run, look: dict[str, Any]) -> int:
+    """Numbers that the model had at an evaluation, with all three factors of what had ranks."""
+    recipe = named(run.summary["recipe"].replace("narrow-autoformer", "autoformer-ettm2-96"))
+    model = without_values(lambda: recipe.model(cast(Source, None)))  # Autoformer's, which asks nothing of the data
+    held = sum(p.numel() for p in model.parameters())
+    for label, rank in look["ranks"].items():
+        weight = model.get_submodule(label).weight.flatten(1)
+        held += rank * (sum(weight.shape) + rank) - weight.numel()
+    return held
 
 
 def _bytes(run: Run, given: argparse.Namespace) -> str:
