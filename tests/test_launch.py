@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -88,10 +89,28 @@ def _wait_for_a_host(file: str) -> None:
     launch([], 1, print, [Seat(prefix=("sh", "-c", f"echo $$ > {file}; exec sleep 100"))])
 
 
-def test_a_launcher_that_is_told_to_end_takes_its_processes_along(tmp_path):
-    process = gang.start(_wait_for_a_host, str(tmp_path / "pid"))
-    number = until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip(), "the process")
-    os.kill(process.pid, signal.SIGTERM)
+def _written(file: Path) -> str:
+    return until(lambda: file.exists() and file.read_text().strip(), "the process")
+
+
+def _told_while_it_starts_one(file: str) -> None:
+    begin = subprocess.Popen.__init__
+
+    def and_then(*args: Any, **kwargs: Any) -> None:
+        begin(*args, **kwargs)
+        _written(Path(file))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    subprocess.Popen.__init__ = and_then  # type: ignore[method-assign]
+    _wait_for_a_host(file)
+
+
+@pytest.mark.parametrize("how", [_wait_for_a_host, _told_while_it_starts_one])
+def test_a_launcher_that_is_told_to_end_takes_its_processes_along(how, tmp_path):
+    process = gang.start(how, str(tmp_path / "pid"))
+    number = _written(tmp_path / "pid")
+    if how is _wait_for_a_host:
+        os.kill(process.pid, signal.SIGTERM)
     process.join(LIMIT_S)
     assert process.exitcode == 128 + signal.SIGTERM
     assert not Path("/proc", number).exists()

@@ -76,7 +76,8 @@ def launch(arguments: list[str], workers: int, say: Callable[[str], None], seats
         heard = _Heard(share(workers, seats))
         with _ended(running):
             for seat, command in zip(seats, commands, strict=True):
-                running.append(_start([*command, "-m", "thinwire", *arguments], seat, box))
+                with _undisturbed():
+                    running.append(_start([*command, "-m", "thinwire", *arguments], seat, box))
             code = _listen(running, heard, say)
         if code:
             raise _reason(Path(box), heard, code)
@@ -148,6 +149,23 @@ def _ended(running: list[subprocess.Popen[str]]) -> Iterator[None]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Let signals wait: a process that is running already, and not yet in the list, would be left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 @contextmanager
