@@ -270,6 +270,12 @@ def test_help_says_where_data_comes_from_and_that_schedules_can_be_chosen():
         assert "schedule=table|guideline" in told and "digits and shakespeare have theirs in the package" in told
 
 
+def test_data_may_be_a_file_where_the_source_takes_one(tmp_path):
+    (tmp_path / "text").write_text("any")
+    result = CliRunner().invoke(main, ["run", "digits", "--method", "ab", "--data", str(tmp_path / "text")])
+    assert result.exit_code == 2 and f"no `digits8x8.npz` in `{tmp_path / 'text'}`" in result.output
+
+
 def test_list_knows_recipes_and_methods():
     text = CliRunner().invoke(main, ["list"]).output
     for name in ("digits", "shakespeare", "allreduce", "ab"):

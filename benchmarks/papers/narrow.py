@@ -1,7 +1,10 @@
 """Narrow versions of the papers' recipes, to see that run.py runs, and to look into what came out."""
 
+from functools import partial
+
 from thinwire import recipes
 from thinwire.recipes import Recipe
+from thinwire.train import data
 
 
 def vgg16() -> Recipe:
@@ -24,3 +27,8 @@ def gpt_words() -> Recipe:
     """Large enough to show what methods cost a model of many words: docs/results.md."""
     base = recipes.gpt(width=64, depth=2, heads=4, block=32)
     return base.but(name="narrow-gpt-words", batch=64, steps=600, eval_every=600)
+
+
+def gpt_bytes() -> Recipe:
+    """The same by byte, of any text: `--data FILE`."""
+    return gpt_words().but(name="narrow-gpt-bytes", source=partial(data.text.by_bytes, block=32))

@@ -7,7 +7,10 @@ import click
 DIR = click.Path(path_type=Path, file_okay=False)
 
 data = click.option(
-    "--data", type=DIR, metavar="DIR", help="Folder with the data; digits and shakespeare have theirs in the package."
+    "--data",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder with the data; digits and shakespeare have theirs in the package.",
 )
 settings = click.option(
     "--set",
