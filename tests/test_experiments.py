@@ -283,26 +283,53 @@ def misled(**other: Any) -> Recipe:
     )
 
 
-@pytest.mark.parametrize("method", [thinwire.AllReduce(), small.ab(total_steps=40)])
-def test_a_run_ends_as_after_its_best_epoch_when_validation_does_not_improve(method: Any, tmp_path: Path) -> None:
-    recipe = misled()
-    summary = fit(recipe, method, out=tmp_path, model=False, save_every=6)
-    *looks, finished = records(tmp_path, "evaluation")
-    losses = [look["validation_loss"] for look in looks]
-    epoch, best = losses.index(min(losses)) + 1, summary["best_epoch"]
-    assert len(losses) == epoch + 2 < 10
-    assert (summary["steps"], best["step"], best["ended_at"]["step"]) == (4 * epoch, 4 * epoch, 4 * (epoch + 2))
-    assert (
-        summary["wall_s"] < best["ended_at"]["wall_s"] + 1 and best["ended_at"]["slow_bytes"] == looks[-1]["slow_bytes"]
-    )
-    assert best["validation_loss"] == min(losses) and best["loss"] == looks[epoch - 1]["loss"]
-    assert finished["step"] == 4 * epoch and finished["loss"] == pytest.approx(best["loss"], rel=0.1)
-    assert summary["traffic"]["slow_bytes"] < 1.01 * looks[epoch - 1]["slow_bytes"] + 1e-9
-    assert [p.name for p in tmp_path.glob("best-*")] == [f"best-{4 * epoch}"]  # the checkpoint speaks of it
-    again = fit(recipe, method, out=tmp_path, model=False, save_every=6, resume=True)
-    assert [again[name] for name in ("steps", "loss")] == [summary[name] for name in ("steps", "loss")]
-    assert again["best_epoch"] | {"ended_at": 0} == best | {"ended_at": 0}
-    assert [record["step"] for record in records(tmp_path, "step")] == list(range(1, best["ended_at"]["step"] + 1))
+ENDING = {"allreduce": thinwire.AllReduce(), "ab": small.ab(total_steps=40)}
+
+
+def ends_early(rank: int, out: Path) -> dict[str, Any]:
+    """Two workers' summaries of a run, and of its end taken once more from the checkpoint, with the models' bits."""
+    return {
+        name: [misled_run(method, out / name, resume) for resume in (False, True)] for name, method in ENDING.items()
+    }
+
+
+def misled_run(method: Any, out: Path, resume: bool) -> tuple[dict[str, Any], str]:
+    kept: list[nn.Module] = []
+
+    def model(source: Source) -> nn.Module:
+        kept.append(small.mlp())
+        return kept[0]
+
+    told = fit(misled(model=model), method, out=out, model=False, save_every=6, resume=resume)
+    return told, small.model_bits(kept[0])
+
+
+def test_a_run_ends_as_after_its_best_epoch_when_validation_does_not_improve(tmp_path: Path) -> None:
+    first, second = gang.run(ends_early, 2, tmp_path)
+    for name in ENDING:
+        (summary, bits), (again, others) = first[name]
+        *looks, finished = records(tmp_path / name, "evaluation")
+        losses = [look["validation_loss"] for look in looks]
+        epoch, best = losses.index(min(losses)) + 1, summary["best_epoch"]
+        chosen, last = looks[epoch - 1], looks[-1]
+        assert len(losses) == epoch + 2 < 10
+        assert (summary["steps"], best["step"], best["ended_at"]["step"]) == (4 * epoch, 4 * epoch, 4 * (epoch + 2))
+        assert best["validation_loss"] == min(losses) and best["loss"] == chosen["loss"] != last["loss"]
+        assert finished["step"] == 4 * epoch
+        if name == "allreduce":
+            assert finished["loss"] == best["loss"]  # nothing is cut
+        assert abs(finished["loss"] - best["loss"]) < abs(finished["loss"] - last["loss"])
+        # Bytes and seconds are the best epoch's, and those of the whole run stand beside them.
+        assert chosen["slow_bytes"] <= summary["traffic"]["slow_bytes"] < last["slow_bytes"]
+        whole = again["best_epoch"]["ended_at"]  # the records' last lines are of the run that went on
+        assert whole["slow_bytes"] == last["slow_bytes"] and whole["wall_s"] >= last["wall_s"] > chosen["wall_s"]
+        assert [p.name for p in (tmp_path / name).glob("best-*")] == [
+            f"best-{4 * epoch}"
+        ]  # the checkpoint speaks of it
+        assert [again[key] for key in ("steps", "loss")] == [summary[key] for key in ("steps", "loss")]
+        steps = [record["step"] for record in records(tmp_path / name, "step")]
+        assert steps == list(range(1, best["ended_at"]["step"] + 1))
+        assert {bits, others} == {told for _, told in second[name]} and len({bits, others}) == 1
 
 
 def test_a_run_without_patience_goes_on_and_patience_needs_a_validation_part(tmp_path: Path) -> None:

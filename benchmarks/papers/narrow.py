@@ -8,19 +8,19 @@ from thinwire.train import data
 
 
 def vgg16() -> Recipe:
-    return recipes.vgg16(width=1 / 16).but(name="narrow-vgg16", batch=8)
+    return recipes.vgg16(width=1 / 16).but(name="narrow-vgg16", batch=128)
 
 
 def vgg16_bn() -> Recipe:
-    return recipes.vgg16_bn(width=1 / 16).but(name="narrow-vgg16bn", batch=8)
+    return recipes.vgg16_bn(width=1 / 16).but(name="narrow-vgg16bn", batch=128)
 
 
 def gpt() -> Recipe:
-    return recipes.gpt(width=32, depth=2, heads=2, block=8).but(name="narrow-gpt", batch=8, steps=40)
+    return recipes.gpt(width=32, depth=2, heads=2, block=8).but(name="narrow-gpt", batch=256, steps=40)
 
 
 def autoformer() -> Recipe:
-    return recipes.autoformer(96, width=16, heads=2, hidden=32).but(name="narrow-autoformer", batch=8, steps=40)
+    return recipes.autoformer(96, width=16, heads=2, hidden=32).but(name="narrow-autoformer", batch=128, steps=40)
 
 
 def gpt_words() -> Recipe:

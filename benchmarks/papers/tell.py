@@ -52,7 +52,8 @@ def _table(family: str, runs: dict[str, Run], given: argparse.Namespace) -> None
         cells = [f"{100 * f:.2f}" if metric == "accuracy" else f"{f:.4f}" for f in figures]
         cells[1] += f" / {best['mae']:.4f} after {best['step']}" if "mae" in best else ""
         size = [f"{told['compression']:.2f} : 1", f"{100 * best['trainable'] / told['parameters_full']:.1f} %"]
-        size[1] += f" of {told['parameters_full'] / _held(run, best):.2f} : 1" if "best_epoch" in told else ""
+        if "best_epoch" in told and not _is_narrow(run):
+            size[1] += f" of {told['parameters_full'] / _held(run, best):.2f} : 1"
         print(
             "| " + " | ".join([name, *cells, *size, _bytes(run, given), str(told["steps"]), f"{told['wall_s']:.0f}"]),
             "|",
@@ -67,9 +68,14 @@ def _best(run: Run) -> dict[str, Any]:
     return max(looks, key=lambda look: look[run.metric] if run.metric == "accuracy" else -look[run.metric])
 
 
+def _is_narrow(run: Run) -> bool:
+    """By run.py --quick, of which nothing is reckoned."""
+    return run.summary["recipe"].startswith("narrow")
+
+
 def _held(run: Run, look: dict[str, Any]) -> int:
     """Numbers that the model had at an evaluation, with all three factors of what had ranks."""
-    recipe = named(run.summary["recipe"].replace("narrow-autoformer", "autoformer-ettm2-96"))
+    recipe = named(run.summary["recipe"])
     model = without_values(lambda: recipe.model(cast(Source, None)))  # Autoformer's, which asks nothing of the data
     held = sum(p.numel() for p in model.parameters())
     for label, rank in look["ranks"].items():
@@ -85,7 +91,7 @@ def _bytes(run: Run, given: argparse.Namespace) -> str:
         return f"{told['traffic_vs_allreduce_fp32']:.4f}"
     if told["method"] == "allreduce":
         return "1"
-    if told["method"] != "ab" or given.cifar is None or told["recipe"].startswith("narrow"):
+    if told["method"] != "ab" or given.cifar is None or _is_narrow(run):
         return "–"
     return f"{_planned(run, given.cifar)['traffic_vs_allreduce_fp32']:.4f}, planned"
 
