@@ -14,6 +14,7 @@ from typing import Any
 import click
 import torch
 
+from thinwire.commands import options
 from thinwire.commands.sources import Found, finished, of_function, unfinished
 from thinwire.errors import ConfigError
 from thinwire.factor.export import describe_inputs, write
@@ -28,7 +29,6 @@ from thinwire.train import checkpoint
 
 log = logging.getLogger("thinwire")
 
-_DIR = click.Path(path_type=Path, file_okay=False)
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _MOST_NAMED = 6
 """Layers that stay full up to which all are named."""
@@ -36,14 +36,14 @@ _MOST_NAMED = 6
 
 @click.command()
 @click.argument("source")
-@click.option("--out", required=True, type=_DIR, metavar="DIR", help="A new folder.")
+@click.option("--out", required=True, type=options.DIR, metavar="DIR", help="A new folder.")
 @click.option("--cutoff", type=float, metavar="C", help="Cut layers at this share of their largest singular value.")
 @click.option("--rank", metavar="R", help="The most for every layer, or a share of its full rank, as 0.25.")
 @click.option("--target", type=float, metavar="T", help="So many times fewer parameters than SOURCE has.")
 @click.option("--onnx", is_flag=True, help="Write model.onnx too.")
 @click.option(
     "--data",
-    type=_DIR,
+    type=options.DATA,
     metavar="DIR",
     help="Folder with the data that a run's model is judged on, where it is not in the package.",
 )

@@ -5,10 +5,12 @@ from pathlib import Path
 import click
 
 DIR = click.Path(path_type=Path, file_okay=False)
+DATA = click.Path(path_type=Path)
+"""A folder, or a file where the source takes one."""
 
 data = click.option(
     "--data",
-    type=click.Path(path_type=Path),
+    type=DATA,
     metavar="DIR",
     help="Folder with the data; digits and shakespeare have theirs in the package.",
 )
