@@ -4,6 +4,8 @@
 2. An owner adds up what it received and sends the sum's code to everyone.
 
 What either code does not say is kept, and said the next time: in `residual` by each group, in `owned` by each owner.
+Both change only when a sum is committed. One that nobody used, because a step was skipped or its gradients were thrown
+away, leaves no trace in later ones.
 The bytes do not grow with the number of groups. Members of a group carry a share of the values each.
 """
 
@@ -50,36 +52,44 @@ class CompressedSum:
         self.mine = self.parts[topology.member] if wire.carries else [[] for _ in topology.groups]
         self.residual = torch.zeros(self.span[1] - self.span[0], device=device)
         self.owned = torch.zeros(elements(self.mine[topology.group_index]), device=device)
+        self.next_residual, self.next_owned = torch.zeros_like(self.residual), torch.zeros_like(self.owned)
+        """What takes their place when the sum under way is committed."""
         self.result = torch.empty(starts[-1], device=device) if result is None else result
         """Where sums are written; several that are never used at once may share it."""
         self._pending: Pending | None = None
-        self._sent = self._before = self.residual[:0]
+
+    def add(self, values: Sequence[Tensor], places: Sequence[slice], again: bool = False) -> None:
+        """Add values to this worker's share of what was not said; `again` to the share that was sent last."""
+        before = self.next_residual if again else self.residual
+        for value, place in zip(values, places, strict=True):
+            torch.add(before[place], value, out=self.next_residual[place])
 
     def begin(self, healthy: bool = True) -> None:
-        """Send this worker's share of `residual`, to which the caller has added; an unhealthy one says only that."""
-        self._sent = torch.zeros(self.groups, self.length, dtype=torch.uint8, device=self.residual.device)
+        """Send this worker's share, after `add`; an unhealthy worker says only that it is."""
+        sent = torch.zeros(self.groups, self.length, dtype=torch.uint8, device=self.residual.device)
         if healthy:
-            for payload, part, values in zip(self._sent, self.mine, self._split(self.residual), strict=True):
+            for payload, part, values in zip(sent, self.mine, self._split(self.next_residual), strict=True):
                 self.coder.encode(values, part, payload)
         else:
-            self._sent[:, -_FLAG:] = 1
-        self._pending = self.wire.deal(self._sent, self.purpose)
+            sent[:, -_FLAG:] = 1
+        self._pending = self.wire.deal(sent, self.purpose)
 
-    def middle(self) -> None:
+    def middle(self, again: bool = False) -> None:
         """Add up the part this worker owns, and send it on."""
         assert self._pending is not None, "nothing was begun"
         received, topology = self._pending.wait(), self.wire.topology
         part = self.mine[topology.group_index]
-        self._before = self.owned.clone()
+        if not again:
+            self.next_owned.copy_(self.owned)
         for payload, group in zip(received, topology.groups, strict=True):
-            self.coder.decode(payload, part, self.owned, len(group) / topology.world_size)
+            self.coder.decode(payload, part, self.next_owned, len(group) / topology.world_size)
         out = torch.zeros(self.length, dtype=torch.uint8, device=self.owned.device)
-        self.coder.encode(self.owned, part, out)
+        self.coder.encode(self.next_owned, part, out)
         out[-_FLAG:] = received[:, -_FLAG:].amax(0)
         self._pending = self.wire.collect(out, self.purpose)
 
     def end(self) -> Tensor | None:
-        """The sum, the same bits on all workers; None if anyone was unhealthy, and then nothing has changed."""
+        """The sum, the same bits on all workers; None if anyone was unhealthy, and then it must not be committed."""
         shape, device = (self.groups, self.length), self.result.device
         blocks = [torch.empty(shape, dtype=torch.uint8, device=device) for _ in self.parts]
         assert self._pending is not None, "nothing was begun"
@@ -89,7 +99,6 @@ class CompressedSum:
         for j, block in enumerate(blocks):
             self.wire.share_out([block], j, self.purpose)
         if device.type != "meta" and bool(blocks[0][0, -1]):
-            self._take_back()
             return None
         place = 0
         for block, share in zip(blocks, self.parts, strict=True):
@@ -99,11 +108,20 @@ class CompressedSum:
                 place += size
         return self.result
 
-    def run(self, healthy: bool = True) -> Tensor | None:
+    def run(self, healthy: bool = True, again: bool = False) -> Tensor | None:
         """All three at once."""
         self.begin(healthy)
-        self.middle()
+        self.middle(again)
         return self.end()
+
+    def commit(self) -> None:
+        """The last sum was used: what it did not say is from now on what is not said yet."""
+        self.residual, self.next_residual = self.next_residual, self.residual
+        self.owned, self.next_owned = self.next_owned, self.owned
+
+    def workspace(self) -> list[Tensor]:
+        """What it holds beside its state and the result."""
+        return [self.next_residual, self.next_owned]
 
     def state(self) -> dict[str, Tensor]:
         """Both errors, where they belong, and the weight of this worker's group."""
@@ -126,12 +144,6 @@ class CompressedSum:
 
     def _split(self, share: Tensor) -> list[Tensor]:
         return list(share.split([elements(part) for part in self.mine]))
-
-    def _take_back(self) -> None:
-        self.owned = self._before
-        if not bool(self._sent[0, -1]):
-            for payload, part, values in zip(self._sent, self.mine, self._split(self.residual), strict=True):
-                self.coder.decode(payload, part, values, 1.0)
 
 
 def unsent(everyone: Sequence[dict[str, Tensor]], size: int) -> Tensor:

@@ -48,8 +48,9 @@ class Replicated:
         self.after_backward: Callable[[], None] | None = None
         """Called at the end of each backward pass that averages, when the group's gradients are there; set before
         `wrap`. In a group of one, too."""
-        self.before_backward: Callable[[], None] | None = None
-        """Called at the beginning of such a pass, before any gradient has come."""
+        self.before_backward: Callable[[torch.Tensor | None], None] | None = None
+        """Called at the beginning of every pass, averaging or not, before any gradient has come but that of the
+        parameter it is given, if any."""
         self.norm_members: Ranks = ()
         """Over whom SyncBatchNorm takes its statistics, if not over those who average gradients."""
         self._is_due = False
@@ -157,20 +158,28 @@ class Replicated:
 
         A parameter's gradient may come in a pass within the pass, as checkpoints have them, which ends too early.
         """
-        if self.after_backward is not None and self._averages and not self.wire.is_dry:
+        if self.after_backward is not None and not self.wire.is_dry:
+            see = self._see_output if self._averages else self._see_local_output
             for t in tree_leaves(outputs):
                 if isinstance(t, torch.Tensor) and t.requires_grad:
-                    t.register_hook(self._see_output)
+                    t.register_hook(see)
 
     def _see_output(self, gradient: torch.Tensor) -> None:
-        if not self._is_due and self.before_backward is not None:
-            self.before_backward()
+        self._see_beginning()
         self._ask_for_end()
+
+    def _see_local_output(self, gradient: torch.Tensor) -> None:
+        self._see_beginning()
 
     def _see_gradient(self, parameter: torch.Tensor) -> None:
         """For a backward pass of something that is no output."""
+        self._see_beginning(parameter)
         if self._averages:
             self._ask_for_end()
+
+    def _see_beginning(self, parameter: torch.Tensor | None = None) -> None:
+        if not self._is_due and self.before_backward is not None:
+            self.before_backward(parameter)
 
     def _ask_for_end(self) -> None:
         """DDP asks for a call at the end of the pass later, so ask twice."""

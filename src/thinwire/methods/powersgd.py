@@ -28,6 +28,9 @@ class PowerSGDMethod(Compressing):
         super().__init__(config, ground)
         self.errors: dict[int, Tensor] = {}
         self.qs: dict[int, Tensor] = {}
+        self.next_errors: dict[int, Tensor] = {}
+        self.next_qs: dict[int, Tensor] = {}
+        """What takes their place when the step is taken."""
 
     @property
     def plain_steps(self) -> int:
@@ -43,35 +46,46 @@ class PowerSGDMethod(Compressing):
             n, m = p.shape[0], p.numel() // p.shape[0]
             rank = min(self.config.rank, n, m)
             if self.config.min_compression * rank * (n + m) < n * m:
-                self.errors[i] = torch.zeros(n, m, device=p.device)
+                self.errors[i], self.next_errors[i] = (torch.zeros(n, m, device=p.device) for _ in range(2))
                 self.qs[i] = torch.randn(m, rank, generator=generator).to(p.device)
 
     def carried(self) -> list[Tensor]:
         """Errors; Q is in those units too, but only what it spans counts."""
         return list(self.errors.values())
 
-    def exchange(self, healthy: bool) -> bool:
+    def exchange(self, healthy: bool, again: bool) -> bool:
         """Both all-reduces."""
         gradients = self.gradients
         if not self.errors:
             return sum_plain(self.wire, gradients, healthy)
+        errors, qs = (self.next_errors, self.next_qs) if again else (self.errors, self.qs)
         if healthy:
-            for i, error in self.errors.items():
-                error.add_(gradients[i].reshape(error.shape))
-        ps = {i: error @ self.qs[i] for i, error in self.errors.items()}
+            for i, error in errors.items():
+                torch.add(error, gradients[i].reshape(error.shape), out=self.next_errors[i])
+            errors = self.next_errors
+        ps = {i: error @ qs[i] for i, error in errors.items()}
         dense = [g.float() for i, g in enumerate(gradients) if i not in ps]
         if not sum_plain(self.wire, [*ps.values(), *dense], healthy):
             return False
         orthogonalise(list(ps.values()))
-        self.qs = {i: error.T @ ps[i] for i, error in self.errors.items()}
-        sum_plain(self.wire, list(self.qs.values()))
-        for i, error in self.errors.items():
-            error.sub_(_write_product(ps[i], self.qs[i], gradients[i]))
+        self.next_qs = {i: error.T @ ps[i] for i, error in errors.items()}
+        sum_plain(self.wire, list(self.next_qs.values()))
+        for i, error in errors.items():
+            error.sub_(_write_product(ps[i], self.next_qs[i], gradients[i]))
         kept = (g for i, g in enumerate(gradients) if i not in ps)
         for g, mean in zip(kept, dense, strict=True):
             if g is not mean:  # float() of fp32 is the tensor itself
                 g.copy_(mean)
         return True
+
+    def commit(self) -> None:
+        """Errors, and the Q that the next step starts from."""
+        self.errors, self.next_errors = self.next_errors, self.errors
+        self.qs = self.next_qs
+
+    def workspace(self) -> list[Tensor]:
+        """Errors as they will be."""
+        return list(self.next_errors.values())
 
     def tensors(self) -> dict[str, Tensor]:
         """Every Q, the same on all workers."""
