@@ -157,8 +157,8 @@ def conservation(rank: int, group_size: int) -> list[tuple[str, list[Any]]]:
         method = replica._method
         own: list[list[Tensor]] = []
         honest = method.exchange
-        method.exchange = lambda healthy, honest=honest, own=own, method=method: (
-            own.append([g.clone() for g in method.gradients]) or honest(healthy)
+        method.exchange = lambda healthy, again, honest=honest, own=own, method=method: (
+            own.append([g.clone() for g in method.gradients]) or honest(healthy, again)
         )
         steps = []
         for step in range(4):
@@ -170,9 +170,10 @@ def conservation(rank: int, group_size: int) -> list[tuple[str, list[Any]]]:
                 (replica(x).sum() * 0 + loss).backward()
             else:
                 backward(replica, rank, step)
-            after = {k: t.clone() for k, t in method.own_tensors().items()}
-            steps.append((own[-1], [g.clone() for g in method.gradients], before, after))
+            applied = [g.clone() for g in method.gradients]
             optimizer.step()
+            after = {k: t.clone() for k, t in method.own_tensors().items()}
+            steps.append((own[-1], applied, before, after))
         found.append((name, steps))
     return found
 
@@ -638,12 +639,12 @@ def _topk_after_a_spike(rank: int) -> tuple[float, float]:
 
 def _decay_set_later(rank: int, config: Any) -> float:
     model = mlp()
-    optimizer = torch.optim.SGD(list(model.parameters())[:2], 0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     replica = thinwire.attach(model, optimizer, config)
     for step in range(4):
         if step == 2:
             optimizer.param_groups[0]["weight_decay"] = 0.5
-            optimizer.add_param_group({"params": list(model.parameters())[2:], "lr": 0.05})
+            optimizer.add_param_group({"params": mlp().parameters(), "lr": 0.05})  # of another model
         optimizer.zero_grad()
         backward(replica, rank, step)
         optimizer.step()
@@ -651,10 +652,12 @@ def _decay_set_later(rank: int, config: Any) -> float:
 
 
 def _overflow_of_a_head(rank: int) -> list[tuple[int, float]]:
-    """The optimizer holds the last layer alone, and one worker overflows."""
+    """The last layer alone is trained, and one worker overflows."""
     found = []
     for config in ALL:
         model = mlp()
+        for p in list(model.parameters())[:-2]:
+            p.requires_grad_(False)
         optimizer = torch.optim.SGD(list(model.parameters())[-2:], 0.05)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         replica = thinwire.attach(model, optimizer, config, scaler=scaler)

@@ -14,6 +14,7 @@ from thinwire.factor.convert import find_layers, to_factors, to_full
 from thinwire.factor.decompose import decompose, decompose_if_smaller, rank_of, svd
 from thinwire.factor.layers import thin_is_cheaper
 from thinwire.factor.matrix import view_of
+from thinwire.factor.optimizers import Optimizers
 
 SHAPES = [(7, 3), (3, 7), (5, 5), (8, 3, 3), (4, 6, 3, 3), (40, 2, 3, 3), (3, 2, 2, 2, 2)]
 
@@ -226,7 +227,7 @@ def test_parameters_are_exchanged_in_their_own_group() -> None:
     F.mse_loss(first + second + third, torch.ones(2, 2)).backward()
     optimizer.step()
     new = [nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))]
-    moments.exchange(optimizer, [first], new)
+    Optimizers(optimizer).exchange([first], new)
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(new[0]), id(new[1]), id(second)]
     assert first not in optimizer.state and optimizer.param_groups[0]["lr"] == 0.1
 

@@ -27,6 +27,7 @@ ORDER = [
     ),
     *(
         "stepping",
+        "guards",
         "replica",
         "train",
         "recipes",

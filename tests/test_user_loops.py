@@ -536,7 +536,7 @@ def test_merged_lends_the_mean_and_puts_the_groups_own_back(wire: str) -> None:
         for worker in (here, there):
             assert small.same(worker["own"][i], worker["back"][i])
             assert worker["other"][i]
-            assert (worker["evaluate"][i] > 0) == in_groups
+            assert (worker["evaluate"][i] > 1000) == in_groups  # together only checksums are compared
     near = {"rtol": 1e-5, "atol": 1e-6} if wire == "fp32" else {"rtol": 1e-2, "atol": 1e-3}
     for name, value in here["lent"][1].items():
         if value.is_floating_point():

@@ -8,7 +8,7 @@ from torch import nn
 
 import thinwire
 from thinwire.comm.codec import checksum
-from thinwire.methods.base import optimizer_parameters
+from thinwire.factor.optimizers import Optimizers
 
 
 def small_model(seed: int = 0) -> nn.Sequential:
@@ -69,7 +69,7 @@ def values(model: nn.Module) -> int:
 def optimizer_values(optimizer: Any) -> int:
     """A checksum of every tensor the optimizer keeps, and of its learning rates."""
     tensors = [torch.tensor([group["lr"] for group in optimizer.param_groups])]
-    for p in optimizer_parameters(optimizer):
+    for p in Optimizers(optimizer).parameters:
         state = optimizer.state.get(p, {})
         tensors += [state[k] for k in sorted(state) if isinstance(state[k], torch.Tensor)]
     return checksum(tensors)

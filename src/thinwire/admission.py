@@ -2,15 +2,18 @@
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from thinwire.comm.collectives import Wire
+from thinwire.comm.wrappers import wrapper_inside
 from thinwire.errors import ConfigError, DisagreementError
 from thinwire.factor.layers import factored_names
-from thinwire.methods.base import optimizer_parameters
+from thinwire.factor.optimizers import Optimizers
 
 log = logging.getLogger("thinwire")
 
@@ -20,27 +23,100 @@ _REFUSED = {
 }
 
 
-def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that cannot follow, or that trains something else."""
+def check_model(model: nn.Module) -> None:
+    """Refuse a model that is not as its user built it."""
     if any(factored_names(module) for module in model.modules()):
         raise ConfigError(
             "the model has layers in factors, left by an earlier attach: finish() that replica, "
             "or build a new model and load() a save into it"
         )
-    kind = type(optimizer).__name__
-    if kind in _REFUSED:
-        raise ConfigError(f"optimizer {kind} cannot be attached: {_REFUSED[kind]}")
-    held = {id(p) for p in optimizer_parameters(optimizer)}
-    if not any(id(p) in held for p in model.parameters()):
+    if kind := wrapper_inside(model):
         raise ConfigError(
-            f"the optimizer ({kind}, {len(held)} parameters) holds none of the model's parameters; "
-            "build it from this model's parameters(), after any move to a device"
+            f"the model is inside {kind}, which averages or shards its parameters by itself at every step; give "
+            "attach() the bare model instead"
         )
 
 
-def check_same_architecture(model: nn.Module, optimizer: Optimizer, wire: Wire) -> None:
+_INNER = ("optimizer", "_optimizer", "optim", "base_optimizer")
+"""Where wrappers keep the optimizer they wrap."""
+
+
+def given_optimizers(given: Any) -> Optimizers:
+    """The optimizers that a user gave, one or a list; where one only wraps another, that one."""
+    each = list(given) if isinstance(given, list | tuple) else [given]
+    if not each:
+        raise ConfigError("no optimizer was given; give one, or a list of those that train this model")
+    found = [_innermost(one) for one in each]
+    if len({id(one) for one in found}) < len(found):
+        raise ConfigError("the same optimizer was given twice; give each once")
+    return Optimizers(*found)
+
+
+def _innermost(optimizer: Any) -> Optimizer:
+    """The optimizer whose steps change parameters: Accelerate's and others' only call it."""
+    inner = next((found for name in _INNER if isinstance(found := getattr(optimizer, name, None), Optimizer)), None)
+    if inner is not None and not _has_hooks(optimizer):
+        return _innermost(inner)
+    if not isinstance(optimizer, Optimizer) or not _has_hooks(optimizer):
+        raise ConfigError(
+            f"{type(optimizer).__module__}.{type(optimizer).__name__} is not a torch.optim.Optimizer, so its steps "
+            "cannot be followed; give the torch optimizer that it wraps, or a list of optimizers"
+        )
+    return optimizer
+
+
+def _has_hooks(optimizer: Any) -> bool:
+    """Whether its own step calls step hooks; a wrapper that never initialised its base class has none."""
+    return hasattr(optimizer, "_optimizer_step_post_hooks")
+
+
+def check_optimizers(model: nn.Module, optimizers: Optimizers) -> None:
+    """Refuse optimizers that cannot follow, that train something else, or that leave trained parameters out."""
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        if kind in _REFUSED:
+            raise ConfigError(f"optimizer {kind} cannot be attached: {_REFUSED[kind]}")
+        held = Optimizers(optimizer).parameters
+        own = {id(p) for p in model.parameters()}
+        if not any(id(p) in own for p in held):
+            raise ConfigError(
+                f"the optimizer ({kind}, {len(held)} parameters) holds none of the model's parameters; "
+                "build it from this model's parameters(), after any move to a device"
+            )
+    _check_each_is_held_once(model, optimizers)
+
+
+def _check_each_is_held_once(model: nn.Module, optimizers: Optimizers) -> None:
+    times = Counter(id(p) for p in optimizers.parameters)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if twice := [name for name, p in trained if times[id(p)] > 1]:
+        raise ConfigError(f"parameter {twice[0]!r} is held by two of the optimizers; put it into one of them only")
+    if left := [name for name, p in trained if not times[id(p)]]:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise ConfigError(
+            f"parameter {left[0]!r}{more} would get gradients, but no optimizer that was given holds it; if another "
+            "optimizer trains it, give both as attach(model, [first, second], …), else freeze it by "
+            "requires_grad_(False) before attach"
+        )
+
+
+def check_complex(model: nn.Module, config: Any, workers: int) -> None:
+    """Codes are of real numbers: refuse complex parameters here, not in the first backward pass."""
+    name = next((name for name, p in model.named_parameters() if p.is_complex() and p.requires_grad), None)
+    wire = getattr(config, "wire", None)
+    if name is None or wire == "fp32" or workers == 1:
+        return
+    if wire is not None:
+        raise ConfigError(f"`wire`={wire!r} cannot carry the complex parameter {name!r}; use 'fp32'")
+    raise ConfigError(
+        f"{type(config).__name__} cannot compress the gradient of the complex parameter {name!r}; use a method with "
+        "wire='fp32', such as AllReduce() or LocalSGD(), or hold real and imaginary parts as two parameters"
+    )
+
+
+def check_same_architecture(model: nn.Module, optimizers: Optimizers, wire: Wire) -> None:
     """Names, shapes, dtypes and optimizer groups must be the same on all workers."""
-    own = _architecture(model, optimizer)
+    own = _architecture(model, optimizers)
     _check_same(own, wire, "models", "build the same model and optimizer on every worker")
 
 
@@ -73,9 +149,9 @@ def spread_first_values(model: nn.Module, wire: Wire) -> None:
             log.info("workers started from different values: all took rank 0's")
 
 
-def _architecture(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    group_of = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    lines = [f"optimizer {type(optimizer).__name__} with {len(optimizer.param_groups)} groups"]
+def _architecture(model: nn.Module, optimizers: Optimizers) -> list[str]:
+    group_of = {id(p): i for i, (_, group) in enumerate(optimizers.groups) for p in group["params"]}
+    lines = [f"optimizer {type(o).__name__} with {len(o.param_groups)} groups" for o in optimizers]
     for name, t in [*model.named_parameters(), *model.named_buffers()]:
         frozen = ", frozen" if isinstance(t, nn.Parameter) and not t.requires_grad else ""
         lines.append(f"{name} {list(t.shape)} {t.dtype} in group {group_of.get(id(t), 'none')}{frozen}")

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire import snapshot
-from thinwire.admission import check_optimizer, check_same_architecture, spread_first_values
+from thinwire.admission import (
+    check_complex,
+    check_model,
+    check_optimizers,
+    check_same_architecture,
+    given_optimizers,
+    spread_first_values,
+)
 from thinwire.checks import check_cutoff
 from thinwire.comm.collectives import Wire
 from thinwire.comm.counters import watched
@@ -23,17 +30,18 @@ from thinwire.compiling import Recompilations, compile_in_place
 from thinwire.errors import ThinwireError
 from thinwire.factor.export import to_plain
 from thinwire.factor.layers import mark_as_read, weight_was_read
+from thinwire.guards import attached, check_parameters, refuse_attached, refuse_wrappers, sign_as
 from thinwire.methods.base import Ground, Method
 from thinwire.methods.registry import make, name_of
 from thinwire.settings import describe as describe_config
-from thinwire.stepping import hook_into_optimizer, hook_into_scaler
+from thinwire.stepping import Stepping
 
 log = logging.getLogger("thinwire")
 
 
 def attach(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     config: Any,
     *,
     scaler: Any = None,
@@ -42,18 +50,23 @@ def attach(
 ) -> "Replica":
     """Train `model` by the method whose config this is; collective.
 
-    Call the returned replica instead of the model and keep the loop as it is. Give the `GradScaler` as
+    Call the returned replica instead of the model and keep the loop as it is. Several optimizers, such as Muon for
+    matrices and AdamW for the rest, are given as a list: a step is over when each has stepped. Give the `GradScaler` as
     `scaler` if there is one, arguments of `torch.compile` as `compile`, further ones of
     `DistributedDataParallel` (`bucket_cap_mb`, `find_unused_parameters`, …) as `ddp`.
     """
     name_of(config)
-    check_optimizer(model, optimizer)
+    refuse_attached(model)
+    check_model(model)
+    optimizers = given_optimizers(optimizer)
+    check_optimizers(model, optimizers)
     join()
     device = next(model.parameters()).device
     wire = Wire.open(config.group_size, repr(config), device, Ledger(Clock(device), watched()))
-    check_same_architecture(model, optimizer, wire)
+    check_complex(model, config, wire.topology.world_size)
+    check_same_architecture(model, optimizers, wire)
     spread_first_values(model, wire)
-    ground = Ground(model, optimizer, wire, ddp=dict(ddp or {}), has_scaler=scaler is not None)
+    ground = Ground(model, optimizers, wire, ddp=dict(ddp or {}), has_scaler=scaler is not None)
     return Replica(make(config, ground), scaler=scaler, compile=compile)
 
 
@@ -77,6 +90,7 @@ class Replica(nn.Module):
         self._trained = sum(p.numel() for p in method.model.parameters() if p.requires_grad)
         # Here and not by a decorator: that would load Dynamo, seconds, with the package.
         self.forward = torch.compiler.disable(self.forward, recursive=False)  # type: ignore[method-assign]
+        sign_as(self.forward, method.model)
         self._begin_step = torch.compiler.disable(self.traffic.times.begin_step)
         method.ground.after_merge = self._expect_scale
         if scaler is not None:
@@ -84,7 +98,15 @@ class Replica(nn.Module):
         method.attach()
         if compile is not None:
             compile_in_place(self.module, compile)
-        self._hook_into_steps()
+        self._stepping = Stepping(
+            method.optimizers,
+            lr_factor=lambda: method.lr_factor,
+            before_update=method.before_update,
+            after_update=method.after_update,
+            end_step=self._end_step,
+        )
+        self._release += self._stepping.follow(scaler, self._agree_on_scale)
+        attached.add(self)
 
     # Training.
 
@@ -92,6 +114,8 @@ class Replica(nn.Module):
         """In training, a pass whose backward averages gradients; else the bare module, without a collective."""
         if self._finished or not (self.training and torch.is_grad_enabled()):
             return self.module(*args, **kwargs)
+        refuse_wrappers(self, self._method, first=self.step == 0)
+        self._stepping.batch()
         self._was_called = True
         self._begin_step()
         self._agree_on_scale()
@@ -118,14 +142,15 @@ class Replica(nn.Module):
     @contextlib.contextmanager
     def merged(self) -> Iterator["Replica"]:
         """Lend every worker the merged model; collective. Its bytes are booked under "evaluate"."""
-        if self.spans_world:
-            yield self
-            return
         self._refuse_other_flags()
         with contextlib.ExitStack() as stack:
             with self.traffic.everything_is("evaluate"), self._unrounded():
                 self._method.wire.barrier("merged()")
-                stack.enter_context(self._method.lend_merged())
+                check_parameters(self._method, "merged()", finite=False)
+                if not self.spans_world:
+                    stack.enter_context(self._method.lend_merged())
+                    check_parameters(self._method, "merged()", everywhere=True, finite=False)
+            self._stepping.expect_changes()
             yield self
 
     def finish(self, cutoff: float | None = None) -> nn.Module:
@@ -137,8 +162,10 @@ class Replica(nn.Module):
         if not self.spans_world:
             self._refuse_other_flags()
         self._method.wire.barrier("finish()")
+        check_parameters(self._method, "finish()", finite=False)
         with self._unrounded():
             self._method.finish(cutoff)
+        check_parameters(self._method, "finish()", everywhere=True)
         self._agree_on_read_weights()
         self.detach()
         self.module._compiled_call_impl = None
@@ -151,6 +178,7 @@ class Replica(nn.Module):
         for release in self._release:
             release()
         self._release = []
+        attached.discard(self)
         self._method.release()
 
     # State.
@@ -176,6 +204,7 @@ class Replica(nn.Module):
         self._refuse_finished("save()")
         self._refuse_other_flags()
         self._method.wire.barrier("save()")
+        check_parameters(self._method, "save()")
         snapshot.save(self._method, self._scaler, folder, self.baseline())
 
     def load(self, folder: Path | str) -> None:
@@ -185,6 +214,7 @@ class Replica(nn.Module):
         self._method.wire.barrier("load()")
         if earlier := snapshot.load(self._method, self._scaler, folder):
             self._earlier, self._earlier_steps = earlier, self.step
+        self._stepping.expect_changes()
 
     # What it is doing.
 
@@ -271,14 +301,6 @@ class Replica(nn.Module):
         }
 
     # Steps.
-
-    def _hook_into_steps(self) -> None:
-        method, optimizer, scaler = self._method, self._method.optimizer, self._scaler
-        ends = self._end_step if scaler is None else lambda: None
-        around = method.before_update, method.after_update
-        self._release += hook_into_optimizer(optimizer, lambda: method.lr_factor, *around, ends)
-        if scaler is not None:
-            self._release += hook_into_scaler(scaler, optimizer, self._end_step, self._agree_on_scale)
 
     def _end_step(self) -> None:
         if self.topology.world_size > 1 and not self._was_called:

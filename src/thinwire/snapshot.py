@@ -2,7 +2,7 @@
 
 state.json                       what is the same on all workers
 model.safetensors                the model; model-rankR where groups hold different ones, R a group's first rank
-optimizer.safetensors / .json    the optimizer's state, likewise
+optimizer.safetensors / .json    the state of all optimizers, likewise
 worker-rankR.json                a worker's own counters and ledger
 worker-rankR.safetensors         a worker's own tensors, such as gradients it has not sent yet
 """
@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.errors import ConfigError
-from thinwire.methods.base import Method, optimizer_parameters
+from thinwire.factor.moments import LINEAR, QUADRATIC
+from thinwire.factor.optimizers import Optimizers
+from thinwire.methods.base import Method
 from thinwire.methods.registry import name_of
 from thinwire.settings import describe
 from thinwire.store import atomic_folder, like, newest, read_json, read_tensors, write_json, write_tensors
 
-FORMAT = 3
+FORMAT = 4
 
 
 def save(method: Method, scaler: Any, folder: Path | str, baseline: dict[str, int]) -> None:
@@ -37,7 +39,7 @@ def save(method: Method, scaler: Any, folder: Path | str, baseline: dict[str, in
             write_tensors(aside / f"model{suffix}.safetensors", _distinct(method.model.state_dict()))
             write_tensors(aside / f"method{suffix}.safetensors", method.tensors())
             with method.users_optimizer():
-                _write_optimizer(aside, suffix, method.optimizer)
+                _write_optimizers(aside, suffix, method.optimizers)
         own = {"method": method.own_state(), "ledger": method.wire.ledger.state(), "scaler": _scale(scaler)}
         write_json(aside / f"worker-rank{topology.rank}.json", own)
         if kept := method.own_tensors():
@@ -55,7 +57,7 @@ def load(method: Method, scaler: Any, folder: Path | str) -> dict[str, int] | No
     suffix = "" if state["spans_world"] else _suffix(method)  # one group's save may be gone on with by several
     method.model.load_state_dict(_all_keys(method.model, read_tensors(folder / f"model{suffix}.safetensors")))
     with method.users_optimizer():
-        _read_optimizer(folder, suffix, method.optimizer)
+        _read_optimizers(folder, suffix, method.optimizers)
     method.load_tensors(_on_device(method, folder / f"method{suffix}.safetensors"))
     _load_own(method, scaler, state, folder)
     method.rewrap()
@@ -70,6 +72,7 @@ def _common(method: Method, scaler: Any, traffic: dict[str, Any]) -> dict[str, A
         "world_size": method.topology.world_size,
         "spans_world": method.spans_world,
         "groups": _groups(method),
+        "optimizers": _kinds(method),
         "method": method.state(),
         "scaler": _scale(scaler),
         "traffic": traffic,
@@ -84,6 +87,11 @@ def _check(method: Method, state: Mapping[str, Any]) -> None:
         )
     if state["method_name"] != name:
         raise ConfigError(f"the save is of method {state['method_name']!r}, attached is {name!r}; attach the same one")
+    if state["optimizers"] != _kinds(method):
+        raise ConfigError(
+            f"the save is of a run trained by {', '.join(state['optimizers'])}, attached is "
+            f"{', '.join(_kinds(method))}, which keeps other state; attach with the same optimizers"
+        )
     size, now = state["world_size"], method.topology.world_size
     if not state["spans_world"] and (size != now or state["groups"] != _groups(method)):
         raise ConfigError(
@@ -132,6 +140,11 @@ def _groups(method: Method) -> list[list[int]]:
     return [list(group) for group in method.topology.groups]
 
 
+def _kinds(method: Method) -> list[str]:
+    """The optimizers' classes: each keeps state of its own kind."""
+    return [type(optimizer).__name__ for optimizer in method.optimizers]
+
+
 def _suffix(method: Method) -> str:
     return "" if method.spans_world else f"-rank{method.topology.group[0]}"
 
@@ -163,30 +176,49 @@ def _all_keys(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]
     return {name: t for name, t in found.items() if t is not None}
 
 
-def _write_optimizer(folder: Path, suffix: str, optimizer: Optimizer) -> None:
+def _write_optimizers(folder: Path, suffix: str, optimizers: Optimizers) -> None:
+    """State by OPTIMIZER.PARAMETER.NAME, both counted from 0, and the settings of every parameter group."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
-    for i, p in enumerate(optimizer_parameters(optimizer)):
-        for name, value in optimizer.state.get(p, {}).items():
-            (tensors if isinstance(value, Tensor) else plain)[f"{i}.{name}"] = value
-    groups = [{k: _json(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    for number, optimizer in enumerate(optimizers):
+        for i, p in enumerate(Optimizers(optimizer).parameters):
+            for name, value in optimizer.state.get(p, {}).items():
+                (tensors if isinstance(value, Tensor) else plain)[f"{number}.{i}.{name}"] = value
+    groups = [{k: _json(v) for k, v in group.items() if k != "params"} for _, group in optimizers.groups]
     write_tensors(folder / f"optimizer{suffix}.safetensors", tensors)
     write_json(folder / f"optimizer{suffix}.json", {"state": plain, "param_groups": groups})
 
 
-def _read_optimizer(folder: Path, suffix: str, optimizer: Optimizer) -> None:
-    saved = read_json(folder / f"optimizer{suffix}.json")
-    parameters = optimizer_parameters(optimizer)
-    optimizer.state.clear()
-    for key, value in {**saved["state"], **read_tensors(folder / f"optimizer{suffix}.safetensors")}.items():
-        index, name = key.split(".", 1)
-        p = parameters[int(index)]
-        # Steps live on the CPU unless the optimizer wants them beside the parameter, as its settings say.
-        moves = isinstance(value, Tensor) and (value.dim() > 0 or _steps_on_device(optimizer))
-        optimizer.state[p][name] = value.to(p.device) if moves else value
-    for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+def _read_optimizers(folder: Path, suffix: str, optimizers: Optimizers) -> None:
+    file = folder / f"optimizer{suffix}.json"
+    saved, tensors = read_json(file), read_tensors(file.with_suffix(".safetensors"))
+    if len(saved["param_groups"]) != len(optimizers.groups):
+        raise ConfigError(
+            f"{file} holds {len(saved['param_groups'])} parameter groups, the optimizers here have "
+            f"{len(optimizers.groups)}; build them as they were when it was saved"
+        )
+    held = [Optimizers(optimizer).parameters for optimizer in optimizers]
+    for optimizer in optimizers:
+        optimizer.state.clear()
+    for key, value in {**saved["state"], **tensors}.items():
+        number, index, name = key.split(".", 2)
+        if int(number) >= len(held) or int(index) >= len(held[int(number)]):
+            raise ConfigError(f"{file} holds state {key!r} of a parameter that is not here; build the same optimizers")
+        _put_state(optimizers[int(number)], held[int(number)][int(index)], name, value, file)
+    for (_, group), values in zip(optimizers.groups, saved["param_groups"], strict=True):
         for name, value in values.items():
             group[name] = like(value, group.get(name))
+
+
+def _put_state(optimizer: Optimizer, p: nn.Parameter, name: str, value: Any, file: Path) -> None:
+    if isinstance(value, Tensor) and value.dim() and name in LINEAR | QUADRATIC and value.shape != p.shape:
+        raise ConfigError(
+            f"{file} holds {name!r} of shape {list(value.shape)} for a parameter of shape {list(p.shape)}; build model "
+            "and optimizers as they were when it was saved"
+        )
+    # Steps live on the CPU unless the optimizer wants them beside the parameter, as its settings say.
+    moves = isinstance(value, Tensor) and (value.dim() > 0 or _steps_on_device(optimizer))
+    optimizer.state[p][name] = value.to(p.device) if moves else value
 
 
 def _steps_on_device(optimizer: Optimizer) -> bool:

@@ -183,6 +183,11 @@ class Wire:
         high, low = extremes.chunk(2)
         return [i for i, same in enumerate((high == -low).tolist()) if not same]
 
+    def checksum(self, tensors: Sequence[Tensor]) -> tuple[int, int]:
+        """A number that changes with any bit of these tensors, in two halves that doubles hold exactly."""
+        total = checksum(tensors)
+        return total >> 31, total & 0x7FFFFFFF
+
     def agree(self, tensors: Sequence[Tensor], purpose: str) -> bool:
         """Whether all workers hold the same bits."""
         return not self.differing([tensors], purpose)

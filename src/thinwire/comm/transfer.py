@@ -21,7 +21,6 @@ from thinwire.comm.collectives import Pending, Wire
 from thinwire.comm.compressed import CompressedSum
 from thinwire.comm.dry import DryWire
 from thinwire.comm.sent import Sent
-from thinwire.errors import ConfigError
 
 _BLOCK = 256
 
@@ -70,8 +69,6 @@ class Transfer:
         if len(topology.groups) == 1:
             self._pending = Pending(values, None, self.wire.ledger, self.purpose, Sent())
             return
-        if values.is_complex() and self.rounding != "fp32":
-            raise ConfigError(f"`wire`={self.rounding!r} cannot carry complex parameters; use 'fp32'")
         dtype = values.dtype if self.rounding == "fp32" else WIRES[self.rounding]
         travelling = torch.empty_like(values, dtype=dtype)
         if self.wire.carries:  # to the others it comes from those that do
@@ -133,7 +130,7 @@ class CodedTransfer(Transfer):
         healthy = not self.wire.carries or all_finite([values])
         start, end = self.sum.span[0], min(self.sum.span[1], self.size)
         if healthy and start < end:
-            self.sum.residual[: end - start] += values[start:end]
+            self.sum.add([values[start:end]], [slice(0, end - start)])
         with hidden_behind(self.wire, (steps + 1) // 2):
             self.sum.begin(healthy)
 
@@ -148,7 +145,10 @@ class CodedTransfer(Transfer):
         """The mean as all workers heard it, where the next one will be written."""
         self.middle()
         mean = self.sum.end()
-        return mean[: self.size] if mean is not None else None
+        if mean is None:
+            return None
+        self.sum.commit()
+        return mean[: self.size]
 
     def end(self) -> Tensor | None:
         """A copy of it."""

@@ -20,8 +20,8 @@ from thinwire.comm.topology import place
 from thinwire.commands.dry_run_tables import show
 from thinwire.factor.convert import find_layers
 from thinwire.factor.matrix import view_of
+from thinwire.factor.optimizers import Optimizers
 from thinwire.jobs import Job
-from thinwire.methods.base import optimizer_parameters
 from thinwire.methods.factoring import Factoring
 from thinwire.methods.registry import METHODS
 from thinwire.plan.compute import given
@@ -164,7 +164,7 @@ def _fates(subject: Subject, config: Any, order: list[str]) -> dict[str, str]:
     model: nn.Module = subject.model
     factored, kept = find_layers(
         model,
-        trained=optimizer_parameters(subject.optimizer(model.parameters())),
+        trained=Optimizers(subject.optimizer(model.parameters())).parameters,
         order=order,
         keep_first=config.keep_first,
         keep_last=config.keep_last,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from thinwire.factor import layers as factored
-from thinwire.factor.matrix import MatrixView, product, view_of
+from thinwire.factor.matrix import MatrixView, product, view_of, wide
 
 # Their weights are looked up, not multiplied.
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -71,7 +71,7 @@ class Layer:
         """The weight as a tall matrix (m, n), whatever its present shape."""
         with torch.no_grad():
             if self.is_factored:
-                return product(self.factors)
+                return product([wide(f) for f in self.factors]).to(self.factors[0].dtype)
             return self.view.to_matrix(self.weight.detach())
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire.factor.matrix import MatrixView, product, view_of
+from thinwire.factor.matrix import MatrixView, product, view_of, wide
 
 _CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.Conv1d: F.conv1d,
@@ -249,4 +249,5 @@ def new_parameter(values: Tensor, like: nn.Parameter, *, trains: bool = True) ->
 def rebuilt(module: nn.Module, name: str) -> Tensor:
     """The full weight of a factored layer, detached."""
     with torch.no_grad():
-        return factored_names(module)[name].rebuild(*factors_of(module, name)).contiguous()
+        factors = factors_of(module, name)
+        return factored_names(module)[name].rebuild(*map(wide, factors)).to(factors[0].dtype).contiguous()

@@ -69,6 +69,11 @@ def product(factors: Sequence[Tensor]) -> Tensor:
     return found
 
 
+def wide(t: Tensor) -> Tensor:
+    """In fp32 at least: half precision is for storing and sending, not for linear algebra."""
+    return t.to(torch.promote_types(t.dtype, torch.float32))
+
+
 def view_of(weight: Tensor | torch.Size) -> MatrixView:
     """The view of a weight, or of a shape, of two dimensions or more."""
     shape = weight.shape if isinstance(weight, Tensor) else weight

@@ -1,4 +1,4 @@
-"""Optimizer state through every change of shape, and parameters exchanged in their groups.
+"""Optimizer state through every change of shape.
 
 With `W ≈ A B` the gradients are g_A = g_W Bᵀ and g_B = Aᵀ g_W, so first moments follow linearly
 and second moments with elementwise squares of the same matrices (an approximation):
@@ -12,7 +12,8 @@ with D = B' B⁺ and C = A⁺ A'. With W = U S Vᵀ, U and V fixed, g_S = Uᵀ g
     from full   m_S = Uᵀ m_W V        v_S = (Uᵀ)² v_W V²
     re-cut      m_S' = Pᵀ m_S Q       v_S' = (Pᵀ)² v_S Q²     with P = Uᵀ U', Q = Vᵀ V'
 
-All matrices here are tall views, so transposed layers need no case of their own.
+All matrices here are tall views, so transposed layers need no case of their own. Whatever the types of weights and
+state, products and inverses are taken in fp32 or wider.
 """
 
 import warnings
@@ -20,63 +21,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from thinwire.factor.matrix import MatrixView
+from thinwire.factor.matrix import MatrixView, wide
 
 LINEAR = frozenset({"exp_avg", "momentum_buffer", "grad_avg"})
 QUADRATIC = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
 
 State = dict[str, Any]
 Map = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
-
-
-def exchange(
-    optimizer: Optimizer, old: Sequence[nn.Parameter], new: Sequence[nn.Parameter], suffixes: Sequence[str] = ()
-) -> None:
-    """Put `new` where `old` stood, in the same parameter group; the old ones' state is dropped.
-
-    `suffixes` are added to the weight's name for each factor, where the optimizer keeps names; none for a full weight.
-    """
-    gone = {id(p) for p in old}
-    for group in optimizer.param_groups:
-        places = [i for i, p in enumerate(group["params"]) if id(p) in gone]
-        if places:
-            _put(group["params"], places, list(new))
-            if "param_names" in group:
-                _put(group["param_names"], places, _names(group["param_names"][places[0]], suffixes))
-            break
-    for p in old:
-        optimizer.state.pop(p, None)
-    reset(optimizer, new)
-
-
-def _put(values: list[Any], places: Sequence[int], new: list[Any]) -> None:
-    """Put `new` where the first of `places` was, and take away what stood at all of them."""
-    kept = [value for i, value in enumerate(values) if i not in places]
-    values[:] = [*kept[: places[0]], *new, *kept[places[0] :]]
-
-
-def _names(old: str, suffixes: Sequence[str]) -> list[str]:
-    weight = old.removesuffix("_a").removesuffix("_s")
-    return [f"{weight}_{suffix}" for suffix in suffixes] or [weight]
-
-
-def reset(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Forget what the optimizer knows of these parameters; they start again from step 0."""
-    for p in parameters:
-        optimizer.state.pop(p, None)
-        first = _first_state(optimizer, p)
-        if first:
-            optimizer.state[p] = first
-
-
-def _first_state(optimizer: Optimizer, p: nn.Parameter) -> State:
-    """What the constructor notes of a parameter: nothing, but for Adagrad in older versions of torch."""
-    if not isinstance(optimizer, torch.optim.Adagrad):
-        return {}
-    return dict(type(optimizer)([p], **optimizer.defaults).state.get(p, {}))
 
 
 def factors_from_full(state: State, view: MatrixView, a: Tensor, b: Tensor) -> tuple[State, State]:
@@ -94,22 +47,22 @@ def factors_from_full(state: State, view: MatrixView, a: Tensor, b: Tensor) -> t
 def full_from_factor(state: State, view: MatrixView, *, a: Tensor | None = None, b: Tensor | None = None) -> State:
     """State of W from that of the factor that was trained: give `b` for A's state, `a` for B's."""
     if b is not None:
-        inverse = torch.linalg.pinv(b)  # (n, k)
+        inverse = torch.linalg.pinv(wide(b))  # (n, k)
         return transport(state, lambda moment, power: view.to_weight(moment @ power(inverse).t()))
     assert a is not None
-    inverse = torch.linalg.pinv(a)  # (k, m)
+    inverse = torch.linalg.pinv(wide(a))  # (k, m)
     return transport(state, lambda moment, power: view.to_weight(power(inverse).t() @ moment))
 
 
 def recut_a(state: State, b: Tensor, new_b: Tensor) -> State:
     """State of A' from that of A, when A B became A' B'."""
-    d = new_b @ torch.linalg.pinv(b)  # (k', n) @ (n, k)
+    d = wide(new_b) @ torch.linalg.pinv(wide(b))  # (k', n) @ (n, k)
     return transport(state, lambda moment, power: moment @ power(d).t())
 
 
 def recut_b(state: State, a: Tensor, new_a: Tensor) -> State:
     """State of B' from that of B, when A B became A' B'."""
-    c = torch.linalg.pinv(a) @ new_a  # (k, m) @ (m, k')
+    c = torch.linalg.pinv(wide(a)) @ wide(new_a)  # (k, m) @ (m, k')
     return transport(state, lambda moment, power: power(c).t() @ moment)
 
 
@@ -120,8 +73,8 @@ def middle_from_full(state: State, view: MatrixView, u: Tensor, vt: Tensor) -> S
 
 def recut_middle(state: State, old: Sequence[Tensor], new: Sequence[Tensor]) -> State:
     """State of S' from that of S, when U S Vᵀ became U' S' V'ᵀ."""
-    left = old[0].t() @ new[0]  # (k, m) @ (m, k')
-    right = old[-1] @ new[-1].t()  # (k, n) @ (n, k')
+    left = wide(old[0]).t() @ wide(new[0])  # (k, m) @ (m, k')
+    right = wide(old[-1]) @ wide(new[-1]).t()  # (k, n) @ (n, k')
     return transport(state, lambda moment, power: power(left).t() @ moment @ power(right))
 
 
@@ -130,9 +83,9 @@ def transport(state: State, onto: Map) -> State:
     carried: State = {}
     for name, value in state.items():
         if name in LINEAR and isinstance(value, Tensor):
-            carried[name] = onto(value, lambda x: x).contiguous()
+            carried[name] = _carry(value, onto, lambda x: x)
         elif name in QUADRATIC and isinstance(value, Tensor):
-            carried[name] = onto(value, torch.square).contiguous()
+            carried[name] = _carry(value, onto, torch.square)
         elif not isinstance(value, Tensor) or value.dim() == 0:
             carried[name] = value.clone() if isinstance(value, Tensor) else value
         else:
@@ -140,8 +93,14 @@ def transport(state: State, onto: Map) -> State:
     if "square_avg" in carried and "grad_avg" in carried:
         # Centered RMSprop takes the root of the variance, which must not come out of two roundings as less than zero.
         variance = (state["square_avg"] - state["grad_avg"].square()).clamp_min(0)
-        carried["square_avg"] = onto(variance, torch.square).contiguous() + carried["grad_avg"].square()
+        carried["square_avg"] = _carry(variance, onto, torch.square) + carried["grad_avg"].square()
     return carried
+
+
+def _carry(moment: Tensor, onto: Map, power: Callable[[Tensor], Tensor]) -> Tensor:
+    """One moment, in the type it had; the map's matrices are taken to the type that it is computed in."""
+    exact = wide(moment)
+    return onto(exact, lambda x: power(x.to(exact.dtype))).to(moment.dtype).contiguous()
 
 
 def _forget(name: str) -> State:

@@ -133,9 +133,9 @@ class ABMethod(Factoring):
         for layer in self.factored:
             self._to_full(layer, states[layer.key])
         if self.config.moments == "reset":
-            moments.reset(self.optimizer, self.parameters())
+            self.optimizers.reset(self.parameters())
         else:
-            average_moments(self.wire, self.optimizer, self.parameters(), weights.rest)
+            average_moments(self.wire, self.optimizers, self.parameters(), weights.rest)
         self.base = []
         self.replicated.wrap(self.topology.world)
         self.ground.after_merge()
@@ -184,20 +184,20 @@ class ABMethod(Factoring):
 
     def _to_factors(self, layer: Layer, a: Tensor, b: Tensor) -> None:
         weight = layer.weight
-        state = self.optimizer.state.get(weight, {})
+        state = self.optimizers.state_of(weight)
         to_factors(layer, a, b)
         new_a, new_b = layer.factors
-        moments.exchange(self.optimizer, [weight], [new_a, new_b], ("a", "b"))
+        self.optimizers.exchange([weight], [new_a, new_b], ("a", "b"))
         if self.config.moments == "carry" and state:
             state_a, state_b = moments.factors_from_full(state, layer.view, a, b)
             trained, carried = (new_a, state_a) if self.trains == "a" else (new_b, state_b)
-            self.optimizer.state[trained] = carried
+            self.optimizers.set_state(trained, carried)
         self.lr_start = self.step
 
     def _state_of_full(self, layer: Layer) -> dict[str, Any]:
         """The state that the full weight takes over from the factor this group trained."""
         a, b = layer.factors
-        state = self.optimizer.state.get(a if self.trains == "a" else b, {})
+        state = self.optimizers.state_of(a if self.trains == "a" else b)
         if self.config.moments != "carry" or not state:
             return {}
         fixed = {"b": b.detach()} if self.trains == "a" else {"a": a.detach()}
@@ -206,9 +206,9 @@ class ABMethod(Factoring):
     def _to_full(self, layer: Layer, state: dict[str, Any]) -> None:
         factors = layer.factors
         to_full(layer)
-        moments.exchange(self.optimizer, factors, [layer.weight])
+        self.optimizers.exchange(factors, [layer.weight])
         if state:
-            self.optimizer.state[layer.weight] = state
+            self.optimizers.set_state(layer.weight, state)
         self.lr_start = self.step
 
     def _freeze(self) -> None:

@@ -5,7 +5,7 @@ The replica calls, in this order:
     attach()                   once, when every worker holds the same model
     forward(…)                 for each training batch
     lr_factor                  right before the optimizer's update, which it scales and which is put back after it
-    before_update(), after_update()     right around the update, where there is one: a scaler may skip it
+    before_update(optimizer), after_update(optimizer)    right around each update; a scaler may skip it
     after_step()               when a step is over; the only place where phase or shape may change
     epoch_end(loss)            when the user's loop says that an epoch is over
     lend_merged()              around an evaluation while workers hold different models
@@ -13,7 +13,7 @@ The replica calls, in this order:
     settle()                   before a checkpoint: what is under way must have arrived
     state() / load_state(…)    what a checkpoint needs beyond model and optimizer
 
-A method changes the model and its optimizer in place, and talks to other workers only through its wire.
+A method changes the model and its optimizers in place, and talks to other workers only through its wire.
 """
 
 from abc import ABC, abstractmethod
@@ -31,6 +31,7 @@ from thinwire.comm.collectives import Pending, Wire
 from thinwire.comm.replicate import Replicated
 from thinwire.errors import DisagreementError
 from thinwire.factor.convert import Kept, Layer, find_layers, to_factors
+from thinwire.factor.optimizers import Optimizers
 from thinwire.methods.agree import agreed_factors, find_basis, find_factors
 
 
@@ -39,7 +40,7 @@ class Ground:
     """What a method stands on."""
 
     model: nn.Module
-    optimizer: Optimizer
+    optimizers: Optimizers
     wire: Wire
     ddp: dict[str, Any] = field(default_factory=dict)
     has_scaler: bool = False
@@ -65,7 +66,7 @@ class Method(ABC):
         self.config = config
         self.ground = ground
         self.model = ground.model
-        self.optimizer = ground.optimizer
+        self.optimizers = ground.optimizers
         self.wire = ground.wire
         self.topology = ground.wire.topology
         self.replicated = Replicated(ground.model, ground.wire, self.gradient_wire, ground.ddp)
@@ -121,10 +122,10 @@ class Method(ABC):
         """What the scheduled learning rate is multiplied by in the next update."""
         return 1.0
 
-    def before_update(self) -> None:  # noqa: B027 - most leave it to the optimizer
-        """The optimizer is about to change parameters."""
+    def before_update(self, optimizer: Optimizer) -> None:  # noqa: B027 - most leave it to the optimizer
+        """An optimizer is about to change the parameters it holds."""
 
-    def after_update(self) -> None:  # noqa: B027
+    def after_update(self, optimizer: Optimizer) -> None:  # noqa: B027
         """It has."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -157,7 +158,7 @@ class Method(ABC):
     def finish(self, cutoff: float | None) -> None:
         """Leave one model on all workers; cut it where a cutoff is given."""
         if cutoff is not None:
-            self.layers, self.kept = find_layers(self.model, trained=optimizer_parameters(self.optimizer))
+            self.layers, self.kept = find_layers(self.model, trained=self.optimizers.parameters)
             self._cut(cutoff)
         self.replicated.unwrap()
 
@@ -245,14 +246,6 @@ class Method(ABC):
                 f"workers disagree at step {self.step}: {told}, the others {int(common[1])} in {int(common[0])}{remedy}"
             )
 
-    def check_agreement(self) -> None:
-        """All workers must hold the same parameters, bit for bit."""
-        if not self.wire.agree(self.parameters(), "checksums"):
-            raise DisagreementError(
-                f"workers hold different parameters after step {self.step}: they must run the same versions on the "
-                "same kind of hardware; go back to a checkpoint"
-            )
-
     def agreed_factors(self, cutoff: float) -> list[tuple[Layer, tuple[Tensor, ...]]]:
         """Factors of every layer that they make smaller, the same on all workers; collective."""
         found = agreed_factors(self.layers, self.wire, lambda layer: self.ground.find_factors(layer, cutoff))
@@ -270,8 +263,3 @@ class Method(ABC):
             to_factors(layer, *factors)
         why = f"rank too high at cutoff {cutoff}"
         self.kept = [*self.kept, *(Kept(layer.key, why) for layer in self.layers if not layer.is_factored)]
-
-
-def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Every parameter an optimizer holds."""
-    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -4,9 +4,11 @@ Inside a group gradients are averaged as they are, by DistributedDataParallel ov
 backward pass, before anybody clips or steps, groups exchange them in a compressed form, and every worker's `.grad`
 holds the same values. With one group nothing is compressed: it is plain data-parallel training.
 
+What a code does not say is kept for the next step. It changes only when a step is taken: an exchange whose gradients
+are thrown away by `zero_grad()`, or whose step a GradScaler skips, leaves no trace.
+
 A gradient that is not finite is not compressed. Its worker says so with what it sends, so that all workers know at
-once: without a GradScaler the run stops with the worker's and the layer's name; with one, all skip the step, and what
-the others had to send stays with them for the next.
+once: without a GradScaler the run stops with the worker's and the layer's name; with one, all skip the step.
 """
 
 import sys
@@ -16,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from thinwire.comm.codec import unpack_into
 from thinwire.comm.coders import Coder, Rows
@@ -35,6 +38,8 @@ class Compressing(Method):
         self.trained: list[nn.Parameter] = []
         self.names: list[str] = []
         self._scale = 1.0
+        self._staged = False  # gradients were exchanged for a step that is not taken yet
+        self._updated = False
 
     @property
     @abstractmethod
@@ -46,8 +51,16 @@ class Compressing(Method):
         """Make room for what is kept from step to step."""
 
     @abstractmethod
-    def exchange(self, healthy: bool) -> bool:
-        """Replace every `.grad` by the mean over groups, as far as it is sent; False if anyone was unhealthy."""
+    def exchange(self, healthy: bool, again: bool) -> bool:
+        """Replace every `.grad` by the mean over groups, as far as it is sent; False if anyone was unhealthy.
+
+        `again` is one more of the same step, whose gradients were accumulated on top of what the last one left. What is
+        kept from step to step stays as it is until `commit`.
+        """
+
+    @abstractmethod
+    def commit(self) -> None:
+        """The step is taken: keep what the exchanges for it left."""
 
     @abstractmethod
     def carried(self) -> list[Tensor]:
@@ -65,11 +78,21 @@ class Compressing(Method):
         """The first compressed step; then every step is like every other."""
         return self.plain_steps if self.step < self.plain_steps else sys.maxsize
 
-    def before_backward(self) -> None:
-        """A backward pass begins that will be exchanged."""
+    def before_backward(self, parameter: Tensor | None = None) -> None:
+        """Whoever set gradients to zero without a step has thrown away what the last exchange put there."""
+        if self._staged:
+            others = (p.grad for p in self.trained if p.grad is not None and p is not parameter)
+            self._staged = any(bool(gradient.any()) for gradient in others)
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        """The step was not skipped."""
+        self._updated = True
 
     def after_step(self) -> None:
         """Count it, agree on the buffers, and begin to compress when it is time."""
+        if self._staged and self._updated:
+            self.commit()
+        self._staged = self._updated = False
         self.step += 1
         self.wire.broadcast(list(self.model.buffers()), "buffers")
         if self.step == self.plain_steps:
@@ -85,12 +108,6 @@ class Compressing(Method):
     def state(self) -> dict[str, Any]:
         """With the scale that kept tensors are in."""
         return {**super().state(), "scale": self._scale}
-
-    def finish(self, cutoff: float | None) -> None:
-        """All workers must have stayed the same."""
-        if self._compresses:
-            self.check_agreement()
-        super().finish(cutoff)
 
     @property
     def _compresses(self) -> bool:
@@ -110,7 +127,8 @@ class Compressing(Method):
             self._fill_gradients()
             self._follow_scale()
             bad = self._first_bad()
-            if not self.exchange(bad is None):
+            self._staged = self.exchange(bad is None, self._staged)
+            if not self._staged:
                 self._refuse(bad)
 
     def _fill_gradients(self) -> None:
@@ -187,7 +205,7 @@ class Coded(Compressing):
         """Both errors."""
         return [self.sum.residual, self.sum.owned] if self.sum else []
 
-    def exchange(self, healthy: bool) -> bool:
+    def exchange(self, healthy: bool, again: bool) -> bool:
         """Add to what was left, send its code, take the sum's."""
         gradients = self.gradients
         dense = [gradients[i] for i in self.dense]
@@ -195,12 +213,21 @@ class Coded(Compressing):
             return sum_plain(self.wire, dense, healthy)
         coded = [gradients[i] for i in self.coded]
         if healthy:
-            accumulate(self.sum.residual, coded, self.pieces)
-        total = self.sum.run(healthy)
+            self.sum.add([piece.of(coded) for piece in self.pieces], [p.slice for p in self.pieces], again)
+        total = self.sum.run(healthy, again)
         if total is None:
             return False
         unpack_into(total[: sum(g.numel() for g in coded)], coded)
         return sum_plain(self.wire, dense)
+
+    def commit(self) -> None:
+        """Both errors."""
+        if self.sum is not None:
+            self.sum.commit()
+
+    def workspace(self) -> list[Tensor]:
+        """Both errors as they will be."""
+        return self.sum.workspace() if self.sum else []
 
     def own_tensors(self) -> dict[str, Tensor]:
         """Both errors."""
@@ -228,6 +255,15 @@ class Piece(NamedTuple):
     end: int
     place: int
 
+    @property
+    def slice(self) -> slice:
+        """Where it lies in the share."""
+        return slice(self.place, self.place + self.end - self.start)
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The part itself, flat."""
+        return tensors[self.tensor].reshape(-1)[self.start : self.end]
+
 
 def pieces(sizes: Sequence[int], span: tuple[int, int]) -> list[Piece]:
     """What of tensors that lie one after the other falls into a span."""
@@ -238,13 +274,6 @@ def pieces(sizes: Sequence[int], span: tuple[int, int]) -> list[Piece]:
             found.append(Piece(i, start - begin, end - begin, start - span[0]))
         begin += size
     return found
-
-
-def accumulate(share: Tensor, tensors: Sequence[Tensor], where: Sequence[Piece]) -> None:
-    """Add tensors to a flat share of them."""
-    if where:
-        views = [share[piece.place : piece.place + piece.end - piece.start] for piece in where]
-        torch._foreach_add_(views, [tensors[piece.tensor].reshape(-1)[piece.start : piece.end] for piece in where])
 
 
 def sum_plain(wire: Wire, gradients: Sequence[Tensor], healthy: bool | None = None) -> bool:

@@ -182,7 +182,6 @@ class DASOMethod(Method):
         self.cargo = []
         if self.spans_world:
             return
-        self._refuse_complex()
         trained = [p for p in self.parameters() if p.requires_grad]
         if not trained:
             raise ConfigError("no parameter of the model is trained: all are frozen, so there is nothing to average")
@@ -271,11 +270,6 @@ class DASOMethod(Method):
                 "back to a checkpoint"
             )
         flight.means = [part.received(mean) for mean, part in zip(means, parts, strict=True)]
-
-    def _refuse_complex(self) -> None:
-        name = next((name for name, p in self.model.named_parameters() if p.is_complex() and p.requires_grad), None)
-        if name is not None and self.config.wire != "fp32":
-            raise ConfigError(f"`wire`={self.config.wire!r} cannot carry the complex parameter {name!r}; use 'fp32'")
 
     # Phases and pace.
 

@@ -6,7 +6,7 @@ from typing import Any
 from thinwire.errors import ConfigError
 from thinwire.factor.convert import Layer, find_layers, warn_of_idle_patterns
 from thinwire.factor.usage import OrderOfUse
-from thinwire.methods.base import Ground, Method, optimizer_parameters
+from thinwire.methods.base import Ground, Method
 
 
 class Factoring(Method):
@@ -64,7 +64,7 @@ class Factoring(Method):
         self.found_by = list(self.usage.order)
         self.layers, self.kept = find_layers(
             self.model,
-            trained=optimizer_parameters(self.optimizer),
+            trained=self.optimizers.parameters,
             order=self.usage.order,
             keep_first=c.keep_first,
             keep_last=c.keep_last,

@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from thinwire.config import DiLoCo, LocalSGD
-from thinwire.factor import moments
 from thinwire.methods.base import Ground, Method
 from thinwire.methods.merging import average_buffers, average_moments, average_parameters, put_back, refuse_diverged
 
@@ -124,9 +123,9 @@ class LocalSGDMethod(Apart):
         self.check_counters()
         self.merge()
         if self.config.moments == "reset":
-            moments.reset(self.optimizer, self.parameters())
+            self.optimizers.reset(self.parameters())
         elif self.config.moments == "average":
-            average_moments(self.wire, self.optimizer, self.parameters(), self.weight)
+            average_moments(self.wire, self.optimizers, self.parameters(), self.weight)
         self._agreed()
         self.ground.after_merge()
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from thinwire.comm.codec import all_finite
 from thinwire.comm.collectives import Wire
 from thinwire.errors import DivergedError
-from thinwire.factor.moments import moments_of, reset
+from thinwire.factor.matrix import wide
+from thinwire.factor.moments import moments_of
+from thinwire.factor.optimizers import Optimizers
 
 
 def refuse_diverged(wire: Wire, model: nn.Module, observed: Tensor, step: int) -> list[list[float]]:
@@ -56,7 +57,7 @@ def average_parameters(
     """
     starts = base if rounding != "fp32" else [None] * len(parameters)
     values = [
-        (_wide(p.detach()) if start is None else _wide(p.detach()) - start) * weight
+        (wide(p.detach()) if start is None else wide(p.detach()) - start) * weight
         for p, start, weight in zip(parameters, starts, weights, strict=True)
     ]
     wire.sum_over_groups(values, "merge", rounding)
@@ -85,14 +86,11 @@ def average_buffers(wire: Wire, buffers: Iterable[Tensor], weight: float) -> Non
     wire.broadcast([b for b in apart if id(b) not in known], "buffers")
 
 
-def average_moments(wire: Wire, optimizer: Optimizer, parameters: Sequence[nn.Parameter], weight: float) -> None:
+def average_moments(wire: Wire, optimizers: Optimizers, parameters: Sequence[nn.Parameter], weight: float) -> None:
     """Moments by their mean, steps by their maximum; state that not every group has starts again."""
-    names = [moments_of(optimizer.state.get(p, {})) for p in parameters]
-    absent = wire.differing(
-        [_fingerprint(n, optimizer.state.get(p, {})) for n, p in zip(names, parameters, strict=True)], "moments"
-    )
-    reset(optimizer, [parameters[i] for i in absent])
-    states = [optimizer.state[p] for p in parameters if p in optimizer.state]
+    absent = wire.differing([_fingerprint(optimizers.state_of(p)) for p in parameters], "moments")
+    optimizers.reset([parameters[i] for i in absent])
+    states = [state for p in parameters if (state := optimizers.state_of(p))]
     _average(wire, [state[name] for state in states for name in moments_of(state)], weight, "moments")
     steps = [state for state in states if "step" in state]
     if steps and len(wire.topology.groups) > 1:
@@ -103,19 +101,15 @@ def average_moments(wire: Wire, optimizer: Optimizer, parameters: Sequence[nn.Pa
 
 
 def _average(wire: Wire, tensors: Sequence[Tensor], weight: float, purpose: str) -> None:
-    wide = [_wide(t).mul_(weight) for t in tensors]
-    wire.sum_over_groups(wide, purpose)
-    for t, mean in zip(tensors, wide, strict=True):
+    means = [wide(t).mul_(weight) for t in tensors]
+    wire.sum_over_groups(means, purpose)
+    for t, mean in zip(tensors, means, strict=True):
         if t is not mean:
             t.copy_(mean)
 
 
-def _wide(t: Tensor) -> Tensor:
-    """In fp32 at least: three times a third of a bf16 value, rounded in between, is another value."""
-    return t.to(torch.promote_types(t.dtype, torch.float32))
-
-
-def _fingerprint(names: list[str], state: Mapping[str, Any]) -> list[Tensor]:
+def _fingerprint(state: Mapping[str, Any]) -> list[Tensor]:
     """What must be the same on all workers for moments to be averaged: their names, and scalars other than the step."""
+    names = moments_of(state)
     scalars = [v for k, v in sorted(state.items()) if isinstance(v, Tensor) and k not in (*names, "step")]
     return [torch.frombuffer(bytearray(",".join(names).encode() or b"-"), dtype=torch.uint8), *scalars]

@@ -19,7 +19,7 @@ from torch.optim import AdamW, Optimizer
 from thinwire.config import OIALR
 from thinwire.factor import moments
 from thinwire.factor.convert import Kept, Layer, to_factors, to_full
-from thinwire.factor.matrix import product
+from thinwire.factor.matrix import product, wide
 from thinwire.methods.agree import agreed_factors, empty_factors
 from thinwire.methods.base import Ground
 from thinwire.methods.factoring import Factoring
@@ -63,15 +63,15 @@ class OIALRMethod(Factoring):
             self._update()
         self.warn_beyond_the_end()
 
-    def before_update(self) -> None:
+    def before_update(self, optimizer: Optimizer) -> None:
         """Remember every S, as its update may be scaled; a closure may still have to find their gradients."""
         if self.config.match_rate is not False:
-            decay = decoupled_decay(self.optimizer)
+            decay = decoupled_decay(optimizer)
             middles = [(layer, layer.factors[1]) for layer in self.factored]
-            self._before = [(layer, s.detach().clone(), decay[id(s)]) for layer, s in middles]
+            self._before = [(layer, s.detach().clone(), decay[id(s)]) for layer, s in middles if id(s) in decay]
 
     @torch.no_grad()
-    def after_update(self) -> None:
+    def after_update(self, optimizer: Optimizer) -> None:
         """S where an update as many times larger, but for weight decay, would have brought it."""
         for layer, before, decay in self._before:
             s = layer.factors[1]
@@ -84,7 +84,7 @@ class OIALRMethod(Factoring):
 
     def _is_normalised(self, p: nn.Parameter) -> bool:
         """Whether the optimizer divides by second moments, so that an update's size does not follow from gradients."""
-        return any(name in moments.QUADRATIC for name in self.optimizer.state.get(p, {}))
+        return any(name in moments.QUADRATIC for name in self.optimizers.state_of(p))
 
     @property
     def quiet_until(self) -> int:
@@ -112,7 +112,6 @@ class OIALRMethod(Factoring):
             else:
                 self._recut(self.layers, cutoff, max_shrink=1.0)
             self._fold()
-            self.check_agreement()
         self.replicated.unwrap()
 
     @property
@@ -156,21 +155,21 @@ class OIALRMethod(Factoring):
         """Give a layer these U, S and Vᵀ; the optimizer has S in place of what it trained of the layer before."""
         before = layer.factors if layer.is_factored else None
         trained = before[1] if before else layer.weight
-        state = self.optimizer.state.get(trained, {})
+        state = self.optimizers.state_of(trained)
         to_factors(layer, *factors)
         u, middle, vt = layer.factors
-        moments.exchange(self.optimizer, [trained], [middle], ("s",))
+        self.optimizers.exchange([trained], [middle], ("s",))
         if self.config.moments == "carry" and state:
             if before:
                 carried = moments.recut_middle(state, [p.detach() for p in before], [u.detach(), vt.detach()])
             else:
                 carried = moments.middle_from_full(state, layer.view, u.detach(), vt.detach())
-            self.optimizer.state[middle] = carried
+            self.optimizers.set_state(middle, carried)
 
     def _fold(self) -> None:
         """Two factors with equal shares of the singular values, or the full weight where they would not be smaller."""
         for layer in self.factored:
-            u, s, vt = (p.detach() for p in layer.factors)
+            u, s, vt = (wide(p.detach()) for p in layer.factors)
             if layer.view.is_smaller(s.shape[0]):
                 root = s.diagonal().clamp_min(1e-30).sqrt()
                 root = torch.maximum(root, 1e-4 * root.max())
@@ -191,7 +190,7 @@ class OIALRMethod(Factoring):
         for layer in self.factored:
             middle = layer.factors[1]
             to_full(layer)
-            moments.exchange(self.optimizer, [middle], [layer.weight])
+            self.optimizers.exchange([middle], [layer.weight])
         self.updates = state["updates"]
         self.load_order(state)
         for layer in self.layers:

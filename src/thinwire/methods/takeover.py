@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 from thinwire.errors import ConfigError
+from thinwire.factor.optimizers import Optimizers
 
 
 @dataclass
@@ -18,22 +19,25 @@ class Taken:
     momentum: float = 0.0
     nesterov: bool = False
     decay: float = 0.0
+    used: bool = False
+    """Whether there ever was momentum."""
 
 
 class Takeover:
-    """An optimizer's own settings, kept here while it has none; other optimizers than SGD keep theirs."""
+    """The optimizers' own settings, kept here while they have none; other optimizers than SGD keep theirs."""
 
-    def __init__(self, optimizer: Optimizer, given: float | None) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizers: Optimizers, given: float | None) -> None:
+        self.optimizers = optimizers
         self.given = given
-        self.taken = [Taken() for _ in optimizer.param_groups]
-        self.group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self.taken: list[Taken] = []
+        self.group_of: dict[int, int] = {}
+        self._places: list[int] = []
+        self._find_groups()
 
     def begin(self) -> None:
         """Refuse what would be applied twice or is not known, then take."""
-        kind = type(self.optimizer).__name__
-        is_sgd = isinstance(self.optimizer, SGD)
-        for group in self.optimizer.param_groups:
+        for optimizer, group in self.optimizers.groups:
+            kind, is_sgd = type(optimizer).__name__, isinstance(optimizer, SGD)
             if is_sgd and (group["dampening"] or group["maximize"]):
                 raise ConfigError(
                     "SGD with dampening or maximize cannot be taken over: set dampening=0 and maximize=False"
@@ -47,24 +51,27 @@ class Takeover:
 
     def look(self) -> None:
         """Take what is there; at every step, because a scheduler may have set momentum anew."""
-        if not isinstance(self.optimizer, SGD):
-            return
         self._find_groups()
-        for group, taken in zip(self.optimizer.param_groups, self.taken, strict=True):
+        for (optimizer, group), taken in zip(self.optimizers.groups, self.taken, strict=True):
+            if not isinstance(optimizer, SGD):
+                continue
             if self.given is not None:
                 taken.momentum = self.given
             elif group["momentum"]:
                 taken.momentum, taken.nesterov = group["momentum"], group["nesterov"]
                 group["momentum"], group["nesterov"] = 0.0, False
+            taken.used = taken.used or bool(taken.momentum)
             if group["weight_decay"] and taken.momentum:
                 taken.decay, group["weight_decay"] = group["weight_decay"], 0.0
 
     def _find_groups(self) -> None:
         """A group may have been added."""
-        groups = self.optimizer.param_groups
+        groups = self.optimizers.groups
         if len(groups) != len(self.taken):
-            self.taken += [Taken() for _ in groups[len(self.taken) :]]
-            self.group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
+            known = dict(zip(self._places, self.taken, strict=True))
+            self._places = [id(group) for _, group in groups]
+            self.taken = [known.get(place, Taken()) for place in self._places]
+            self.group_of = {id(p): i for i, (_, group) in enumerate(groups) for p in group["params"]}
 
     def of(self, parameter: nn.Parameter) -> Taken:
         """What holds for a parameter; one that the optimizer does not hold has no momentum."""
@@ -72,8 +79,8 @@ class Takeover:
         return self.taken[place] if place is not None else Taken()
 
     def give_back(self) -> None:
-        """Leave the optimizer as it was."""
-        for group, taken in zip(self.optimizer.param_groups, self.taken, strict=True):
+        """Leave the optimizers as they were."""
+        for (_, group), taken in zip(self.optimizers.groups, self.taken, strict=True):
             if self.given is None and taken.momentum:
                 group["momentum"], group["nesterov"] = taken.momentum, taken.nesterov
             if taken.decay:
@@ -91,11 +98,13 @@ class Takeover:
             self.look()
 
 
-def with_momentum(g: Tensor, u: Tensor, taken: Taken, again: bool) -> Tensor:
-    """What SGD would make of a gradient; `again` is one more of the same step. Changes the momentum `u`."""
+def with_momentum(g: Tensor, u: Tensor, taken: Taken, again: bool, out: Tensor) -> Tensor:
+    """What SGD would make of a gradient; `again` is one more of the same step. The new momentum is `out`."""
     if not taken.momentum:
+        if taken.used and not again:
+            out.copy_(u)
         return g
-    torch.add(g, u, alpha=1.0 if again else taken.momentum, out=u)
+    torch.add(g, u, alpha=1.0 if again else taken.momentum, out=out)
     if taken.nesterov:
-        return g + taken.momentum * (g if again else u)
-    return g if again else u
+        return g + taken.momentum * (g if again else out)
+    return g if again else out

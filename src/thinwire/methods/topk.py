@@ -38,11 +38,12 @@ class TopKMethod(Compressing):
 
     def __init__(self, config: TopK, ground: Ground) -> None:
         super().__init__(config, ground)
-        self.taken = Takeover(self.optimizer, config.momentum)
-        self._exchanged = False
-        self.u = self.v = torch.zeros(0)
+        self.taken = Takeover(self.optimizers, config.momentum)
+        self.u = self.v = self.next_u = self.next_v = torch.zeros(0)
         self.steady: dict[int, Tensor] = {}
         self.decays: dict[int, Tensor] = {}
+        self.next_steady: dict[int, Tensor] = {}
+        self.next_decays: dict[int, Tensor] = {}
 
     @property
     def plain_steps(self) -> int:
@@ -70,15 +71,9 @@ class TopKMethod(Compressing):
             return sys.maxsize
         return -(-(self.step * _STAGES // length + 1) * length // _STAGES)
 
-    def before_backward(self) -> None:
-        """Whoever set gradients to zero without a step has dropped what the last exchange put there."""
-        if self._exchanged:
-            self._exchanged = any(p.grad is not None and bool(p.grad.any()) for p in self.trained)
-
     def after_step(self) -> None:
-        """The next exchange begins a new step."""
+        """The density may have a new stage."""
         super().after_step()
-        self._exchanged = False
         self._name_phase()
 
     def prepare(self) -> None:
@@ -96,15 +91,17 @@ class TopKMethod(Compressing):
         self.own_pieces = self.pieces[own] if own is not None else []
         size = self.spans[own][1] - self.spans[own][0] if own is not None else 0
         device = self.trained[0].device
-        self.u, self.v = torch.zeros(size, device=device), torch.zeros(size, device=device)
+        self.u, self.v, self.next_u, self.next_v = (torch.zeros(size, device=device) for _ in range(4))
         self.applied = torch.zeros(sum(sizes), device=device)
         self.scratch = torch.empty(max((p.end - p.start for p in self.own_pieces), default=0), device=device)
         self.steady = {i: torch.zeros_like(self.trained[i], dtype=torch.float32) for i in self.dense}
+        self.next_steady = {i: torch.zeros_like(u) for i, u in self.steady.items()}
         self.written: dict[int, Tensor] = {}
         self._make_decays()
 
     def _make_decays(self) -> None:
         self.decays = {i: torch.zeros_like(p) for i, p in enumerate(self.trained) if self._of(i).decay}
+        self.next_decays = {i: torch.zeros_like(decay) for i, decay in self.decays.items()}
 
     def carried(self) -> list[Tensor]:
         """Momentum and velocity, and the momentum of biases and norms."""
@@ -117,20 +114,17 @@ class TopKMethod(Compressing):
 
     # An exchange.
 
-    def exchange(self, healthy: bool) -> bool:
+    def exchange(self, healthy: bool, again: bool) -> bool:
         """Accumulate, send the largest, apply what everyone sent."""
         self.taken.look()
-        again, self._exchanged = self._exchanged, True
         gradients = self.gradients
         if again:
             self._take_away(gradients)
         if healthy:
             self._clip(gradients)
             self._accumulate([gradients[i] for i in self.sparse], again)
-        blocks, sent = self._gather(healthy)
+        blocks = self._gather(healthy)
         if not blocks[0].is_meta and bool(blocks[0][:, -1].any()):
-            self._put_back(sent)
-            self._exchanged = False
             return False
         if not sum_plain(self.wire, [gradients[i] for i in self.dense], None if self.sparse else healthy):
             return False
@@ -152,26 +146,25 @@ class TopKMethod(Compressing):
         torch._foreach_mul_(list(gradients), (limit / (norm + 1e-6)).clamp(max=1.0))
 
     def _accumulate(self, gradients: Sequence[Tensor], again: bool) -> None:
+        u, v = (self.next_u, self.next_v) if again else (self.u, self.v)
         for piece in self.own_pieces:
-            g = gradients[piece.tensor].reshape(-1)[piece.start : piece.end]
-            u, v = (t[piece.place : piece.place + len(g)] for t in (self.u, self.v))
-            v.add_(with_momentum(g, u, self._of(self.sparse[piece.tensor]), again))
+            taken, place = self._of(self.sparse[piece.tensor]), piece.slice
+            pushed = with_momentum(piece.of(gradients), u[place], taken, again, out=self.next_u[place])
+            torch.add(v[place], pushed, out=self.next_v[place])
 
-    def _gather(self, healthy: bool) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """What every group sent, one block a share, rows of values, places and a flag; and this worker's own part."""
+    def _gather(self, healthy: bool) -> list[Tensor]:
+        """What every group sent, one block a share, rows of values, places and a flag."""
         topology, density = self.topology, self.density
         counts = [sum(_count(piece, density) for piece in each) for each in self.pieces]
         groups, device = len(topology.groups), self.applied.device
         blocks = [torch.empty(groups, 2 * n + 1, dtype=torch.int32, device=device) for n in counts]
-        sent: tuple[Tensor, ...] = ()
         places, values = self.v.new_zeros(0, dtype=torch.int64), self.v[:0]
         if healthy:
             places = self._largest(density)
-            values = self.v[places]
-            sent = places, values, self.u[places]
-            self.v[places] = 0.0
+            values = self.next_v[places]
+            self.next_v[places] = 0.0
             if self.config.masking:
-                self.u[places] = 0.0
+                self.next_u[places] = 0.0
         elif self.wire.carries:
             places = places.new_zeros(counts[topology.member])
             values = self.v.new_zeros(counts[topology.member])
@@ -182,20 +175,12 @@ class TopKMethod(Compressing):
             blocks[topology.member] = received
         for j, block in enumerate(blocks):
             self.wire.share_out([block], j, "gradients")
-        return blocks, sent
+        return blocks
 
     def _largest(self, density: float) -> Tensor:
         """Places of the largest values of each weight in this worker's share."""
-        found = [
-            largest(self.v[p.place : p.place + p.end - p.start], _count(p, density), self.scratch) + p.place
-            for p in self.own_pieces
-        ]
+        found = [largest(self.next_v[p.slice], _count(p, density), self.scratch) + p.place for p in self.own_pieces]
         return torch.cat([self.v.new_zeros(0, dtype=torch.int64), *found])
-
-    def _put_back(self, sent: tuple[Tensor, ...]) -> None:
-        if sent:
-            places, v, u = sent
-            self.v[places], self.u[places] = v, u
 
     def _apply(self, blocks: Sequence[Tensor], again: bool) -> None:
         """The weighted sum of what groups sent; one group after the other, so that all workers round alike."""
@@ -210,8 +195,8 @@ class TopKMethod(Compressing):
 
     def _add_momentum(self, gradients: Sequence[Tensor], again: bool) -> None:
         """To what travels as it is."""
-        for i, u in self.steady.items():
-            pushed = with_momentum(gradients[i], u, self._of(i), again)
+        for i, u in (self.next_steady if again else self.steady).items():
+            pushed = with_momentum(gradients[i], u, self._of(i), again, out=self.next_steady[i])
             self.written[i] = pushed + self.written[i] if again else pushed.clone()
             gradients[i].copy_(self.written[i])
 
@@ -221,12 +206,13 @@ class TopKMethod(Compressing):
             if not taken.decay:
                 continue
             if not again:
-                decay = self.decays.setdefault(i, torch.zeros_like(p))
-                decay.mul_(taken.momentum).add_(p, alpha=taken.decay)
+                before = self.decays.setdefault(i, torch.zeros_like(p))
+                decay = self.next_decays.setdefault(i, torch.zeros_like(p))
+                torch.mul(before, taken.momentum, out=decay).add_(p, alpha=taken.decay)
             gradients[i].add_(self._decay_now(i))
 
     def _decay_now(self, i: int) -> Tensor:
-        taken, decay = self._of(i), self.decays[i]
+        taken, decay = self._of(i), self.next_decays[i]
         if taken.nesterov:
             decay = self.trained[i].detach() * taken.decay + taken.momentum * decay
         return decay * self._scale
@@ -236,8 +222,19 @@ class TopKMethod(Compressing):
         before = {**self.written, **dict(zip(self.sparse, _like(self.applied, gradients, self.sparse), strict=True))}
         for i, put in before.items():
             gradients[i].sub_(put)
-        for i in self.decays:
+        for i in self.next_decays:
             gradients[i].sub_(self._decay_now(i))
+
+    def commit(self) -> None:
+        """Momentum and velocity, that of biases and norms, and that of weight decay."""
+        self.u, self.next_u = self.next_u, self.u
+        self.v, self.next_v = self.next_v, self.v
+        self.steady, self.next_steady = self.next_steady, self.steady
+        self.decays, self.next_decays = self.next_decays, self.decays
+
+    def workspace(self) -> list[Tensor]:
+        """The same as they will be."""
+        return [self.next_u, self.next_v, *self.next_steady.values(), *self.next_decays.values()]
 
     # Checkpoints.
 

@@ -17,15 +17,16 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from thinwire.admission import check_optimizer, check_same_architecture, check_same_data, spread_first_values
+from thinwire.admission import check_optimizers, check_same_architecture, check_same_data, spread_first_values
 from thinwire.comm.codec import size_of
 from thinwire.comm.dry import Call, DryWire, Exchange
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.topology import Topology
 from thinwire.errors import ConfigError
 from thinwire.factor.convert import Layer
+from thinwire.factor.optimizers import Optimizers
 from thinwire.methods.agree import decomposers
-from thinwire.methods.base import Ground, Method, optimizer_parameters
+from thinwire.methods.base import Ground, Method
 from thinwire.methods.registry import make, name_of
 from thinwire.plan.foresight import Foresight, basis, factors
 from thinwire.replica import Replica
@@ -149,11 +150,11 @@ class Rehearsal:
 def rehearse(subject: Subject, config: Any, topology: Topology, foresee: Foresight) -> Rehearsal:
     """Go through a whole run as one worker of `topology`."""
     model = copy.deepcopy(subject.without_values)
-    optimizer = subject.optimizer(model.parameters())
-    check_optimizer(model, optimizer)
+    optimizers = Optimizers(subject.optimizer(model.parameters()))
+    check_optimizers(model, optimizers)
     wire = DryWire(topology, Ledger())
     wire.count_opening()
-    check_same_architecture(model, optimizer, wire)
+    check_same_architecture(model, optimizers, wire)
     spread_first_values(model, wire)
     wire.changing = _statistics(model)
     found = Rehearsal(wire.ledger, wire.calls, wire.exchanges, sharers=decomposers(topology))
@@ -166,7 +167,7 @@ def rehearse(subject: Subject, config: Any, topology: Topology, foresee: Foresig
         found.decomposed[(layer.rank, layer.rank) if layer.rank else layer.view.tall] += 1
         return basis(layer, foresee(layer, method.step / subject.steps) if cutoff else None, max_shrink)
 
-    method = make(config, Ground(model, optimizer, wire, find_factors=find_factors, find_basis=find_basis))
+    method = make(config, Ground(model, optimizers, wire, find_factors=find_factors, find_basis=find_basis))
     found.assumes = method.assumes
     stage = _Stage(subject, method, Replica(method), wire, found)
     if subject.recipe:
@@ -186,7 +187,7 @@ class _Stage:
     def play(self) -> None:
         """Every step, every evaluation, the end."""
         # After the method's own: an update by the gradients it may have left is slow without values, and shows nothing.
-        self.method.optimizer.register_step_pre_hook(lambda optimizer, *_: optimizer.zero_grad())
+        self.method.optimizers[0].register_step_pre_hook(lambda optimizer, *_: optimizer.zero_grad())
         restless, place = 0, None
         while self.replica.step < self.subject.steps:
             if place != (self.replica.phase, self.replica.decompositions):
@@ -245,7 +246,7 @@ class _Stage:
         self.replica.observe(1.0)
         self._make_state()
         self.method.skip(times - 1)
-        self.method.optimizer.step()  # no gradients: only its hooks run
+        self.method.optimizers[0].step()  # no gradients: only its hooks run
         self.wire.repeat = 1
         self.found.steps[phase] += times
         if self.replica.phase == phase:
@@ -253,8 +254,8 @@ class _Stage:
 
     def _make_state(self) -> None:
         """The state that an update would make; updating itself is slow without values, and shows nothing more."""
-        optimizer = self.method.optimizer
-        for p in optimizer_parameters(optimizer):
+        optimizer = self.method.optimizers[0]
+        for p in self.method.optimizers.parameters:
             if p.requires_grad and not optimizer.state.get(p):
                 optimizer.state[p] = {name: _state_like(value, p) for name, value in self.subject.state.items()}
 
@@ -272,7 +273,9 @@ class _Stage:
         model = self.replica.module
         held = [*model.parameters(), *model.buffers()]
         gradients = [p for p in model.parameters() if p.requires_grad]
-        state = [v for values in self.method.optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
+        state = [
+            v for values in self.method.optimizers[0].state.values() for v in values.values() if isinstance(v, Tensor)
+        ]
         buckets = gradients if len(self.method.replicated.members) > 1 else []
         kept = [*self.method.tensors().values(), *self.method.own_tensors().values(), *self.method.workspace()]
         return sum(size_of(t) for t in [*held, *gradients, *state, *buckets, *kept])

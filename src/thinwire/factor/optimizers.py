@@ -1,0 +1,107 @@
+"""The optimizers of one model: who holds a parameter, what is kept of it, and parameters exchanged in their groups.
+
+Most models have one optimizer. Some have several, such as Muon for hidden matrices and AdamW for everything else; each
+trained parameter is then in exactly one of them.
+"""
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+State = dict[str, Any]
+
+
+class Optimizers(Sequence[Optimizer]):
+    """One optimizer or several that together train a model."""
+
+    def __init__(self, *each: Optimizer) -> None:
+        self.each = each
+
+    def __len__(self) -> int:
+        return len(self.each)
+
+    @overload
+    def __getitem__(self, index: int) -> Optimizer: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Optimizer, ...]: ...
+    def __getitem__(self, index: int | slice) -> Optimizer | tuple[Optimizer, ...]:
+        return self.each[index]
+
+    @property
+    def groups(self) -> list[tuple[Optimizer, dict[str, Any]]]:
+        """Every parameter group, with its optimizer."""
+        return [(optimizer, group) for optimizer in self.each for group in optimizer.param_groups]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Every parameter they hold."""
+        return [p for _, group in self.groups for p in group["params"]]
+
+    def of(self, parameter: nn.Parameter) -> Optimizer | None:
+        """Who holds a parameter."""
+        found = (o for o, group in self.groups if any(p is parameter for p in group["params"]))
+        return next(found, None)
+
+    def name(self, optimizer: Optimizer) -> str:
+        """What a user knows one of them by."""
+        kind = type(optimizer).__name__
+        place = next(i for i, each in enumerate(self.each) if each is optimizer)
+        return kind if len(self) == 1 else f"{kind} (optimizer {place})"
+
+    def state_of(self, parameter: nn.Parameter) -> State:
+        """What is kept of a parameter; nothing before its first step."""
+        # Not `state[parameter]`, which would make an entry.
+        return next((o.state[parameter] for o in self.each if parameter in o.state), {})
+
+    def set_state(self, parameter: nn.Parameter, state: State) -> None:
+        """Keep this of a parameter, at the optimizer that holds it."""
+        optimizer = self.of(parameter)
+        assert optimizer is not None, "no optimizer holds this parameter"
+        optimizer.state[parameter] = state
+
+    def reset(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Forget what is known of these parameters; they start again from step 0."""
+        for p in parameters:
+            for optimizer in self.each:
+                optimizer.state.pop(p, None)
+                if first := _first_state(optimizer, p):
+                    optimizer.state[p] = first
+
+    def exchange(self, old: Sequence[nn.Parameter], new: Sequence[nn.Parameter], suffixes: Sequence[str] = ()) -> None:
+        """Put `new` where `old` stood, in the same parameter group; the old ones' state is dropped.
+
+        `suffixes` are added to the weight's name for each factor, where a group has names; none for a full weight.
+        """
+        gone = {id(p) for p in old}
+        for _, group in self.groups:
+            places = [i for i, p in enumerate(group["params"]) if id(p) in gone]
+            if places:
+                _put(group["params"], places, list(new))
+                if "param_names" in group:
+                    _put(group["param_names"], places, _names(group["param_names"][places[0]], suffixes))
+                break
+        for p in old:
+            for optimizer in self.each:
+                optimizer.state.pop(p, None)
+        self.reset(new)
+
+
+def _put(values: list[Any], places: Sequence[int], new: list[Any]) -> None:
+    """Put `new` where the first of `places` was, and take away what stood at all of them."""
+    kept = [value for i, value in enumerate(values) if i not in places]
+    values[:] = [*kept[: places[0]], *new, *kept[places[0] :]]
+
+
+def _names(old: str, suffixes: Sequence[str]) -> list[str]:
+    weight = old.removesuffix("_a").removesuffix("_s")
+    return [f"{weight}_{suffix}" for suffix in suffixes] or [weight]
+
+
+def _first_state(optimizer: Optimizer, p: nn.Parameter) -> State:
+    """What the constructor notes of its own parameters: nothing, but for Adagrad in older versions of torch."""
+    if not isinstance(optimizer, torch.optim.Adagrad) or Optimizers(optimizer).of(p) is None:
+        return {}
+    return dict(type(optimizer)([p], **optimizer.defaults).state.get(p, {}))
