@@ -28,7 +28,9 @@ ORDER = [
     *(
         "stepping",
         "guards",
+        "notices",
         "replica",
+        "ema",
         "train",
         "recipes",
         "report",

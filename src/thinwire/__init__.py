@@ -1,6 +1,7 @@
 """Thinwire trains a PyTorch model over a thin wire."""
 
 from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, OneBit, PowerSGD, TopK
+from thinwire.ema import EMA
 from thinwire.errors import ConfigError, DisagreementError, DivergedError, ThinwireError
 from thinwire.factor.stability import Stability
 from thinwire.replica import Replica, attach
@@ -11,6 +12,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AB",
     "DASO",
+    "EMA",
     "OIALR",
     "AllReduce",
     "Compressed",

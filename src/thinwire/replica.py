@@ -33,6 +33,7 @@ from thinwire.factor.layers import mark_as_read, weight_was_read
 from thinwire.guards import attached, check_parameters, refuse_attached, refuse_wrappers, sign_as
 from thinwire.methods.base import Ground, Method
 from thinwire.methods.registry import make, name_of
+from thinwire.notices import make_heard, say_attached, say_finished
 from thinwire.settings import describe as describe_config
 from thinwire.stepping import Stepping
 
@@ -55,6 +56,7 @@ def attach(
     `scaler` if there is one, arguments of `torch.compile` as `compile`, further ones of
     `DistributedDataParallel` (`bucket_cap_mb`, `find_unused_parameters`, …) as `ddp`.
     """
+    make_heard()
     name_of(config)
     refuse_attached(model)
     check_model(model)
@@ -67,7 +69,9 @@ def attach(
     check_same_architecture(model, optimizers, wire)
     spread_first_values(model, wire)
     ground = Ground(model, optimizers, wire, ddp=dict(ddp or {}), has_scaler=scaler is not None)
-    return Replica(make(config, ground), scaler=scaler, compile=compile)
+    replica = Replica(make(config, ground), scaler=scaler, compile=compile)
+    say_attached(replica)
+    return replica
 
 
 class Replica(nn.Module):
@@ -86,6 +90,12 @@ class Replica(nn.Module):
         self._earlier = {"allreduce_fp32": 0, "ideal_fp32": 0}  # a world of another size may have taken the first steps
         self._earlier_steps = 0
         self._recompiles = Recompilations()
+        self.averages: list[nn.Module] = []
+        """Moving averages of this replica, which saves include."""
+        self.finished_ranks: dict[str, int] = {}
+        """The rank of each weight that `finish` left as factors, by its key in the dense model's state dict."""
+        self.read_layers: list[str] = []
+        """Layers whose `.weight` other code reads, as known when the replica was finished."""
         self._full = _count(method.model)
         self._trained = sum(p.numel() for p in method.model.parameters() if p.requires_grad)
         # Here and not by a decorator: that would load Dynamo, seconds, with the package.
@@ -168,9 +178,12 @@ class Replica(nn.Module):
         check_parameters(self._method, "finish()", everywhere=True)
         self._agree_on_read_weights()
         self.detach()
+        self.finished_ranks = {layer.key: layer.rank for layer in self._method.layers if layer.rank}
+        self.read_layers = [name for name, module in self.module.named_modules() if weight_was_read(module)]
         self.module._compiled_call_impl = None
         self.module = to_plain(self.module)
         self._finished = True
+        say_finished(self, self._method.kept, factors=bool(self._method.layers))
         return self.module
 
     def detach(self) -> None:
@@ -180,6 +193,12 @@ class Replica(nn.Module):
         self._release = []
         attached.discard(self)
         self._method.release()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ThinwireError(
+            "a replica cannot be copied, its process groups are one of a kind: copy replica.module; for a moving "
+            "average use thinwire.EMA(replica, decay) in place of AveragedModel(replica)"
+        )
 
     # State.
 
@@ -205,14 +224,14 @@ class Replica(nn.Module):
         self._refuse_other_flags()
         self._method.wire.barrier("save()")
         check_parameters(self._method, "save()")
-        snapshot.save(self._method, self._scaler, folder, self.baseline())
+        snapshot.save(self._method, self._scaler, folder, self.baseline(), self.averages)
 
     def load(self, folder: Path | str) -> None:
         """Go on from what `save` wrote; collective."""
         self._refuse_finished("load()")
         self._refuse_other_flags()
         self._method.wire.barrier("load()")
-        if earlier := snapshot.load(self._method, self._scaler, folder):
+        if earlier := snapshot.load(self._method, self._scaler, folder, self.averages):
             self._earlier, self._earlier_steps = earlier, self.step
         self._stepping.expect_changes()
 

@@ -3,11 +3,13 @@
 state.json                       what is the same on all workers
 model.safetensors                the model; model-rankR where groups hold different ones, R a group's first rank
 optimizer.safetensors / .json    the state of all optimizers, likewise
+averageN.safetensors             the Nth moving average, if there are any; averageN-rankR where groups differ
 worker-rankR.json                a worker's own counters and ledger
 worker-rankR.safetensors         a worker's own tensors, such as gradients it has not sent yet
 """
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +28,21 @@ from thinwire.store import atomic_folder, like, newest, read_json, read_tensors,
 FORMAT = 4
 
 
-def save(method: Method, scaler: Any, folder: Path | str, baseline: dict[str, int]) -> None:
+def save(
+    method: Method, scaler: Any, folder: Path | str, baseline: dict[str, int], averages: Sequence[nn.Module] = ()
+) -> None:
     """Write everything; collective. `baseline` is what all-reduce would have sent so far, by this world and others."""
     method.settle()
     topology = method.topology
     traffic = method.wire.node_mean().state()
+    common = [method.wire.agree(list(average.state_dict().values()), "checksums") for average in averages]
     with atomic_folder(folder, method.wire) as aside:
         if topology.rank == 0:
             write_json(aside / "state.json", _common(method, scaler, traffic) | {"baseline": baseline})
+        for number, (average, same) in enumerate(zip(averages, common, strict=True)):
+            if topology.rank == (0 if same else topology.group[0]):
+                ending = "" if same else f"-rank{topology.rank}"
+                write_tensors(aside / f"average{number}{ending}.safetensors", _distinct(average.state_dict()))
         if topology.rank == (0 if method.spans_world else topology.group[0]):
             suffix = _suffix(method)
             write_tensors(aside / f"model{suffix}.safetensors", _distinct(method.model.state_dict()))
@@ -48,7 +57,7 @@ def save(method: Method, scaler: Any, folder: Path | str, baseline: dict[str, in
     method.rewrap()
 
 
-def load(method: Method, scaler: Any, folder: Path | str) -> dict[str, int] | None:
+def load(method: Method, scaler: Any, folder: Path | str, averages: Sequence[nn.Module] = ()) -> dict[str, int] | None:
     """Read everything back, the model's shape first; collective. Returns the baseline, which older saves lack."""
     folder = newest(folder)
     state = read_json(folder / "state.json")
@@ -60,6 +69,14 @@ def load(method: Method, scaler: Any, folder: Path | str) -> dict[str, int] | No
         _read_optimizers(folder, suffix, method.optimizers)
     method.load_tensors(_on_device(method, folder / f"method{suffix}.safetensors"))
     _load_own(method, scaler, state, folder)
+    for number, average in enumerate(averages):
+        _load_average(method, state, folder / f"average{number}", average)
+    if (folder / f"average{len(averages)}.safetensors").is_file() or [*folder.glob(f"average{len(averages)}-rank*")]:
+        warnings.warn(
+            f"{folder} holds more moving averages than the {len(averages)} here; make thinwire.EMA(replica) before "
+            "load() to go on with it",
+            stacklevel=3,
+        )
     method.rewrap()
     return state.get("baseline")
 
@@ -128,6 +145,29 @@ def _load_own(method: Method, scaler: Any, state: Mapping[str, Any], folder: Pat
         method.load_own_tensors(_on_device(method, files[topology.rank]))
     else:
         method.load_others_tensors([_on_device(method, file) for file in files])
+
+
+def _load_average(method: Method, state: Mapping[str, Any], stem: Path, average: nn.Module) -> None:
+    """A moving average as it was; groups that are not those that saved it start from the mean of theirs."""
+    groups = state["groups"]
+    files = [stem.with_name(f"{stem.name}-rank{group[0]}.safetensors") for group in groups]
+    if (whole := stem.with_name(f"{stem.name}.safetensors")).is_file():
+        found = [read_tensors(whole)]
+    elif files[0].is_file():
+        mine = groups == _groups(method)
+        found = [read_tensors(file) for file in (files[method.topology.group_index :][:1] if mine else files)]
+    else:
+        raise ConfigError(f"{stem.parent} holds no moving average; make thinwire.EMA(replica) after load()")
+    if len(found) > 1:
+        weights = torch.tensor([len(group) / state["world_size"] for group in groups])
+        found = [{name: _mean([tensors[name] for tensors in found], weights) for name in found[0]}]
+    average.load_state_dict(_all_keys(average, found[0]))
+
+
+def _mean(tensors: list[Tensor], weights: Tensor) -> Tensor:
+    if not tensors[0].is_floating_point():
+        return tensors[0]
+    return torch.einsum("g,g...->...", weights.to(tensors[0].dtype), torch.stack(tensors))
 
 
 def _on_device(method: Method, file: Path) -> dict[str, Tensor]:

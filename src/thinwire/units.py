@@ -1,4 +1,4 @@
-"""Rates and times as people write them: "100Mbit", "25Gbit", "50us"."""
+"""Rates, times and sizes as people write them: "100Mbit", "25Gbit", "50us", "1.2 MB"."""
 
 import re
 
@@ -31,6 +31,14 @@ def rate(bits: float) -> str:
         if bits >= factor:
             return f"{bits / factor:.4g} {unit}"
     return f"{bits:.4g} bit/s"
+
+
+def size(count: float) -> str:
+    """A number of bytes for people: 1.25 MB."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.0f} bytes"
 
 
 def time(value: float) -> str:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from thinwire import units
 from thinwire.comm.counters import Counted, Interface, mean_counted
 from thinwire.comm.sent import Sent
 from thinwire.comm.times import Clock, Mark, Times, mean_times
@@ -146,6 +147,21 @@ class Ledger:
             "by_purpose": self.by_purpose,
         }
 
+    def __str__(self) -> str:
+        """A table for people: what each phase and purpose sent over which link."""
+        head = ["phase", "purpose", "slow link", "fast link", "calls"]
+        cells: dict[tuple[str, str], dict[str, Entry]] = defaultdict(dict)
+        for (phase, purpose, link), entry in sorted(self._entries.items()):
+            cells[phase, purpose][link] = entry
+        rows = [[*key, *_cells(links)] for key, links in cells.items()]
+        rows.append(["all", "", *_cells({link: self._total(link) for link in ("slow", "fast")})])
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def __repr__(self) -> str:
+        return f"<Ledger: {units.size(self.slow_bytes)} left the node, {units.size(self.fast_bytes)} stayed inside>"
+
     def booked_as(self, purpose: str) -> str:
         """The purpose that counts now."""
         return self._purpose or purpose
@@ -179,6 +195,13 @@ class Ledger:
             row["slow_calls"] += entry.calls if key[2] == "slow" else 0
             row["seconds"] += entry.seconds
         return table
+
+
+def _cells(links: dict[str, Entry]) -> list[str]:
+    """A row's sizes and calls; a call that used both links is one."""
+    none = Entry()
+    slow, fast = links.get("slow", none), links.get("fast", none)
+    return [units.size(slow.bytes), units.size(fast.bytes), f"{max(slow.calls, fast.calls):,}"]
 
 
 def _row() -> dict[str, float]:

@@ -83,6 +83,14 @@ class Kept:
     why: str
 
 
+def layer_of(model: nn.Module, key: str) -> Layer:
+    """The layer whose weight has this key in the dense model's state dict, full or factored."""
+    path, _, parameter = key.rpartition(".")
+    module = model.get_submodule(path)
+    view = factored.factored_names(module).get(parameter)
+    return Layer(path, module, parameter, view or view_of(module._parameters[parameter]))  # type: ignore[arg-type]
+
+
 def find_layers(
     model: nn.Module,
     *,

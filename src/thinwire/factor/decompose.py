@@ -83,6 +83,14 @@ def decompose_if_smaller(matrix: Tensor, cutoff: float) -> Factors | None:
     return _factors(matrix, sigma, vectors[:, :rank]) or svd(matrix, cutoff, rank=rank)
 
 
+def smallest_cutoff(matrix: Tensor) -> float:
+    """The smallest cutoff at which factors of a tall matrix hold fewer numbers than it does."""
+    m, n = matrix.shape
+    sigma = torch.linalg.svdvals(matrix.double())
+    largest_rank = max(1, (m * n - 1) // (m + n))
+    return float(sigma[largest_rank] / sigma[0]) if largest_rank < n and sigma[0] > 0 else 0.0
+
+
 def rank_of(sigma: Tensor, cutoff: float) -> int:
     """How many singular values exceed `cutoff` of the largest; at least 1."""
     return max(1, int((sigma > cutoff * sigma[0]).sum()))

@@ -35,4 +35,13 @@ class OrderOfUse:
             if name not in self.order:
                 self.order.append(name)
 
+        note.is_watch = True  # type: ignore[attr-defined]
         return note
+
+
+def forget_watch(model: nn.Module) -> None:
+    """Take the watch away from a copy of a model that is being watched."""
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if getattr(hook, "is_watch", False):
+                del module._forward_pre_hooks[key]

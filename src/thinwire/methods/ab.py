@@ -119,6 +119,8 @@ class ABMethod(Factoring):
         self.make_room()
         for layer, factors in self.agreed_factors(self.config.cutoff):
             self._to_factors(layer, *factors)
+        if self.decompositions == 1:
+            self.warn_of_no_factors(self.config.cutoff)
         self._freeze()
         self.observed.zero_()
         self.base = self._copy_base()

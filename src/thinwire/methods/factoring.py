@@ -1,10 +1,12 @@
 """What methods share that turn layers into factors: which layers, in what order, and when the run is over."""
 
+import math
 import warnings
 from typing import Any
 
 from thinwire.errors import ConfigError
 from thinwire.factor.convert import Layer, find_layers, warn_of_idle_patterns
+from thinwire.factor.decompose import smallest_cutoff
 from thinwire.factor.usage import OrderOfUse
 from thinwire.methods.base import Ground, Method
 
@@ -57,6 +59,20 @@ class Factoring(Method):
                 stacklevel=3,
             )
             self._warned = True
+
+    def warn_of_no_factors(self, cutoff: float) -> None:
+        """Once, where the first decomposition made nothing smaller: with the cutoff that would."""
+        if self.factored or not self.layers or self.wire.is_dry or self.topology.rank:
+            return
+        needed = sorted(smallest_cutoff(layer.matrix()) for layer in self.layers)
+        half = math.ceil(100 * needed[len(needed) // 2]) / 100
+        warnings.warn(
+            f"none of the {len(self.layers)} weights could be factored at cutoff {cutoff} after step {self.step}: "
+            "ranks are so high that factors would be larger, so nothing becomes smaller and nothing is saved. A cutoff "
+            f"of {half:.2f} would factor half of them now; raise `cutoff`, or factor later, when training has lowered "
+            "the ranks",
+            stacklevel=3,
+        )
 
     def find_layers(self) -> None:
         """Which layers there are to factor, in order of use, and which are kept; only while all are full."""

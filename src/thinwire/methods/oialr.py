@@ -176,7 +176,7 @@ class OIALRMethod(Factoring):
                 to_factors(layer, product((u, s)) / root, root[:, None] * vt)
             else:
                 to_full(layer)
-                self.kept = [*self.kept, Kept(layer.key, f"rank {len(s)} is too high for factors to be smaller")]
+                self.kept = [*self.kept, Kept(layer.key, "rank too high for factors to be smaller")]
 
     # Checkpoints.
 

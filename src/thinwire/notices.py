@@ -1,0 +1,88 @@
+"""What a replica says of itself, in one or two lines: what it trains and how, and what came of it.
+
+Messages go to the logger "thinwire". Where a script has not set up logging, they go to the standard error of rank 0;
+`logging.getLogger("thinwire").setLevel(logging.WARNING)` silences them.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from thinwire import units
+from thinwire.factor.convert import Kept
+
+if TYPE_CHECKING:
+    from thinwire.replica import Replica
+
+log = logging.getLogger("thinwire")
+_NAMES = 3
+
+
+def make_heard() -> None:
+    """Give the messages a way out where nobody has set up logging; the first of all that is said."""
+    if not log.hasHandlers() and log.level == logging.NOTSET:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("thinwire: %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+
+
+def say_attached(replica: "Replica") -> None:
+    """Workers, size, and for methods that factor which layers they will look at."""
+    if replica.topology.rank:
+        return
+    about = replica.describe()
+    workers, groups = replica.topology.world_size, len(replica.topology.groups)
+    who = f"{_count(workers, 'worker')} in {_count(groups, 'group')}" if workers > 1 else "one worker"
+    text = f"{type(replica._method.config).__name__} on {who}: {about['trainable_full']:,} parameters to train"
+    if layers := replica._method.layers:
+        text += f", {len(layers)} weights to factor{_full(replica._method.kept)}"
+    log.info(text)
+
+
+def say_finished(replica: "Replica", kept: Sequence[Kept], *, factors: bool) -> None:
+    """Size before and after, what was factored and what was not, and what was sent beside all-reduce."""
+    if replica.topology.rank:
+        return
+    name, about = type(replica._method.config).__name__, replica.describe()
+    ranks = list(replica.finished_ranks.values())
+    before, after = about["parameters_full"], about["parameters"]
+    text = f"{name} finished after {_count(replica.step, 'step')}"
+    if factors:
+        text += f": {before:,} parameters are now {after:,} ({before / max(1, after):.2f} : 1), "
+        text += f"{_count(len(ranks), 'weight')} factored{_ranks(ranks)}{_full(kept)}"
+    log.info(text + _sent(replica))
+    if factors and after >= before:
+        log.warning("%s made nothing smaller; a higher cutoff, in finish(cutoff=…) too, drops more", name)
+
+
+def _sent(replica: "Replica") -> str:
+    usual, sent = replica.baseline()["allreduce_fp32"], replica.traffic.slow_bytes
+    if not usual:
+        return ""
+    return f"; {units.size(sent)} left this node, {sent / usual:.3g} of fp32 all-reduce's {units.size(usual)}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return ""
+    low, high = min(ranks), max(ranks)
+    return f" at rank {low}" if low == high else f" at ranks {low} to {high}"
+
+
+def _full(kept: Iterable[Kept]) -> str:
+    """Weights that stay full, by their reasons."""
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for each in kept:
+        reasons[each.why].append(each.name.removesuffix(".weight"))
+    parts = [f"{', '.join(names[:_NAMES])}{_more(len(names) - _NAMES)} ({why})" for why, names in reasons.items()]
+    return f"; full: {'; '.join(parts)}" if parts else ""
+
+
+def _more(count: int) -> str:
+    return f" and {count} more" if count > 0 else ""
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
