@@ -100,20 +100,6 @@ def _check_each_is_held_once(model: nn.Module, optimizers: Optimizers) -> None:
         )
 
 
-def check_complex(model: nn.Module, config: Any, workers: int) -> None:
-    """Codes are of real numbers: refuse complex parameters here, not in the first backward pass."""
-    name = next((name for name, p in model.named_parameters() if p.is_complex() and p.requires_grad), None)
-    wire = getattr(config, "wire", None)
-    if name is None or wire == "fp32" or workers == 1:
-        return
-    if wire is not None:
-        raise ConfigError(f"`wire`={wire!r} cannot carry the complex parameter {name!r}; use 'fp32'")
-    raise ConfigError(
-        f"{type(config).__name__} cannot compress the gradient of the complex parameter {name!r}; use a method with "
-        "wire='fp32', such as AllReduce() or LocalSGD(), or hold real and imaginary parts as two parameters"
-    )
-
-
 def check_same_architecture(model: nn.Module, optimizers: Optimizers, wire: Wire) -> None:
     """Names, shapes, dtypes and optimizer groups must be the same on all workers."""
     own = _architecture(model, optimizers)

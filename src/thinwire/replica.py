@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from thinwire import snapshot
 from thinwire.admission import (
-    check_complex,
     check_model,
     check_optimizers,
     check_same_architecture,
@@ -65,7 +64,6 @@ def attach(
     join()
     device = next(model.parameters()).device
     wire = Wire.open(config.group_size, repr(config), device, Ledger(Clock(device), watched()))
-    check_complex(model, config, wire.topology.world_size)
     check_same_architecture(model, optimizers, wire)
     spread_first_values(model, wire)
     ground = Ground(model, optimizers, wire, ddp=dict(ddp or {}), has_scaler=scaler is not None)

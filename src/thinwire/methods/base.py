@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from thinwire.comm.collectives import Pending, Wire
 from thinwire.comm.replicate import Replicated
-from thinwire.errors import DisagreementError
+from thinwire.errors import ConfigError, DisagreementError
 from thinwire.factor.convert import Kept, Layer, find_layers, to_factors
 from thinwire.factor.optimizers import Optimizers
 from thinwire.methods.agree import agreed_factors, find_basis, find_factors
@@ -59,6 +59,8 @@ class Method(ABC):
 
     phases: ClassVar[tuple[str, ...]]
     """Every name that `phase` may have."""
+    complex_wires: ClassVar[tuple[str, ...]] = ("fp32", "bf16")
+    """Wires that carry complex parameters, which codes of real numbers do not."""
     cuts_at_end: ClassVar[bool] = False
     """Whether `finish` without a cutoff cuts every layer at the config's."""
 
@@ -69,6 +71,7 @@ class Method(ABC):
         self.optimizers = ground.optimizers
         self.wire = ground.wire
         self.topology = ground.wire.topology
+        self._refuse_complex()
         self.replicated = Replicated(ground.model, ground.wire, self.gradient_wire, ground.ddp)
         self.step = 0
         self.forwards = 0
@@ -252,6 +255,19 @@ class Method(ABC):
         self.decompositions += 1
         self.found_ranks = {layer.label: factors[0].shape[1] for layer, factors in found}
         return found
+
+    def _refuse_complex(self) -> None:
+        """Here, not in the first backward pass."""
+        name = next((name for name, p in self.model.named_parameters() if p.is_complex() and p.requires_grad), None)
+        wire = getattr(self.config, "wire", None)
+        if name is None or wire in self.complex_wires or self.topology.world_size == 1:
+            return
+        if wire is not None:
+            raise ConfigError(f"`wire`={wire!r} cannot carry the complex parameter {name!r}; use 'fp32'")
+        raise ConfigError(
+            f"{type(self.config).__name__} cannot compress the gradient of the complex parameter {name!r}; use a method "
+            "with wire='fp32', such as AllReduce() or LocalSGD(), or hold real and imaginary parts as two parameters"
+        )
 
     def _set_phase(self, phase: str) -> None:
         self.phase = phase

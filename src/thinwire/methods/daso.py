@@ -41,6 +41,7 @@ class DASOMethod(Method):
     """Parameters averaged between nodes while training goes on."""
 
     phases = ("warmup", "cycling", "cooldown")
+    complex_wires = ("fp32",)
     config: DASO
 
     def __init__(self, config: DASO, ground: Ground) -> None:

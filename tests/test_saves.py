@@ -1,0 +1,130 @@
+"""Saves that do not fit, files that lie, and models that are not worth saving."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+import gang
+import small
+import thinwire
+from thinwire.errors import ConfigError, DivergedError, ThinwireError
+
+
+def attached(optimizer_of: Any = small.sgd, config: Any = None) -> tuple[Any, Any]:
+    model = small.net()
+    optimizer = optimizer_of(model)
+    return thinwire.attach(model, optimizer, config or thinwire.AllReduce()), optimizer
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Path:
+    replica, optimizer = attached(lambda model: torch.optim.AdamW(model.parameters()))
+    small.step(replica, optimizer, 0, 0)
+    replica.save(tmp_path / "save")
+    return tmp_path / "save"
+
+
+def error_of(folder: Path, optimizer_of: Any = lambda model: torch.optim.AdamW(model.parameters())) -> str:
+    with pytest.raises(ThinwireError) as error:
+        attached(optimizer_of)[0].load(folder)
+    return str(error.value)
+
+
+def test_state_of_another_optimizer_is_refused(save: Path) -> None:
+    assert "trained by AdamW, attached is SGD, which keeps other state" in error_of(save, small.sgd)
+
+    def two(model: Any) -> list[Any]:
+        first, *rest = model.parameters()
+        return [torch.optim.AdamW([first]), torch.optim.AdamW(rest)]
+
+    assert "trained by AdamW, attached is AdamW, AdamW" in error_of(save, two)
+
+
+def test_other_groups_of_parameters_are_refused_with_the_files_name(save: Path) -> None:
+    def groups(model: Any) -> Any:
+        first, *rest = model.parameters()
+        return torch.optim.AdamW([{"params": [first]}, {"params": rest}])
+
+    said = error_of(save, groups)
+    assert "optimizer.json holds 1 parameter groups, the optimizers here have 2" in said
+
+
+def test_state_for_a_parameter_that_is_not_there_names_the_file(save: Path) -> None:
+    file = save / "optimizer.safetensors"
+    save_file({**load_file(file), "0.99.exp_avg": torch.zeros(2)}, file)
+    assert "optimizer.json holds state '0.99.exp_avg' of a parameter that is not here" in error_of(save)
+
+
+def test_state_of_another_shape_names_the_file(save: Path) -> None:
+    file = save / "optimizer.safetensors"
+    save_file({**load_file(file), "0.0.exp_avg": torch.zeros(2)}, file)
+    assert "optimizer.json holds 'exp_avg' of shape [2] for a parameter of shape [8, 1, 3, 3]" in error_of(save)
+
+
+@pytest.mark.parametrize("name", ["state.json", "optimizer.json", "worker-rank0.json"])
+def test_broken_json_names_the_file(save: Path, name: str) -> None:
+    text = (save / name).read_text()
+    (save / name).write_text(text[: len(text) // 2])
+    assert name in error_of(save)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+def test_truncated_tensors_name_the_file(save: Path, name: str) -> None:
+    content = (save / name).read_bytes()
+    (save / name).write_bytes(content[:-20])
+    assert name in error_of(save)
+
+
+def test_a_missing_file_is_named(save: Path) -> None:
+    (save / "optimizer.safetensors").unlink()
+    assert "optimizer.safetensors" in error_of(save)
+
+
+def test_a_value_that_lies_is_refused(save: Path) -> None:
+    state = json.loads((save / "state.json").read_text())
+    (save / "state.json").write_text(json.dumps({**state, "format": 99}))
+    assert "has format 99" in error_of(save)
+
+
+# A NaN by one worker.
+
+
+def train_on_a_nan(rank: int, folder: str) -> dict[str, str]:
+    """As DDP does, all-reduce makes it everyone's; but no save is overwritten by it, and nothing is returned."""
+    replica, optimizer = attached()
+    small.step(replica, optimizer, rank, 0)
+    replica.save(folder)
+    x, y = small.batch(rank, 1)
+    loss = F.cross_entropy(replica(x), y) * (float("nan") if rank == 1 else 1.0)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    found = {}
+    for call in (lambda: replica.save(folder), replica.finish):
+        with pytest.raises(DivergedError) as error:
+            call()
+        found[str(len(found))] = str(error.value)
+    replica.load(folder)
+    small.step(replica, optimizer, rank, 1)
+    found["end"] = small.model_bits(replica.finish())
+    return found
+
+
+def test_a_model_that_diverged_is_neither_saved_nor_returned(tmp_path: Path) -> None:
+    here, there = gang.run(train_on_a_nan, 2, str(tmp_path / "save"))
+    assert here == there
+    assert here["0"].startswith("save(): parameter 'stem.weight' of rank 0 is not finite after step 2; go back to")
+    assert here["1"].startswith("finish(): parameter 'stem.weight' of rank 0 is not finite after step 2")
+
+
+def test_loading_says_what_is_wrong_before_it_changes_anything(save: Path) -> None:
+    replica, _ = attached(small.sgd)
+    before = small.model_bits(replica.module)
+    with pytest.raises(ConfigError):
+        replica.load(save)
+    assert small.model_bits(replica.module) == before
