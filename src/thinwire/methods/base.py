@@ -265,8 +265,8 @@ class Method(ABC):
         if wire is not None:
             raise ConfigError(f"`wire`={wire!r} cannot carry the complex parameter {name!r}; use 'fp32'")
         raise ConfigError(
-            f"{type(self.config).__name__} cannot compress the gradient of the complex parameter {name!r}; use a method "
-            "with wire='fp32', such as AllReduce() or LocalSGD(), or hold real and imaginary parts as two parameters"
+            f"{type(self.config).__name__} cannot compress the gradient of the complex parameter {name!r}; use a "
+            "method with wire='fp32', such as AllReduce() or LocalSGD(), or hold real and imaginary parts as two parameters"
         )
 
     def _set_phase(self, phase: str) -> None:
