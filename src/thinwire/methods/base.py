@@ -266,7 +266,7 @@ class Method(ABC):
             raise ConfigError(f"`wire`={wire!r} cannot carry the complex parameter {name!r}; use 'fp32'")
         raise ConfigError(
             f"{type(self.config).__name__} cannot compress the gradient of the complex parameter {name!r}; use a "
-            "method with wire='fp32', such as AllReduce() or LocalSGD(), or hold real and imaginary parts as two parameters"
+            "method with wire='fp32', such as AllReduce() or LocalSGD(), or hold both parts as two parameters"
         )
 
     def _set_phase(self, phase: str) -> None:
