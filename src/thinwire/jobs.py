@@ -20,6 +20,7 @@ from thinwire.settings import from_strings
 from thinwire.train import checkpoint, fit
 from thinwire.train.data.source import check_share
 from thinwire.train.first_step import FIRST_STEP, first_step
+from thinwire.train.folder import of_a_run, refuse_occupied
 
 Defaults = Callable[[str, str | None], Mapping[str, Any]]
 """Fields of a method's config by its name and the name of a schedule, as `Recipe.defaults`."""
@@ -52,6 +53,8 @@ class Job:
     """FIELD=VALUE for the method's config; METHOD.FIELD=VALUE is for that method alone."""
     resume: bool = False
     """Go on from the last save, or return what is finished already."""
+    overwrite: bool = False
+    """Replace a run that lies in the folder already."""
     save_every: int | None = None
     """Steps between saves."""
     until: int | None = None
@@ -85,6 +88,13 @@ class Job:
     def of(self, variant: Variant, **fields: Any) -> Job:
         """The same job by a method as it is to be run."""
         return dataclasses.replace(self, method=variant.method, settings=variant.settings, **fields)
+
+    def refuse_occupied(self) -> None:
+        """Raise if another run would be lost; before any data is read."""
+        if self.resume and self.overwrite:
+            raise ConfigError("`--resume` goes on with a run and `--overwrite` replaces it; give one of them")
+        if not (self.resume or self.overwrite):
+            refuse_occupied(self.out, of_a_run(self.out), resume=True)
 
     def check(self, *, data: bool = True) -> None:
         """Raise what is wrong with it, as far as one process can know; without `data` the folder is not read."""
@@ -130,6 +140,7 @@ class Job:
             seed=self.seed,
             data=self.data,
             resume=self.resume,
+            overwrite=self.overwrite,
             save_every=self.save_every,
             until=self.until,
             model=self.model,
@@ -150,7 +161,7 @@ class Job:
         if name := checkpoint.differing(there, wanted):
             raise ConfigError(
                 f"`{self.out}` holds a finished run with `{name}`={there.get(name)!r}, not {wanted[name]!r}; "
-                "give another `--out`, or leave out `--resume` to run it anew"
+                "give another `--out`, or `--overwrite` instead of `--resume` to run it anew"
             )
         return summary
 
@@ -181,7 +192,8 @@ class Job:
             words += [] if value is None else [flag, str(value)]
         for text in self.settings:
             words += ["--set", text]
-        flags = {"--resume": self.resume, "--no-model": not self.model, "--first-step": self.first_step}
+        flags = {"--resume": self.resume, "--overwrite": self.overwrite}
+        flags |= {"--no-model": not self.model, "--first-step": self.first_step}
         return [*words, "--quiet", *(flag for flag, given in flags.items() if given)]
 
 
@@ -214,6 +226,14 @@ class Variant(NamedTuple):
     def folder(self) -> str:
         """The label as a folder's name."""
         return self.label.replace(":", "-").replace("=", "-")
+
+
+def variant(method: str, settings: tuple[str, ...], scheduled: Container[str] = ()) -> Variant:
+    """One method, as METHOD or METHOD:FIELD=VALUE."""
+    if "," in method:
+        raise ConfigError(f"`--method`={method!r} must be one method; `thinwire compare --methods` takes several")
+    (only,) = variants(method or ",", settings, scheduled)
+    return only
 
 
 def variants(methods: str | None, settings: tuple[str, ...], scheduled: Container[str] = ()) -> list[Variant]:

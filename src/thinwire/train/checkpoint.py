@@ -68,7 +68,8 @@ def position(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     if name := differing(there, wanted):
         raise ConfigError(
             f"cannot resume from `{folder}`: it was saved with `{name}`={there.get(name)!r}, "
-            f"this run has {wanted[name]!r}; give the same settings, another `--out`, or leave out `--resume`"
+            f"this run has {wanted[name]!r}; give the same settings, another `--out`, "
+            "or `--overwrite` instead of `--resume`"
         )
     return saved
 
