@@ -21,7 +21,7 @@ from thinwire.commands.export import export
 from thinwire.commands.netbench import netbench
 from thinwire.commands.plan import plan
 from thinwire.commands.stability import stability
-from thinwire.errors import ConfigError, ThinwireError
+from thinwire.errors import ConfigError, ThinwireError, is_refusal, one_line
 from thinwire.jobs import Job, variant, variants
 from thinwire.launch import inside_job
 from thinwire.methods.registry import METHODS
@@ -36,7 +36,7 @@ _COMPARISON = ("comparison.json", "comparison.png")
 
 
 class _Commands(click.Group):
-    """Errors that Thinwire raises on purpose are one sentence, without a traceback."""
+    """Errors that Thinwire raises on purpose, and what the system refuses, are one sentence without a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -44,6 +44,11 @@ class _Commands(click.Group):
         except ThinwireError as error:
             click.echo(f"thinwire: {error}", err=True)
             ctx.exit(2 if isinstance(error, ConfigError) else 1)
+        except OSError as error:
+            if not is_refusal(error):
+                raise
+            click.echo(f"thinwire: {one_line(error)}", err=True)
+            ctx.exit(1)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
