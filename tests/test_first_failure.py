@@ -17,6 +17,7 @@ from click.testing import CliRunner
 import gang
 import small
 import thinwire
+from patience import until
 from thinwire.cli import main
 from thinwire.comm import missing, process_groups
 from thinwire.errors import ConfigError, MissingRankError, ThinwireError
@@ -139,6 +140,7 @@ def _uneven(rank: int, config: Any) -> dict[str, str]:
     replica = thinwire.attach(model, optimizer, config)
     try:
         list(small.walk(replica, optimizer, rank, 3 if rank == 0 else 5))
+        until(lambda: rank == 1 or (process_groups.steps_begun(1) or 0) > 3, "the other rank's next step")
         replica.finish()
     except MissingRankError as error:
         return {"error": str(error)}

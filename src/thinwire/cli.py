@@ -14,6 +14,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from thinwire.comm.process_groups import failed
 from thinwire.comm.topology import place
 from thinwire.commands import options, pictures
 from thinwire.commands.dry_run import rehearse
@@ -42,11 +43,13 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except ThinwireError as error:
+            failed()
             click.echo(f"thinwire: {error}", err=True)
             ctx.exit(2 if isinstance(error, ConfigError) else 1)
         except OSError as error:
             if not is_refusal(error):
                 raise
+            failed()
             click.echo(f"thinwire: {one_line(error)}", err=True)
             ctx.exit(1)
 

@@ -43,6 +43,7 @@ class Holder(Protocol):
 
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 _opened_here = False
+_failed = False
 
 
 def held_by(holder: Holder) -> None:
@@ -56,6 +57,12 @@ def opened_here() -> None:
     """The process group of the world was opened by Thinwire, which thus has to leave it."""
     global _opened_here
     _opened_here = True
+
+
+def failed() -> None:
+    """This process ends because something went wrong, without an exception that nobody has caught."""
+    global _failed
+    _failed = True
 
 
 def let_go() -> None:
@@ -77,7 +84,7 @@ def _end() -> None:
 
     Not behind an uncaught exception: leaving waits for what is under way, and others must hear of the failure first.
     """
-    if getattr(sys, "last_type", None) is not None:
+    if _failed or getattr(sys, "last_type", None) is not None:
         return
     if _opened_here:
         leave()
