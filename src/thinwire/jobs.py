@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +16,7 @@ from thinwire.launch import Seat, as_worker, inside_job, launch, share
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, model_without_values, named
 from thinwire.settings import from_strings
+from thinwire.store import read_json
 from thinwire.train import checkpoint, fit
 from thinwire.train.data.source import check_share
 from thinwire.train.first_step import FIRST_STEP, first_step
@@ -121,9 +121,9 @@ class Job:
             launch(self.arguments(), self.workers, say, self.seats)
             told = self.out / (FIRST_STEP if self.first_step else "summary.json")
             if self.until and not told.is_file():
-                stands = json.loads((self.out / "checkpoint" / "position.json").read_text(encoding="utf-8"))
+                stands = read_json(self.out / "checkpoint" / "position.json")
                 return {"stopped_at": stands["step"], "steps": self.trained.steps}
-            return json.loads(told.read_text(encoding="utf-8"))
+            return read_json(told)
         with as_worker():
             summary = self._train()
             if inside_job():
@@ -153,7 +153,7 @@ class Job:
         path = self.out / "summary.json"
         if not path.is_file():
             return None
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        summary = read_json(path, "restore it, or run again with `--overwrite`")
         wanted = checkpoint.identity(self.trained, self.config, self.seed)
         there = summary.get("identity") or wanted | _earlier_identity(summary)
         if not inside_job():

@@ -122,28 +122,28 @@ def write_json(path: Path, value: Any) -> None:
         path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, remedy: str = _REMEDY) -> dict[str, Any]:
     """Plain values by name from a JSON file; a name that is not there is an error that says which file lacks it."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # broken JSON, and bytes that are no text
-        raise DamagedError(f"`{path}` is damaged, it is no JSON ({error}); {_REMEDY}") from error
+        raise DamagedError(f"`{path}` is damaged, it is no JSON ({error}); {remedy}") from error
     except FileNotFoundError as error:
-        raise DamagedError(f"`{path}` is missing; {_REMEDY}") from error
+        raise DamagedError(f"`{path}` is missing; {remedy}") from error
     if not isinstance(found, dict):
-        raise DamagedError(f"`{path}` is damaged, it holds {type(found).__name__} and not values by name; {_REMEDY}")
-    return _Values(path, found)
+        raise DamagedError(f"`{path}` is damaged, it holds {type(found).__name__} and not values by name; {remedy}")
+    return _Values(path, remedy, found)
 
 
 class _Values(dict[str, Any]):
     """What a file holds, by name."""
 
-    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, remedy: str, values: Mapping[str, Any]) -> None:
         super().__init__(values)
-        self._path = path
+        self._path, self._remedy = path, remedy
 
     def __missing__(self, name: str) -> Any:
-        raise DamagedError(f"`{self._path}` is damaged, it has no {name!r}; {_REMEDY}")
+        raise DamagedError(f"`{self._path}` is damaged, it has no {name!r}; {self._remedy}")
 
 
 def like(value: Any, current: Any) -> Any:

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
 
 from thinwire.commands import options
 from thinwire.commands.sources import Found, finished, of_function, unfinished
 from thinwire.errors import ConfigError
 from thinwire.factor.export import describe_inputs, write
-from thinwire.factor.program import refuse_onnx, write_onnx
+from thinwire.factor.program import read_program, refuse_onnx, write_onnx
 from thinwire.factor.ranks import chooser
 from thinwire.recipes import RECIPES
 from thinwire.report import read_run
@@ -149,10 +148,10 @@ def _copy(run: Path, folder: Path, onnx: bool, recipe: str | None, data: Path | 
     """A finished run's model as it is; drawn, and judged on other data, where its recipe is known."""
     summary = read_run(run).summary
     shutil.copytree(run / "model", folder, dirs_exist_ok=True)
-    program = folder / "program.pt2"
+    program = run / "model" / "program.pt2"
     if onnx:
         refuse_onnx(program if program.is_file() else None)
-        write_onnx(torch.export.load(program), folder / "model.onnx")
+        write_onnx(read_program(program), folder / "model.onnx")
     metric = summary["metric"]
     value, before = summary[metric], summary.get(f"{metric}_before_truncation")
     found, left_out = _of_recipe(run, summary["recipe"], recipe, data)

@@ -12,11 +12,11 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from thinwire import snapshot
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, DamagedError
 from thinwire.factor.layers import FORMS
 from thinwire.factor.load_exported import fill, load
 from thinwire.factor.matrix import view_of
-from thinwire.factor.program import arguments
+from thinwire.factor.program import arguments, read_program
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import RECIPES, Recipe, call_function, named
 from thinwire.report import read_run
@@ -76,8 +76,13 @@ def finished(folder: Path, recipe: str | None, data: Path | None) -> Found:
     trained = recipe_of(summary["recipe"], recipe)
     source, model = _built(trained, data)
     sizes = _sizes(model)
+    read_json(folder / "model" / "layers.json")["layers"]
     try:
         model = load(model, folder / "model")
+    except SafetensorError as error:
+        raise DamagedError(
+            f"`{folder / 'model' / 'model.safetensors'}` is damaged ({error}); restore it, or run again"
+        ) from error
     except (ValueError, RuntimeError, AttributeError) as error:
         raise _misfit(f"the model in `{folder}`", _said(trained, source), error) from error
     told = f"{folder}: a finished run of {summary['steps']} steps by {summary['method']}"
@@ -181,7 +186,7 @@ def _example(folder: Path) -> Any:
     program = folder / "program.pt2"  # folders of earlier versions say it nowhere else
     if not program.is_file():
         return None
-    args, _ = torch.export.load(program).example_inputs or ((None,), {})
+    args, _ = read_program(program).example_inputs or ((None,), {})
     return args[0]
 
 
@@ -236,7 +241,7 @@ def _fill_from(model: nn.Module, weights: Path, text: str) -> None:
         raise ConfigError(f"there is no file `{weights}`; give the weights that belong to {text}")
     try:
         fill(model, read_tensors(weights))
-    except SafetensorError as error:
+    except DamagedError as error:
         raise ConfigError(
             f"`{weights}` is no safetensors file; write one with safetensors.torch.save_model(model, FILE)"
         ) from error

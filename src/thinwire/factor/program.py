@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, DamagedError
 
 log = logging.getLogger("thinwire")
 
@@ -52,6 +52,14 @@ def write_programs(model: nn.Module, folder: Path, example: Any, *, onnx: bool) 
         return
     if onnx:
         write_onnx(program, folder / "model.onnx")
+
+
+def read_program(path: Path) -> torch.export.ExportedProgram:
+    """A program as it was written."""
+    try:
+        return torch.export.load(path)
+    except Exception as error:  # of any kind: it is a zip file with JSON inside
+        raise DamagedError(f"`{path}` is damaged ({_told(error)}); restore it, or write the model again") from error
 
 
 def _prepared(model: nn.Module) -> nn.Module:
