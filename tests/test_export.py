@@ -309,6 +309,32 @@ def test_an_unfinished_run_is_merged_and_cut_as_it_would_have_been(run, tmp_path
     close(said(program, heldout()), run.output)
 
 
+def pause(rank: int, folder: str) -> dict[str, tuple[Tensor, int]]:
+    """Runs that are paused amid a group phase, by how they merge; what the model says that each is finished to."""
+    found = {}
+    for merge, group_size in (("mean", 2), ("trained", 1), ("weighted", 1)):
+        recipe, config = named("digits", steps=small.STEPS), small.ab(cutoff=0.5, group_size=group_size, merge=merge)
+        fit(recipe, config, out=Path(folder) / merge, until=17)
+        model = recipe.model(recipe.source(None))
+        replica = thinwire.attach(model, torch.optim.AdamW(model.parameters()), config)
+        replica.load(Path(folder) / merge / "checkpoint" / "replica")
+        assert replica.phase == "groups"
+        done = replica.finish().eval()
+        found[merge] = said(done, heldout()), count(done)
+    return found
+
+
+def test_a_paused_run_is_merged_as_its_config_says(tmp_path):
+    """Three groups, two of which train A; and two, one of two workers."""
+    finished = gang.run(pause, 3, str(tmp_path))[0]
+    notes = {"mean": "", "trained": ", and of each factor among those", "weighted": ", weighted by their losses"}
+    for merge, (output, parameters) in finished.items():
+        text = export(tmp_path / merge, "--out", tmp_path / f"small-{merge}")
+        assert f"the mean of {2 if merge == 'mean' else 3} groups' copies{notes[merge]}" in text
+        assert f"parameters {parameters:,} of 226,794" in text
+        close(said(torch.export.load(tmp_path / f"small-{merge}" / "program.pt2").module(), heldout()), output)
+
+
 def test_three_factors_to_a_weight_are_multiplied_out(tmp_path):
     recipe = named("digits", steps=6)
     config = thinwire.OIALR(total_steps=6, delay=2, frequency=2, cutoff=0.7, layer_fraction=1.0)
