@@ -4,6 +4,7 @@ import inspect
 import json
 import subprocess
 import sys
+import warnings
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from shutil import copytree, rmtree
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import gang
 import small
@@ -23,6 +25,7 @@ import thinwire
 from test_hugging_face import Encoder, encoder, gpt2
 from thinwire.cli import main
 from thinwire.commands import sources
+from thinwire.factor import load_exported
 from thinwire.factor.export import describe_inputs
 from thinwire.recipes import Recipe, digits, named
 from thinwire.train import fit
@@ -232,6 +235,47 @@ def test_weights_that_others_read_or_made_stay_usable():
     assert set(made.ranks) == {"read", "head"} and made.model.read.weight.shape == (16, 16)
     assert made.model(x).shape == (2, 16)
     assert {kept.why for kept in made.kept} == {"parametrized already"}
+
+
+HOOKS = {
+    "weight_norm": nn.utils.weight_norm,
+    "spectral_norm": nn.utils.spectral_norm,
+    "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.3),
+}
+
+
+def hooked(how: str) -> nn.Module:
+    """A model one of whose weights is computed by a hook."""
+    model = decaying(small.mlp())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch's own, about these functions
+        HOOKS[how](model[3])
+    return model
+
+
+@pytest.mark.parametrize("how", HOOKS)
+def test_weights_that_a_hook_computes_stay_full_and_are_copied(how, tmp_path):
+    model, x = hooked(how), torch.randn(4, 64)
+    model(x).sum().backward()  # what the hook has computed belongs to a graph now
+    found = thinwire.compress(model, rank=4, example=x)
+    assert "3" not in found.ranks and "5" in found.ranks
+    assert any(told.name.startswith("3.weight_") and how in told.why for told in found.kept)
+    close(said(thinwire.compress(model, cutoff=0.0, example=x).model, x), said(model, x))
+    found.save(tmp_path)
+    close(said(torch.export.load(tmp_path / "program.pt2").module(), x), said(found.model, x))
+    close(said(load_exported.load(hooked(how), tmp_path), x), said(found.model, x))
+
+
+@pytest.mark.parametrize("how", HOOKS)
+def test_weights_that_a_hook_computes_are_trained_and_finished(how):
+    model = hooked(how).train()
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, small.ab())
+    list(small.walk(replica, optimizer, 0, 5))
+    assert "5" in replica.ranks() and "3" not in replica.ranks()
+    list(small.walk(replica, optimizer, 0, small.STEPS - 5))
+    wanted = said(model.eval(), x := torch.randn(4, 64))
+    close(said(replica.finish(cutoff=0.0).eval(), x), wanted)
 
 
 @pytest.mark.parametrize(

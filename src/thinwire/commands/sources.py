@@ -212,9 +212,9 @@ def _multiplied_out(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
     full = dict(tensors)
     for name, weight in model.state_dict().items():
         for form in FORMS.values():
-            factors = [full.pop(f"{name}_{suffix}") for suffix in form if f"{name}_{suffix}" in tensors]
-            if len(factors) == len(form):
-                full[name] = view_of(weight).rebuild(*factors)
+            names = [f"{name}_{suffix}" for suffix in form]
+            if all(own in full for own in names):
+                full[name] = view_of(weight).rebuild(*(full.pop(own) for own in names))
     return full
 
 

@@ -1,6 +1,5 @@
 """A finished model as a program that runs without its own code: `program.pt2`, and `model.onnx` where asked for."""
 
-import copy
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from thinwire.errors import ConfigError, DamagedError
+from thinwire.factor.hooked import copy_of
 
 log = logging.getLogger("thinwire")
 
@@ -64,7 +64,7 @@ def read_program(path: Path) -> torch.export.ExportedProgram:
 
 def _prepared(model: nn.Module) -> nn.Module:
     """A copy that gives plain tensors: transformers' models else return objects of their own, with a cache inside."""
-    model = copy.deepcopy(model).cpu().eval()
+    model = copy_of(model).cpu().eval()
     config = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False  # type: ignore[union-attr]
@@ -75,7 +75,10 @@ def _prepared(model: nn.Module) -> nn.Module:
 def _trace(model: nn.Module, example: Any) -> torch.export.ExportedProgram:
     args, keywords = arguments(tree_map(_batch, example))
     shapes: Any = tree_map(_shape, keywords) if keywords else tree_map(_shape, args)
-    return torch.export.export(model, args, keywords, dynamic_shapes=shapes)
+    with warnings.catch_warnings():
+        # A weight that a hook computes is such an attribute; the program computes it too.
+        warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export")
+        return torch.export.export(model, args, keywords, dynamic_shapes=shapes)
 
 
 def _batch(value: Any) -> Any:
