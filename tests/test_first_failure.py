@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import json
+import logging
 import os
 import resource
 import subprocess
@@ -133,6 +134,19 @@ def test_what_others_laid_into_a_save_stays_there(tmp_path):
 # Uneven batches.
 
 
+def _waits_long(topology: Any) -> None:
+    """Whoever waits for long says for whom."""
+    said: list[str] = []
+    missing._LONG_S = 0
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    missing.log.addHandler(handler)
+    with missing.said_in_time("finish()", topology, process_groups.sign_in(0, "finish()", 3), 3):
+        until(lambda: said, "the warning")
+    missing.log.removeHandler(handler)
+    assert said[0].startswith("rank 0 has waited 0 s in finish() for rank 1; ") and "drop_last=True" in said[0]
+
+
 def _uneven(rank: int, config: Any) -> dict[str, str]:
     process_groups._STEPS_EVERY_S = 0
     model = small.mlp()
@@ -140,6 +154,8 @@ def _uneven(rank: int, config: Any) -> dict[str, str]:
     replica = thinwire.attach(model, optimizer, config)
     try:
         list(small.walk(replica, optimizer, rank, 3 if rank == 0 else 5))
+        if rank == 0:
+            _waits_long(replica.topology)
         until(lambda: rank == 1 or (process_groups.steps_begun(1) or 0) > 3, "the other rank's next step")
         replica.finish()
     except MissingRankError as error:

@@ -43,13 +43,14 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except ThinwireError as error:
-            failed()
+            code = 2 if isinstance(error, ConfigError) else 1
+            failed(code)
             click.echo(f"thinwire: {error}", err=True)
-            ctx.exit(2 if isinstance(error, ConfigError) else 1)
+            ctx.exit(code)
         except OSError as error:
             if not is_refusal(error):
                 raise
-            failed()
+            failed(1)
             click.echo(f"thinwire: {one_line(error)}", err=True)
             ctx.exit(1)
 

@@ -6,6 +6,8 @@ import functools
 import gc
 import itertools
 import json
+import logging
+import os
 import sys
 import time
 import weakref
@@ -43,7 +45,7 @@ class Holder(Protocol):
 
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 _opened_here = False
-_failed = False
+_failed_with: int | None = None
 
 
 def held_by(holder: Holder) -> None:
@@ -59,10 +61,10 @@ def opened_here() -> None:
     _opened_here = True
 
 
-def failed() -> None:
-    """This process ends because something went wrong, without an exception that nobody has caught."""
-    global _failed
-    _failed = True
+def failed(code: int) -> None:
+    """A command ends with this exit code because something went wrong, and has said what."""
+    global _failed_with
+    _failed_with = code
 
 
 def let_go() -> None:
@@ -82,10 +84,15 @@ def _at_exit() -> None:
 def _end() -> None:
     """The end of a script that has not left: a thread of a group that wants Python then would abort the process.
 
-    Not behind an uncaught exception: leaving waits for what is under way, and others must hear of the failure first.
+    Not behind an error: leaving waits for what is under way, and others must hear of the failure first. A command of
+    ours then ends at once; a user's script goes through the rest of its end, with whatever else it has to do there.
     """
-    if _failed or getattr(sys, "last_type", None) is not None:
+    if getattr(sys, "last_type", None) is not None:
         return
+    if _failed_with is not None and dist.is_initialized():
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(_failed_with)
     if _opened_here:
         leave()
     else:
