@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: setup
-	$(BIN)/thinwire compare digits --methods allreduce,ab --workers 4 --group-size 2 --seeds 1 --out runs/demo
+	$(BIN)/thinwire compare digits --methods allreduce,ab --workers 4 --group-size 2 --seeds 1 --out runs/demo --overwrite
 
 test: setup
 	$(BIN)/python -m pytest

@@ -264,6 +264,41 @@ def test_one_process_needs_nothing_else(tmp_path):
     assert summary["perplexity_before_truncation"] == summary["perplexity"]
 
 
+def test_run_takes_a_method_with_its_settings_as_compare_does(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["run", "digits", "--method", "localsgd:every=3", "--workers", 1, "--steps", 4, "--set", "warmup=1"]
+    config = json.loads(_thinwire(*words, "--no-model", "--json"))["config"]
+    assert (config["every"], config["warmup"]) == (3, 1)
+    assert [path.name for path in Path("runs").iterdir()] == ["digits-localsgd-every-3-seed0"]
+    told = json.loads(_thinwire(*words, "--dry-run", "--json"))["run"]
+    assert (told["method"], told["config"]["every"]) == ("localsgd", 3)
+
+
+def _without_matplotlib(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"] + ["matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+def test_a_picture_never_costs_a_result(tmp_path, monkeypatch):
+    """Without matplotlib everything else is written and printed, and one line says what to install."""
+    _without_matplotlib(monkeypatch)
+    words = ["--workers", 1, "--steps", 12, "--set", "group_steps=4", "--stability", 4]
+    missing = "thinwire: no picture: drawing needs matplotlib: pip install 'thinwire[plot]'"
+    told = _thinwire("run", "digits", "--method", "ab", *words, "--out", tmp_path / "run")
+    assert told.count(missing) == 1 and "summary.json and model/ are in" in told
+    told = _thinwire("export", tmp_path / "run", "--out", tmp_path / "small")
+    assert "model.safetensors" in told and not (tmp_path / "small" / "spectrum.png").exists()
+    told = _thinwire("compare", "digits", "--methods", "ab", *words, "--no-model", "--out", tmp_path / "c")
+    assert told.count(missing) == 1 and "accuracy" in told and "picture: " not in told.replace(missing, "")
+    rows = (tmp_path / "c" / "comparison.json").read_text()
+    (tmp_path / "c" / "comparison.json").unlink()
+    for more in ([], ["--json"]):
+        told = _thinwire("report", tmp_path / "c", *more)
+        assert told.count(missing) == 1 and (tmp_path / "c" / "comparison.json").read_text() == rows
+    result = CliRunner().invoke(main, ["report", str(tmp_path / "c"), "--json"])
+    assert json.loads(result.stdout) == json.loads(rows)
+
+
 def test_help_says_where_data_comes_from_and_that_schedules_can_be_chosen():
     for command in ("run", "compare", "plan", "netbench"):
         told = " ".join(CliRunner().invoke(main, [command, "--help"]).output.split())
@@ -287,6 +322,10 @@ def test_list_knows_recipes_and_methods():
     [
         ("run mnist --method ab", "unknown recipe 'mnist', choose from: "),
         ("run digits --method adam", "unknown method 'adam', choose from: ab, allreduce"),
+        ("run digits --method ab:cutof=0.1", "unknown field of AB 'cutof', choose from"),
+        ("run digits --method ab:cutoff", "must be FIELD=VALUE"),
+        ("run digits --method ab,allreduce", "must be one method; `thinwire compare --methods` takes several"),
+        ("run digits --method ", "names no method, choose from: "),
         ("compare digits --methods ab,adam", "unknown method 'adam'"),
         (
             "run digits --method ab --workers 2 --group-size 3",
@@ -310,7 +349,7 @@ def test_list_knows_recipes_and_methods():
 )
 def test_bad_input_is_one_clear_sentence(words, wanted, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(main, words.split())
+    result = CliRunner().invoke(main, words.split(" "))
     assert result.exit_code == 2
     assert "Traceback" not in result.output
     assert wanted is None or wanted in result.output

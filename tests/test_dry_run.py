@@ -92,7 +92,7 @@ def test_it_reads_well_and_leaves_a_run_alone(place):
         "AdamW, lr 0.003",
         "256 × 10",
         "226,794",
-        "holds a run that would be overwritten",
+        "holds a run and would be refused; --overwrite replaces it",
         f"{first['loss']:.4f}",
     ):
         assert text in " ".join(told.split()), text

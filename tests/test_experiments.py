@@ -335,9 +335,9 @@ def test_a_run_ends_as_after_its_best_epoch_when_validation_does_not_improve(tmp
 def test_a_run_without_patience_goes_on_and_patience_needs_a_validation_part(tmp_path: Path) -> None:
     summary = fit(misled(patience=None, steps=16), thinwire.AllReduce(), out=tmp_path / "whole", model=False)
     assert summary["steps"] == 16 and "best_epoch" not in summary
-    summary = fit(misled(steps=8, epochs=2), thinwire.AllReduce(), out=tmp_path / "whole", model=False)
+    summary = fit(misled(steps=8, epochs=2), thinwire.AllReduce(), out=tmp_path / "ended", model=False)
     assert summary["steps"] == summary["best_epoch"]["ended_at"]["step"] == 8 and not list(
-        (tmp_path / "whole").glob("best-*")
+        (tmp_path / "ended").glob("best-*")
     )
     with pytest.raises(ConfigError, match="`patience`=1 needs data with a validation part; give the source of"):
         fit(named("digits").but(patience=1), thinwire.AllReduce(), out=tmp_path / "none")

@@ -4,6 +4,7 @@ import inspect
 import json
 import subprocess
 import sys
+import warnings
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from shutil import copytree, rmtree
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import gang
 import small
@@ -23,6 +25,7 @@ import thinwire
 from test_hugging_face import Encoder, encoder, gpt2
 from thinwire.cli import main
 from thinwire.commands import sources
+from thinwire.factor import load_exported
 from thinwire.factor.export import describe_inputs
 from thinwire.recipes import Recipe, digits, named
 from thinwire.train import fit
@@ -234,6 +237,47 @@ def test_weights_that_others_read_or_made_stay_usable():
     assert {kept.why for kept in made.kept} == {"parametrized already"}
 
 
+HOOKS = {
+    "weight_norm": nn.utils.weight_norm,
+    "spectral_norm": nn.utils.spectral_norm,
+    "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.3),
+}
+
+
+def hooked(how: str) -> nn.Module:
+    """A model one of whose weights is computed by a hook."""
+    model = decaying(small.mlp())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch's own, about these functions
+        HOOKS[how](model[3])
+    return model
+
+
+@pytest.mark.parametrize("how", HOOKS)
+def test_weights_that_a_hook_computes_stay_full_and_are_copied(how, tmp_path):
+    model, x = hooked(how), torch.randn(4, 64)
+    model(x).sum().backward()  # what the hook has computed belongs to a graph now
+    found = thinwire.compress(model, rank=4, example=x)
+    assert "3" not in found.ranks and "5" in found.ranks
+    assert any(told.name.startswith("3.weight_") and how in told.why for told in found.kept)
+    close(said(thinwire.compress(model, cutoff=0.0, example=x).model, x), said(model, x))
+    found.save(tmp_path)
+    close(said(torch.export.load(tmp_path / "program.pt2").module(), x), said(found.model, x))
+    close(said(load_exported.load(hooked(how), tmp_path), x), said(found.model, x))
+
+
+@pytest.mark.parametrize("how", HOOKS)
+def test_weights_that_a_hook_computes_are_trained_and_finished(how):
+    model = hooked(how).train()
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, small.ab())
+    list(small.walk(replica, optimizer, 0, 5))
+    assert "5" in replica.ranks() and "3" not in replica.ranks()
+    list(small.walk(replica, optimizer, 0, small.STEPS - 5))
+    wanted = said(model.eval(), x := torch.randn(4, 64))
+    close(said(replica.finish(cutoff=0.0).eval(), x), wanted)
+
+
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
@@ -307,6 +351,32 @@ def test_an_unfinished_run_is_merged_and_cut_as_it_would_have_been(run, tmp_path
     assert f"parameters {run.parameters:,} of 226,794" in text and "cut at 0.5 of" in text
     program = torch.export.load(tmp_path / "small" / "program.pt2").module()
     close(said(program, heldout()), run.output)
+
+
+def pause(rank: int, folder: str) -> dict[str, tuple[Tensor, int]]:
+    """Runs that are paused amid a group phase, by how they merge; what the model says that each is finished to."""
+    found = {}
+    for merge, group_size in (("mean", 2), ("trained", 1), ("weighted", 1)):
+        recipe, config = named("digits", steps=small.STEPS), small.ab(cutoff=0.5, group_size=group_size, merge=merge)
+        fit(recipe, config, out=Path(folder) / merge, until=17)
+        model = recipe.model(recipe.source(None))
+        replica = thinwire.attach(model, torch.optim.AdamW(model.parameters()), config)
+        replica.load(Path(folder) / merge / "checkpoint" / "replica")
+        assert replica.phase == "groups"
+        done = replica.finish().eval()
+        found[merge] = said(done, heldout()), count(done)
+    return found
+
+
+def test_a_paused_run_is_merged_as_its_config_says(tmp_path):
+    """Three groups, two of which train A; and two, one of two workers."""
+    finished = gang.run(pause, 3, str(tmp_path))[0]
+    notes = {"mean": "", "trained": ", and of each factor among those", "weighted": ", weighted by their losses"}
+    for merge, (output, parameters) in finished.items():
+        text = export(tmp_path / merge, "--out", tmp_path / f"small-{merge}")
+        assert f"the mean of {2 if merge == 'mean' else 3} groups' copies{notes[merge]}" in text
+        assert f"parameters {parameters:,} of 226,794" in text
+        close(said(torch.export.load(tmp_path / f"small-{merge}" / "program.pt2").module(), heldout()), output)
 
 
 def test_three_factors_to_a_weight_are_multiplied_out(tmp_path):

@@ -66,8 +66,9 @@ E1115 06:50:21.577000 9 torch/distributed/elastic/multiprocessing/api.py:2 faile
         ("lost", -9, 11, "worker 3 was ended by SIGKILL; the other workers were stopped"),
         ("lost", -15, 12, "the note"),  # torchrun's own signal is no reason
         ("lost", 1, 11, "the note"),
-        ("other", -9, 11, "the note"),
-        ("known", -9, 11, "the note"),
+        ("consequence", -9, 11, "worker 3 was ended by SIGKILL; the other workers were stopped"),
+        ("consequence", 1, 11, "the note"),
+        ("cause", -9, 11, "the note"),
         ("config", -9, 11, "the note"),
         (None, -9, 11, "worker 3 was ended by SIGKILL; the other workers were stopped"),
         (None, 7, 11, "the workers ended with exit code 1"),
@@ -78,8 +79,9 @@ def test_the_first_real_reason_is_told(kind, code, pid, wanted, tmp_path):
     passed = [line for line in TABLE.format(code=code, pid=pid).splitlines() if heard.take(1, line)]
     assert passed == [] and heard.take(0, "another host still speaks")
     if kind:
-        (tmp_path / "0.json").write_text(json.dumps({"kind": "lost", "message": "the note"}))
-        (tmp_path / "1.json").write_text(json.dumps({"kind": kind, "message": "the note"}))
+        other = "the note" if kind == "lost" else "another note"
+        (tmp_path / "0.json").write_text(json.dumps({"time": 1, "kind": "lost", "message": other}))
+        (tmp_path / "1.json").write_text(json.dumps({"time": 2, "kind": kind, "message": "the note"}))
     reason = _reason(tmp_path, heard, 1)
     assert str(reason) == wanted
     assert isinstance(reason, ConfigError if kind == "config" else WorkerError)

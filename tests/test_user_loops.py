@@ -2,6 +2,9 @@
 
 import contextlib
 import copy
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gang
 import small
 import thinwire
+from patience import LIMIT_S
 
 WORLD_PHASES = ("warmup", "rebound", "final", "train")
 
@@ -568,3 +572,13 @@ def test_a_save_in_a_group_phase_keeps_every_workers_scale(tmp_path: Any) -> Non
     for straight, resumed in found:
         assert resumed == straight
     assert [worker[0][0]["scale"] for worker in found] == [1024.0, 512.0]
+
+
+def test_a_script_that_never_leaves_has_left_when_the_interpreter_ends() -> None:
+    """A thread of a process group that wants Python after its end would abort the process, now and then."""
+    ways = ["finish", "unfinished", "own group"]
+    script = Path(__file__).with_name("leaves_at_exit.py")
+    done = subprocess.run([sys.executable, script, *ways], capture_output=True, text=True, timeout=LIMIT_S)
+    assert sorted(done.stdout.splitlines()) == sorted(
+        line for how in ways for line in [f"{how}: [] False", f"{how} ended with 0"] * 2
+    ), done.stderr

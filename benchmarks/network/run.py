@@ -46,7 +46,7 @@ def run(name: str, hosts: int, workers: int, rates: str, folder: Path) -> None:
     """One `thinwire netbench`, as a user would start it."""
     recipe, steps, settings = RECIPES[name]
     words = [sys.executable, "-m", "thinwire", "netbench", recipe, "--methods", METHODS, "--steps", str(steps)]
-    words += ["--hosts", str(hosts), "--workers", str(workers), "--rates", rates, "--out", str(folder)]
+    words += ["--hosts", str(hosts), "--workers", str(workers), "--rates", rates, "--out", str(folder), "--overwrite"]
     for text in settings:
         words += ["--set", text]
     subprocess.run(words, check=True, stdout=subprocess.DEVNULL)

@@ -14,35 +14,45 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from thinwire.comm.process_groups import failed
 from thinwire.comm.topology import place
-from thinwire.commands import options
+from thinwire.commands import options, pictures
 from thinwire.commands.dry_run import rehearse
 from thinwire.commands.export import export
 from thinwire.commands.netbench import netbench
 from thinwire.commands.plan import plan
 from thinwire.commands.stability import stability
-from thinwire.errors import ConfigError, ThinwireError
-from thinwire.jobs import Job, variants
+from thinwire.errors import ConfigError, ThinwireError, is_refusal, one_line
+from thinwire.jobs import Job, variant, variants
 from thinwire.launch import inside_job
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import RECIPES, named
 from thinwire.report import compare as compare_runs
-from thinwire.report import draw, read_run, read_runs, table
-from thinwire.report.heatmap import draw_stability
+from thinwire.report import read_run, read_runs, table
 from thinwire.report.live import Progress, following
-from thinwire.report.ranks import draw_ranks
 from thinwire.report.tables import best_epoch, figure, ratio, size
+from thinwire.train.folder import refuse_occupied
+
+_COMPARISON = ("comparison.json", "comparison.png")
 
 
 class _Commands(click.Group):
-    """Errors that Thinwire raises on purpose are one sentence, without a traceback."""
+    """Errors that Thinwire raises on purpose, and what the system refuses, are one sentence without a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except ThinwireError as error:
+            code = 2 if isinstance(error, ConfigError) else 1
+            failed(code)
             click.echo(f"thinwire: {error}", err=True)
-            ctx.exit(2 if isinstance(error, ConfigError) else 1)
+            ctx.exit(code)
+        except OSError as error:
+            if not is_refusal(error):
+                raise
+            failed(1)
+            click.echo(f"thinwire: {one_line(error)}", err=True)
+            ctx.exit(1)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -65,6 +75,7 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
         options.settings,
         click.option("--out", type=options.DIR, metavar="DIR", help="Where to write; under runs/ if not given."),
         click.option("--resume", is_flag=True, help="Go on from the last save."),
+        options.overwrite,
         click.option("--save-every", type=click.IntRange(1), metavar="N", help="Save every N steps."),
         click.option("--no-model", "model", flag_value=False, default=True, help="Do not write the finished model."),
         click.option("--eval-every", type=click.IntRange(1), metavar="N", help="Evaluate every N steps."),
@@ -91,7 +102,7 @@ def list_() -> None:
 
 @main.command()
 @click.argument("recipe")
-@click.option("--method", required=True, metavar="METHOD", help="See `thinwire list`.")
+@click.option("--method", required=True, metavar="METHOD", help="As METHOD or METHOD:FIELD=VALUE; see `thinwire list`.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="S", help="Seed.")
 @click.option("--dry-run", is_flag=True, help="Take one real step, tell what the run would be, and keep nothing.")
 @click.option("--until", type=click.IntRange(1), metavar="N", help="Stop after step N, saved; --resume goes on.")
@@ -103,13 +114,17 @@ def run(recipe: str, method: str, dry_run: bool, as_json: bool, quiet: bool, out
     RECIPE is a name from `thinwire list`, or FILE.py:FUNCTION, a function of yours that returns a
     `thinwire.recipes.Recipe`.
     """
-    folder = out or Path("runs") / f"{named(recipe).name}-{method}-seed{flags['seed']}"
-    job = Job(recipe=recipe, method=method, out=folder, **_as_fields(flags))
+    known = named(recipe)
+    chosen = variant(method, flags.pop("settings"), known.scheduled)
+    folder = out or Path("runs") / f"{known.name}-{chosen.folder}-seed{flags['seed']}"
+    job = Job(recipe=recipe, method=chosen.method, settings=chosen.settings, out=folder, **_as_fields(flags))
+    if not dry_run:
+        job.refuse_occupied()
     job.check()
     if dry_run:
         rehearse(job, speaks=_speaks(), as_json=as_json, quiet=quiet)
         return
-    summary = _execute(job, method, quiet=quiet or as_json)
+    summary = _execute(job, chosen.label, quiet=quiet or as_json)
     if as_json and _speaks():
         click.echo(json.dumps(summary, indent=2))
     elif not quiet and _speaks():
@@ -118,7 +133,7 @@ def run(recipe: str, method: str, dry_run: bool, as_json: bool, quiet: bool, out
         return
     # Workers that the launcher started leave the picture to it.
     if job.stability and _speaks() and not (quiet and inside_job()):
-        _draw_stability([folder], silent=quiet or as_json)
+        pictures.of_stability([read_run(folder)], silent=quiet or as_json)
 
 
 @main.command()
@@ -141,6 +156,7 @@ def compare(
         for v in variants(methods, base.settings, base.trained.scheduled)
         for seed in range(seeds)
     ]
+    _refuse_occupied(folder, [job for _, job in jobs])
     _check_all(jobs)
     for label, job in jobs:
         _execute(job, label, quiet=quiet or as_json)
@@ -152,12 +168,23 @@ def compare(
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON, and nothing else.")
 def report(folder: Path, as_json: bool) -> None:
-    """Table and picture of the finished runs in DIR, built anew."""
+    """Table and pictures of the finished runs in DIR, built anew.
+
+    They are made of the runs' own files, so comparison.json, comparison.png, ranks.png and stability.png are replaced.
+    """
     _report(folder, [found.folder for found in read_runs(folder)], as_json)
 
 
 def _as_fields(flags: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if value is not None}
+
+
+def _refuse_occupied(folder: Path, jobs: list[Job]) -> None:
+    """Neither a comparison nor any of its runs is lost unseen."""
+    for job in jobs:
+        job.refuse_occupied()
+    if not (jobs[0].resume or jobs[0].overwrite):
+        refuse_occupied(folder, (folder / name for name in _COMPARISON if (folder / name).exists()), resume=True)
 
 
 def _check_all(jobs: list[tuple[str, Job]]) -> None:
@@ -208,20 +235,7 @@ def _report(folder: Path, places: list[Path], as_json: bool) -> None:
         # Not a terminal: nothing is known of its width, and a cut-off figure would be lost.
         wide = Console()
         Console(width=None if wide.is_terminal else 100).print(table(rows))
-    draw(runs, rows, folder / "comparison.png")
-    if not as_json:
-        click.echo(f"picture: {folder / 'comparison.png'}")
-    _draw_stability(places, silent=as_json)
-    drawn = [picture for run in runs if (picture := draw_ranks(run))]
-    if drawn and not as_json:
-        click.echo(f"ranks over time: {drawn[0]}{f' and {len(drawn) - 1} more' if len(drawn) > 1 else ''}")
-
-
-def _draw_stability(places: list[Path], *, silent: bool) -> None:
-    """A picture beside the records of every run that looked at its bases."""
-    for folder in places:
-        if (picture := draw_stability(read_run(folder))) and not silent:
-            click.echo(f"picture: {picture}")
+    pictures.of_comparison(runs, rows, folder, silent=as_json)
 
 
 def _speaks() -> bool:

@@ -1,6 +1,18 @@
 """What goes wrong, said so that a stranger can mend it."""
 
-from collections.abc import Iterable
+import errno
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+_REFUSALS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO),
+    *(errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR),
+}
 
 
 class ThinwireError(Exception):
@@ -15,8 +27,52 @@ class DisagreementError(ThinwireError, RuntimeError):
     """Workers that must hold the same thing do not; the message names the ranks."""
 
 
+class ConsequenceError(ThinwireError, RuntimeError):
+    """Another worker failed or did not come: whatever stopped that one is the reason, and not this error."""
+
+
+class MissingRankError(DisagreementError, ConsequenceError):
+    """Not every worker made a call that all must make; the message names those that did not."""
+
+
+class OtherRankError(ConsequenceError):
+    """What all workers do together failed on another one; the message says on which and why."""
+
+
+class DamagedError(ConfigError):
+    """A file is not what was written once; the message names it."""
+
+
 class DivergedError(ThinwireError, RuntimeError):
     """A loss or a parameter is not finite; the message names the group."""
+
+
+@contextmanager
+def on_file(path: Path) -> Iterator[None]:
+    """Let what the system refuses inside be an OSError that names the file, as not all of them do."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether it says all by itself: a disk that is full, broken or not for this user, and the file."""
+    return isinstance(error, OSError) and error.errno in _REFUSALS and error.filename is not None
+
+
+def one_line(error: BaseException) -> str:
+    """What went wrong without a traceback; what the system refused in its own words, with the file."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return str(error) if isinstance(error, ThinwireError) else f"{type(error).__name__}: {error}"
 
 
 def unknown(kind: str, given: object, known: Iterable[str]) -> ConfigError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,9 +16,11 @@ from thinwire.launch import Seat, as_worker, inside_job, launch, share
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, model_without_values, named
 from thinwire.settings import from_strings
+from thinwire.store import read_json
 from thinwire.train import checkpoint, fit
 from thinwire.train.data.source import check_share
 from thinwire.train.first_step import FIRST_STEP, first_step
+from thinwire.train.folder import of_a_run, refuse_occupied
 
 Defaults = Callable[[str, str | None], Mapping[str, Any]]
 """Fields of a method's config by its name and the name of a schedule, as `Recipe.defaults`."""
@@ -52,6 +53,8 @@ class Job:
     """FIELD=VALUE for the method's config; METHOD.FIELD=VALUE is for that method alone."""
     resume: bool = False
     """Go on from the last save, or return what is finished already."""
+    overwrite: bool = False
+    """Replace a run that lies in the folder already."""
     save_every: int | None = None
     """Steps between saves."""
     until: int | None = None
@@ -86,6 +89,13 @@ class Job:
         """The same job by a method as it is to be run."""
         return dataclasses.replace(self, method=variant.method, settings=variant.settings, **fields)
 
+    def refuse_occupied(self) -> None:
+        """Raise if another run would be lost; before any data is read."""
+        if self.resume and self.overwrite:
+            raise ConfigError("`--resume` goes on with a run and `--overwrite` replaces it; give one of them")
+        if not (self.resume or self.overwrite):
+            refuse_occupied(self.out, of_a_run(self.out), resume=True)
+
     def check(self, *, data: bool = True) -> None:
         """Raise what is wrong with it, as far as one process can know; without `data` the folder is not read."""
         _ = self.trained, self.config
@@ -111,9 +121,9 @@ class Job:
             launch(self.arguments(), self.workers, say, self.seats)
             told = self.out / (FIRST_STEP if self.first_step else "summary.json")
             if self.until and not told.is_file():
-                stands = json.loads((self.out / "checkpoint" / "position.json").read_text(encoding="utf-8"))
+                stands = read_json(self.out / "checkpoint" / "position.json")
                 return {"stopped_at": stands["step"], "steps": self.trained.steps}
-            return json.loads(told.read_text(encoding="utf-8"))
+            return read_json(told)
         with as_worker():
             summary = self._train()
             if inside_job():
@@ -130,6 +140,7 @@ class Job:
             seed=self.seed,
             data=self.data,
             resume=self.resume,
+            overwrite=self.overwrite,
             save_every=self.save_every,
             until=self.until,
             model=self.model,
@@ -142,7 +153,7 @@ class Job:
         path = self.out / "summary.json"
         if not path.is_file():
             return None
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        summary = read_json(path, "restore it, or run again with `--overwrite`")
         wanted = checkpoint.identity(self.trained, self.config, self.seed)
         there = summary.get("identity") or wanted | _earlier_identity(summary)
         if not inside_job():
@@ -150,7 +161,7 @@ class Job:
         if name := checkpoint.differing(there, wanted):
             raise ConfigError(
                 f"`{self.out}` holds a finished run with `{name}`={there.get(name)!r}, not {wanted[name]!r}; "
-                "give another `--out`, or leave out `--resume` to run it anew"
+                "give another `--out`, or `--overwrite` instead of `--resume` to run it anew"
             )
         return summary
 
@@ -181,7 +192,8 @@ class Job:
             words += [] if value is None else [flag, str(value)]
         for text in self.settings:
             words += ["--set", text]
-        flags = {"--resume": self.resume, "--no-model": not self.model, "--first-step": self.first_step}
+        flags = {"--resume": self.resume, "--overwrite": self.overwrite}
+        flags |= {"--no-model": not self.model, "--first-step": self.first_step}
         return [*words, "--quiet", *(flag for flag, given in flags.items() if given)]
 
 
@@ -214,6 +226,14 @@ class Variant(NamedTuple):
     def folder(self) -> str:
         """The label as a folder's name."""
         return self.label.replace(":", "-").replace("=", "-")
+
+
+def variant(method: str, settings: tuple[str, ...], scheduled: Container[str] = ()) -> Variant:
+    """One method, as METHOD or METHOD:FIELD=VALUE."""
+    if "," in method:
+        raise ConfigError(f"`--method`={method!r} must be one method; `thinwire compare --methods` takes several")
+    (only,) = variants(method or ",", settings, scheduled)
+    return only
 
 
 def variants(methods: str | None, settings: tuple[str, ...], scheduled: Container[str] = ()) -> list[Variant]:

@@ -18,14 +18,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TextIO
+from typing import Any, TextIO
 
+from thinwire.comm.missing import uneven_batches
 from thinwire.comm.topology import place
-from thinwire.errors import ConfigError, ThinwireError
+from thinwire.errors import ConfigError, ConsequenceError, ThinwireError, is_refusal, one_line
 
 _LAUNCHED = "THINWIRE_LAUNCHED"
 _PATIENCE_S = 15
@@ -40,11 +41,13 @@ _STOPPED = re.compile(r"Sending process (\d+) closing signal")
 _RANK = re.compile(r"^\s*rank +: (\d+) \(local_rank")
 _EXIT = re.compile(r"^\s*exitcode +: (-?\d+) \(pid: (\d+)\)")
 
-# How gloo, nccl and torch's store say that another worker is gone.
+# How gloo, nccl and torch's store say that another worker is gone, or does not come.
 _LOST = re.compile(
-    r"connection (was )?(likely )?(closed|reset|refused|aborted)|broken pipe|remote process exited", re.IGNORECASE
+    r"connection (was )?(likely )?(closed|reset|refused|aborted)|broken pipe|remote process exited|timed out waiting",
+    re.IGNORECASE,
 )
-_KINDS = ("config", "known", "other", "lost")
+_NOTE = "\x01thinwire-note "
+"""Before a note that could not be written to a file, in what a worker prints."""
 
 
 class WorkerError(ThinwireError, RuntimeError):
@@ -194,11 +197,16 @@ class _Heard:
         self.ends: dict[int, tuple[int, int]] = {}  # rank: exit code, process
         self.stopped: set[int] = set()  # processes that torchrun ended, after the first failure
         self.last = ""  # the last line of all
+        self.notes: list[dict[str, Any]] = []  # of workers that had no room for a file
         self._quiet: set[int] = set()
         self._rank: dict[int, int] = {}
 
     def take(self, seat: int, line: str) -> bool:
         """Remember what a line tells; returns whether it is a worker's own, to be passed on."""
+        if line.startswith(_NOTE):
+            with suppress(ValueError):
+                self.notes.append(json.loads(line.removeprefix(_NOTE)))
+            return False
         if _TORCHRUN.match(line):
             self._quiet.add(seat)
         if found := _STOPPED.search(line):
@@ -256,21 +264,26 @@ def _failure(running: list[subprocess.Popen[str]]) -> int:
 
 
 def _reason(box: Path, heard: _Heard, code: int) -> ThinwireError:
-    """The first thing a worker said of its end, else what torchrun knows; a lost connection is nobody's reason."""
-    notes = sorted(box.glob("*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name))
-    told = [json.loads(note.read_text(encoding="utf-8")) for note in notes]
-    told.sort(key=lambda note: _KINDS.index(note["kind"]))
-    if told and told[0]["kind"] == "config":
-        return ConfigError(told[0]["message"])
-    if told and told[0]["kind"] != "lost":
-        return WorkerError(told[0]["message"])
+    """The first thing that went wrong on any worker, else what torchrun knows.
+
+    That another worker failed, did not come or cannot be reached any more is nobody's reason.
+    """
+    notes = sorted([*_notes(box), *heard.notes], key=lambda note: note["time"])
+    if causes := [note for note in notes if note["kind"] in ("config", "cause")]:
+        return (ConfigError if causes[0]["kind"] == "config" else WorkerError)(causes[0]["message"])
     if found := heard.signalled():
         return WorkerError(f"worker {found[0]} was ended by {found[1]}; the other workers were stopped")
-    if told:
-        return WorkerError(told[0]["message"])
+    if notes:  # who names another worker knows more than who lost a connection
+        return WorkerError(min(notes, key=lambda note: note["kind"] == "lost")["message"])
     if heard.ends:
         return WorkerError(f"the workers ended with exit code {next(iter(heard.ends.values()))[0]}")
     return WorkerError(f"the workers ended with exit code {code}" + (f": {heard.last}" if heard.last else ""))
+
+
+def _notes(box: Path) -> Iterator[dict[str, Any]]:
+    for path in sorted(box.glob("*.json")):
+        with suppress(ValueError):  # the disk was full: its worker has printed it instead
+            yield json.loads(path.read_text(encoding="utf-8"))
 
 
 @contextmanager
@@ -283,20 +296,36 @@ def as_worker() -> Iterator[None]:
     threading.Thread(target=_leave_with_launcher, daemon=True).start()
     try:
         yield
-    except ConfigError as error:
-        _leave_note(Path(box), "config", str(error))
-    except ThinwireError as error:
-        _leave_note(Path(box), "known", str(error))
     except Exception as error:
-        rank = os.environ.get("RANK")
-        kind = "lost" if isinstance(error, ConnectionError) or _LOST.search(str(error)) else "other"
-        summary = f"worker {rank} failed: {type(error).__name__}: {error}"
-        _leave_note(Path(box), kind, f"{summary}\n{traceback.format_exc()}")
+        _leave_note(Path(box), {"time": time.time_ns(), "kind": _kind(error), "message": _told(error)})
 
 
-def _leave_note(box: Path, kind: str, message: str) -> None:
-    path = box / f"{os.environ['RANK']}.json"
-    path.write_text(json.dumps({"kind": kind, "message": message}), encoding="utf-8")
+def _kind(error: Exception) -> str:
+    if isinstance(error, ConsequenceError):
+        return "consequence"
+    if isinstance(error, ConfigError):
+        return "config"
+    if isinstance(error, ThinwireError):
+        return "cause"
+    return "lost" if isinstance(error, ConnectionError) or _LOST.search(str(error)) else "cause"
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, ThinwireError):
+        return str(error)
+    summary = f"worker {os.environ.get('RANK')} failed: {one_line(error)}"
+    if is_refusal(error):
+        return summary  # the system's own words and the file say it all
+    batches = f"\n{told}" if (told := uneven_batches()) else ""
+    return f"{summary}{batches}\n{traceback.format_exc()}"
+
+
+def _leave_note(box: Path, note: dict[str, Any]) -> None:
+    """Leave it for the launcher, and the process."""
+    try:
+        (box / f"{os.environ['RANK']}.json").write_text(json.dumps(note), encoding="utf-8")
+    except OSError:
+        print(f"\n{_NOTE}{json.dumps(note)}", flush=True)
     # Not sys.exit: leaving in order would wait for workers that may be stuck in a collective.
     os._exit(1)
 

@@ -7,7 +7,6 @@
 5. cut there, and put plain torch.nn layers in their places
 """
 
-import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from thinwire.errors import ConfigError
 from thinwire.factor import export
 from thinwire.factor.convert import Kept, Layer, find_layers, to_factors, warn_of_idle_patterns
 from thinwire.factor.forms import label_of
+from thinwire.factor.hooked import copy_of
 from thinwire.factor.program import arguments
 from thinwire.factor.ranks import Part, Whole, chooser
 from thinwire.factor.reopen import Pair, layer_of, to_dense
@@ -106,7 +106,7 @@ def compress(
     if data is not None:
         data, example = _with_first(data, example)
     trial = None if example is None and evaluate is None else lambda small: _try(small, example, evaluate)
-    small, had = to_dense(copy.deepcopy(model))
+    small, had = to_dense(copy_of(model))
     with _all_trained(small):
         order = _order_of_use(small, trial)
         layers, kept = find_layers(

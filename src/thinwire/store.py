@@ -1,42 +1,94 @@
 """Folders that are whole or not there: safetensors and JSON, written aside and renamed into place."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from thinwire.comm.collectives import Wire
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, ConsequenceError, DamagedError, ThinwireError, on_file
+
+_SAVED = re.compile(
+    r"(state|position|random-\d+|worker-rank\d+|(model|method|optimizer).*)\.(json|safetensors)|replica(\.old|\.writing)?"
+)
+"""Names of what a save is made of."""
+_REMEDY = "restore the file, or use an older save"
 
 
 @contextmanager
 def atomic_folder(path: Path | str, wire: Wire | None) -> Iterator[Path]:
     """A folder beside `path` to write into, put in its place when all workers are done; collective.
 
-    A crash at any moment leaves the old folder or the new one, the old one perhaps under `path` + ".old".
+    A crash at any moment leaves the old folder or the new one, the old one perhaps under `path` + ".old". What the
+    system refuses to one worker is raised there, and on all others as an error that names that worker and the reason.
     """
     path = Path(path)
-    aside, old = _beside(path, ".writing"), _beside(path, ".old")
+    aside = _beside(path, ".writing")
     first = wire is None or wire.topology.rank == 0
-    if first:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-    _wait(wire, path)
-    yield aside
-    _wait(wire, path)
-    if first:
-        if path.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            path.rename(old)
-        aside.rename(path)
+    try:
+        with _together(wire, path):
+            if first:
+                _refuse_what_is_no_save(path)
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.mkdir(parents=True)
+        with _together(wire, path):
+            yield aside
+        with _together(wire, path):
+            if first:
+                _put_in_place(aside, path)
+    except (OSError, ThinwireError):
+        if first:
+            shutil.rmtree(aside, ignore_errors=True)  # a disk that is full has room again
+        raise
+
+
+def _refuse_what_is_no_save(path: Path) -> None:
+    """Files of others that have the names of a save's would be lost."""
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"`{path}` is a file and cannot become a saved folder; give another name")
+    if path.is_dir() and not any((path / name).is_file() for name in ("state.json", "position.json")):
+        names = sorted(entry.name for entry in path.iterdir() if _SAVED.fullmatch(entry.name))
+        if names:
+            raise ConfigError(f"`{path}` holds {names[0]!r} and is no save, nothing was written; give another folder")
+
+
+def _put_in_place(aside: Path, path: Path) -> None:
+    """Replace an old save; what others laid into its folder goes along."""
+    old = _beside(path, ".old")
+    for entry in path.iterdir() if path.exists() else ():
+        if not _SAVED.fullmatch(entry.name) and not (aside / entry.name).exists():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.copytree(entry, aside / entry.name, symlinks=True)
+            else:
+                shutil.copy2(entry, aside / entry.name, follow_symlinks=False)
+    if path.exists():
         shutil.rmtree(old, ignore_errors=True)
-    _wait(wire, path)
+        path.rename(old)
+    aside.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _together(wire: Wire | None, path: Path) -> Iterator[None]:
+    """Wait for all workers after what is inside; what one of them cannot do ends it for all."""
+    call = f"writing {path.name}"
+    try:
+        yield
+    except (OSError, ConfigError, ConsequenceError) as error:
+        if wire is not None and not isinstance(error, ConnectionError):
+            with suppress(ThinwireError):  # its own reason is the one to be raised here
+                wire.barrier(call, failed=error)
+        raise
+    if wire is not None:
+        wire.barrier(call)
 
 
 def newest(path: Path | str) -> Path:
@@ -50,22 +102,48 @@ def newest(path: Path | str) -> Path:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Tensors to a safetensors file."""
-    save_file({name: t.detach().contiguous().cpu().clone() for name, t in tensors.items()}, path)
+    with on_file(path):
+        save_file({name: t.detach().contiguous().cpu().clone() for name, t in tensors.items()}, path)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Tensors from a safetensors file, on the CPU."""
-    return load_file(path)
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise DamagedError(f"`{path}` is damaged, it is no safetensors file ({error}); {_REMEDY}") from error
+    except FileNotFoundError as error:
+        raise DamagedError(f"`{path}` is missing; {_REMEDY}") from error
 
 
 def write_json(path: Path, value: Any) -> None:
     """Plain values to a JSON file; floats come back bit for bit."""
-    path.write_text(json.dumps(value, indent=1) + "\n")
+    with on_file(path):
+        path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
-def read_json(path: Path) -> Any:
-    """Plain values from a JSON file."""
-    return json.loads(path.read_text())
+def read_json(path: Path, remedy: str = _REMEDY) -> dict[str, Any]:
+    """Plain values by name from a JSON file; a name that is not there is an error that says which file lacks it."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # broken JSON, and bytes that are no text
+        raise DamagedError(f"`{path}` is damaged, it is no JSON ({error}); {remedy}") from error
+    except FileNotFoundError as error:
+        raise DamagedError(f"`{path}` is missing; {remedy}") from error
+    if not isinstance(found, dict):
+        raise DamagedError(f"`{path}` is damaged, it holds {type(found).__name__} and not values by name; {remedy}")
+    return _Values(path, remedy, found)
+
+
+class _Values(dict[str, Any]):
+    """What a file holds, by name."""
+
+    def __init__(self, path: Path, remedy: str, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self._path, self._remedy = path, remedy
+
+    def __missing__(self, name: str) -> Any:
+        raise DamagedError(f"`{self._path}` is damaged, it has no {name!r}; {self._remedy}")
 
 
 def like(value: Any, current: Any) -> Any:
@@ -79,8 +157,3 @@ def like(value: Any, current: Any) -> Any:
 
 def _beside(path: Path, ending: str) -> Path:
     return path.with_name(path.name + ending)
-
-
-def _wait(wire: Wire | None, path: Path) -> None:
-    if wire is not None:
-        wire.barrier(f"writing {path.name}")

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.comm import process_groups
+from thinwire.comm import missing, process_groups
 from thinwire.comm.codec import WIRES, by_dtype, checksum, pack, size_of, unpack_into
 from thinwire.comm.ledger import Ledger, mean_over_nodes
 from thinwire.comm.sent import Ranks, Sent
 from thinwire.comm.topology import Topology, discover
-from thinwire.errors import DisagreementError
+from thinwire.errors import OtherRankError, one_line
 
 
 class Pending:
@@ -55,7 +55,16 @@ class Wire:
         self._cross = None
         if len(topology.groups) > 1:
             self._cross = self._process_group_of([topology.crossing(j) for j in range(topology.shares)])
-        self._control = process_groups.control_group() if topology.world_size > 1 else None
+        self._control = None
+        if topology.world_size > 1:
+            self._control = process_groups.control_group()
+            ledger.times.on_step = process_groups.StepNotes(topology.rank)
+            process_groups.held_by(self)
+            missing.explain_uncaught(topology.rank, ledger.times)
+
+    def let_go(self) -> None:
+        """Hold no process group any more; the process ends."""
+        self._group = self._cross = self._control = None
 
     @classmethod
     def open(cls, group_size: int | str | None, settings: str, device: torch.device, ledger: Ledger) -> "Wire":
@@ -220,22 +229,28 @@ class Wire:
         """Book what is sent part by part while the backward pass goes on."""
         self.ledger.record(purpose, functools.reduce(operator.add, parts), len(parts))
 
-    def barrier(self, call: str) -> None:
-        """Wait for all workers, no longer than the process group's own timeout."""
+    def barrier(self, call: str, failed: BaseException | None = None) -> None:
+        """Wait for all workers, no longer than the process group's own timeout.
+
+        A worker that could not do its part comes with what `failed`; the others raise it, with its rank.
+        """
         if self.topology.world_size == 1:
             return
         sent = self.topology.star(self.topology.world, 4)
-        self._timed(lambda: self._meet(call), sent, "control")
+        self._timed(lambda: self._meet(call, failed), sent, "control")
 
-    def _meet(self, call: str) -> None:
-        number = process_groups.sign_in(self.topology.rank)
+    def _meet(self, call: str, failed: BaseException | None) -> None:
+        steps, why = self.ledger.times.steps, None if failed is None else one_line(failed)
+        number = process_groups.sign_in(self.topology.rank, call, steps, why)
         try:
-            dist.monitored_barrier(self._control, timeout=process_groups.timeout_of(self._control), wait_all_ranks=True)
+            with missing.said_in_time(call, self.topology, number, steps):
+                dist.monitored_barrier(
+                    self._control, timeout=process_groups.timeout_of(self._control), wait_all_ranks=True
+                )
         except RuntimeError as error:
-            missing = process_groups.not_signed_in(self.topology.world, number)
-            ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-            who = f"{ranks} did not" if missing else "another rank came too late, or left"
-            raise DisagreementError(f"{call} is collective: every rank must call it, and {who} ({error})") from error
+            raise missing.explained(call, self.topology, number, steps, error) from error
+        if failed is None and (found := process_groups.failure(number)):
+            raise OtherRankError(f"{call} failed on rank {found[0]}: {found[1]}")
 
     def _process_group_of(self, parts: Sequence[Ranks]) -> Any:
         """The process group of the part this worker is in; every worker makes all of them, in one order."""

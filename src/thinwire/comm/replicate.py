@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from thinwire.comm import process_groups
 from thinwire.comm.codec import WIRES, by_dtype, size_of
 from thinwire.comm.collectives import Wire
 from thinwire.comm.sent import Ranks, Sent
@@ -72,6 +73,7 @@ class Replicated:
         self._named = dict(self.model.named_parameters())
         self._flags = [p.requires_grad for p in self._named.values()]
         group = self.wire.process_group(members)
+        process_groups.held_by(self)
         for module in self._synced_norms():
             # By itself it is the world, even while groups train apart.
             module.process_group = self.wire.process_group(self.norm_members or members)
@@ -98,6 +100,12 @@ class Replicated:
         for watch in self._watches:
             watch.remove()
         self._watches, self._named, self._flags = [], {}, []
+
+    def let_go(self) -> None:
+        """Hold no process group any more; the process ends."""
+        self.unwrap()
+        for module in self._synced_norms():
+            module.process_group = None
 
     def refuse_other_flags(self, step: int) -> None:
         """The same parameters must be trained as when the model was wrapped; alone, a worker may freeze any."""

@@ -7,7 +7,7 @@ read when they have passed, so that taking the time never waits for the device.
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -91,6 +91,18 @@ class Times:
         self._phase = ""
         self._entered = time.perf_counter()
         self._began: Mark | None = None
+        self.on_step: Callable[[int], None] | None = None
+        """Called with the number of each step that begins."""
+
+    @property
+    def steps(self) -> int:
+        """Steps taken, in all phases."""
+        return sum(mine.steps for mine in self._phases.values())
+
+    @property
+    def begun(self) -> int:
+        """With the one that has begun and is not over."""
+        return self.steps + (self._began is not None)
 
     def enter(self, phase: str) -> None:
         """Charge the time since the last change to the phase that ends."""
@@ -102,6 +114,8 @@ class Times:
         """A training forward pass; only the first since the last step counts."""
         if self._began is None:
             self._began = self.clock.mark()
+            if self.on_step is not None:
+                self.on_step(self.begun)
 
     def end_step(self) -> None:
         """The optimizer's update is done."""

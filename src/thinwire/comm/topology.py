@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from thinwire.comm import process_groups
 from thinwire.comm.sent import PATTERNS, Edges, Ranks, Sent
 from thinwire.errors import ConfigError, DisagreementError
 
@@ -207,6 +208,7 @@ def join() -> None:
         os.environ["MASTER_ADDR"] = first
     os.environ.setdefault("MASTER_PORT", "29500")
     dist.init_process_group(_backend(here))
+    process_groups.opened_here()
 
 
 def _backend(here: Place) -> str:

@@ -32,6 +32,7 @@ from thinwire.plan.rehearse import Subject
 from thinwire.plan.subjects import of_recipe
 from thinwire.settings import describe
 from thinwire.train import Recipe, checkpoint
+from thinwire.train.folder import of_a_run
 from thinwire.train.task import describe_optimizer
 
 
@@ -62,10 +63,15 @@ def _before(job: Job) -> str:
         return "holds this run, finished: nothing would be trained"
     if saved := checkpoint.find(job.out / "checkpoint"):
         if not job.resume:
-            return "holds a run that would be overwritten; --resume goes on from it"
+            return _refused(job, "--resume goes on from it")
         at = checkpoint.position(saved, checkpoint.identity(job.trained, job.config, job.seed))["step"]
         return f"would go on from step {at:,}"
-    return "holds a run that would be overwritten" if (job.out / "records.jsonl").exists() else "new"
+    return _refused(job, "--overwrite replaces it") if of_a_run(job.out) and not job.resume else "new"
+
+
+def _refused(job: Job, remedy: str) -> str:
+    """Of a folder that holds a run, if one has not said what to do with it."""
+    return "holds a run that would be overwritten" if job.overwrite else f"holds a run and would be refused; {remedy}"
 
 
 def _told(job: Job, step: dict[str, Any]) -> dict[str, Any]:

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
 
 from thinwire.commands import options
 from thinwire.commands.sources import Found, finished, of_function, unfinished
 from thinwire.errors import ConfigError
 from thinwire.factor.export import describe_inputs, write
-from thinwire.factor.program import refuse_onnx, write_onnx
+from thinwire.factor.program import read_program, refuse_onnx, write_onnx
 from thinwire.factor.ranks import chooser
 from thinwire.recipes import RECIPES
 from thinwire.report import read_run
@@ -26,6 +25,7 @@ from thinwire.report.tables import figure, size
 from thinwire.squeeze import Compressed, compress
 from thinwire.store import read_json
 from thinwire.train import checkpoint
+from thinwire.train.folder import MODEL_FILES
 
 log = logging.getLogger("thinwire")
 
@@ -37,6 +37,7 @@ _MOST_NAMED = 6
 @click.command()
 @click.argument("source")
 @click.option("--out", required=True, type=options.DIR, metavar="DIR", help="A new folder.")
+@options.overwrite
 @click.option("--cutoff", type=float, metavar="C", help="Cut layers at this share of their largest singular value.")
 @click.option("--rank", metavar="R", help="The most for every layer, or a share of its full rank, as 0.25.")
 @click.option("--target", type=float, metavar="T", help="So many times fewer parameters than SOURCE has.")
@@ -49,15 +50,14 @@ _MOST_NAMED = 6
 )
 @click.option("--weights", type=_FILE, metavar="FILE", help="Safetensors with the values for a function's model.")
 @click.option("--recipe", metavar="FILE.py:FUNCTION", help="The run's recipe, if it is your own.")
-def export(source: str, out: Path, onnx: bool, **flags: Any) -> None:
+def export(source: str, out: Path, overwrite: bool, onnx: bool, **flags: Any) -> None:
     """Write a model in plain torch.nn layers that need no Thinwire, made smaller if asked for.
 
     SOURCE is the folder of a run, finished or not, or FILE.py:FUNCTION, a function of yours that returns an nn.Module,
     maybe with its inputs.
     """
     how = _asked_for(flags)
-    if out.exists() and (out.is_file() or any(out.iterdir())):
-        raise ConfigError(f"`{out}` is not empty; give a new folder")
+    _refuse_occupied(out, overwrite)
     with _new_folder(out) as folder:
         told, *lines = _write(source, how, folder, onnx, flags)
     files = f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}"
@@ -81,15 +81,31 @@ def _number(text: str) -> float:
         raise ConfigError(f"`--rank`={text!r} must be a whole number, or a share of each layer's full rank") from error
 
 
+def _refuse_occupied(out: Path, overwrite: bool) -> None:
+    """A model goes into a folder of its own; with `overwrite` into one that has other files, which stay."""
+    if out.is_file():
+        raise ConfigError(f"`{out}` is a file; give a new folder")
+    if not overwrite and out.exists() and any(out.iterdir()):
+        raise ConfigError(
+            f"`{out}` is not empty; give a new folder, or add `--overwrite` to replace what an export wrote there"
+        )
+
+
 @contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """A folder that is there when it is whole."""
+    """A folder that is there when it is whole; where it is there already, its other files stay."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as aside:
         folder = Path(aside, "model")
         folder.mkdir()
         yield folder
-        folder.replace(out)
+        if not out.exists() or not any(out.iterdir()):
+            folder.replace(out)
+            return
+        for name in MODEL_FILES:
+            (out / name).unlink(missing_ok=True)
+        for file in folder.iterdir():
+            file.replace(out / file.name)
 
 
 def _write(source: str, how: dict[str, Any], folder: Path, onnx: bool, flags: dict[str, Any]) -> list[str]:
@@ -132,10 +148,10 @@ def _copy(run: Path, folder: Path, onnx: bool, recipe: str | None, data: Path | 
     """A finished run's model as it is; drawn, and judged on other data, where its recipe is known."""
     summary = read_run(run).summary
     shutil.copytree(run / "model", folder, dirs_exist_ok=True)
-    program = folder / "program.pt2"
+    program = run / "model" / "program.pt2"
     if onnx:
         refuse_onnx(program if program.is_file() else None)
-        write_onnx(torch.export.load(program), folder / "model.onnx")
+        write_onnx(read_program(program), folder / "model.onnx")
     metric = summary["metric"]
     value, before = summary[metric], summary.get(f"{metric}_before_truncation")
     found, left_out = _of_recipe(run, summary["recipe"], recipe, data)

@@ -30,6 +30,7 @@ from thinwire.recipes import named
 @options.data
 @options.settings
 @click.option("--out", type=options.DIR, metavar="DIR", help="Where to write; under runs/ if not given.")
+@options.overwrite
 @click.option("--name", default="thinwire", show_default=True, help="What the hosts' names begin with.")
 @click.option("--keep", is_flag=True, help="Leave the hosts for inspection, until the next start.")
 @click.option("--clean", "only_clean", is_flag=True, help="Only remove hosts that are left, kept ones too.")
@@ -82,6 +83,7 @@ def _bench(recipe: str, flags: dict[str, Any]) -> Bench:
         data=flags["data"],
         eval_every=trained.steps,
         model=False,
+        overwrite=flags["overwrite"],
     )
     return Bench(
         base=base,

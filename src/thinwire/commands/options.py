@@ -8,6 +8,9 @@ DIR = click.Path(path_type=Path, file_okay=False)
 DATA = click.Path(path_type=Path)
 """A folder, or a file where the source takes one."""
 
+overwrite = click.option(
+    "--overwrite", is_flag=True, help="Replace what an earlier command wrote there, and no other files."
+)
 data = click.option(
     "--data",
     type=DATA,

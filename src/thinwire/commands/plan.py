@@ -20,6 +20,9 @@ from thinwire.plan.rehearse import Subject
 from thinwire.plan.show import draw, table
 from thinwire.plan.subjects import OPTIMIZERS, of_function, of_recipe
 from thinwire.recipes import Recipe, named
+from thinwire.train.folder import refuse_occupied
+
+_FILES = ("plan.json", "plan.png")
 
 
 @click.command()
@@ -47,8 +50,9 @@ from thinwire.recipes import Recipe, named
 @click.option(
     "--out", type=options.DIR, metavar="DIR", help="Where plan.json and plan.png go; under runs/ if not given."
 )
+@options.overwrite
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON, and nothing else; draws nothing.")
-def plan(recipe: str | None, model: str | None, as_json: bool, out: Path | None, **flags: Any) -> None:
+def plan(recipe: str | None, model: str | None, as_json: bool, out: Path | None, overwrite: bool, **flags: Any) -> None:
     """What each method would send, and how long it would take, before anything runs.
 
     RECIPE is a name from `thinwire list` or FILE.py:FUNCTION. Bytes come from rehearsing the methods
@@ -56,6 +60,8 @@ def plan(recipe: str | None, model: str | None, as_json: bool, out: Path | None,
     """
     if (recipe is None) == (model is None):
         raise click.UsageError("give either RECIPE or --model FILE.py:FUNCTION")
+    if out is not None and not (as_json or overwrite):  # a plan in its usual folder is replaced by the next one
+        refuse_occupied(out, (out / name for name in _FILES if (out / name).exists()))
     length = {name: flags[name] for name in ("steps", "epochs", "workers")}
     chosen = None if recipe is None else named(recipe, **length)
     made = _plan(chosen, _subject(chosen, model, flags), flags)

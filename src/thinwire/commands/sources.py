@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -12,11 +12,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from thinwire import snapshot
-from thinwire.errors import ConfigError
+from thinwire.commands import merged_save
+from thinwire.errors import ConfigError, DamagedError
 from thinwire.factor.layers import FORMS
 from thinwire.factor.load_exported import fill, load
 from thinwire.factor.matrix import view_of
-from thinwire.factor.program import arguments
+from thinwire.factor.program import arguments, read_program
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import RECIPES, Recipe, call_function, named
 from thinwire.report import read_run
@@ -76,8 +77,13 @@ def finished(folder: Path, recipe: str | None, data: Path | None) -> Found:
     trained = recipe_of(summary["recipe"], recipe)
     source, model = _built(trained, data)
     sizes = _sizes(model)
+    read_json(folder / "model" / "layers.json")["layers"]
     try:
         model = load(model, folder / "model")
+    except SafetensorError as error:
+        raise DamagedError(
+            f"`{folder / 'model' / 'model.safetensors'}` is damaged ({error}); restore it, or run again"
+        ) from error
     except (ValueError, RuntimeError, AttributeError) as error:
         raise _misfit(f"the model in `{folder}`", _said(trained, source), error) from error
     told = f"{folder}: a finished run of {summary['steps']} steps by {summary['method']}"
@@ -86,7 +92,7 @@ def finished(folder: Path, recipe: str | None, data: Path | None) -> Found:
 
 
 def unfinished(folder: Path, saved: Path, recipe: str | None, data: Path | None) -> Found:
-    """The last save of a run, its groups' copies averaged and its factors multiplied out."""
+    """The last save of a run, its groups' copies merged as `finish` would and its factors multiplied out."""
     replica = newest(saved / "replica")
     state, position = read_json(replica / "state.json"), read_json(saved / "position.json")
     if state["format"] != snapshot.FORMAT:
@@ -98,12 +104,12 @@ def unfinished(folder: Path, saved: Path, recipe: str | None, data: Path | None)
     trained = recipe_of(about["recipe"], recipe)
     source, model = _built(trained, data)
     try:
-        fill(model, _multiplied_out(model, _merged(replica, state)))
+        fill(model, _multiplied_out(model, merged_save.merged(replica, state)))
     except (ValueError, RuntimeError) as error:
         raise _misfit(f"the save in `{folder}`", _said(trained, source), error) from error
     told = f"{folder}: not finished; saved at step {position['step']} of {about['steps']} by {state['method_name']}"
     if not state["spans_world"]:
-        told += f", amid a group phase: this is the mean of {len(state['groups'])} groups' copies"
+        told += f", amid a group phase: {merged_save.how(state)}"
     config = state["config"]
     cuts = METHODS[state["method_name"]].method.cuts_at_end
     own: dict[str, Any] = {"cutoff": config["cutoff"] if cuts else _ROUNDING, "keep": _kept(config)}
@@ -181,7 +187,7 @@ def _example(folder: Path) -> Any:
     program = folder / "program.pt2"  # folders of earlier versions say it nowhere else
     if not program.is_file():
         return None
-    args, _ = torch.export.load(program).example_inputs or ((None,), {})
+    args, _ = read_program(program).example_inputs or ((None,), {})
     return args[0]
 
 
@@ -201,33 +207,14 @@ def _sizes(model: nn.Module) -> dict[str, Any]:
     return {"dense": sum(held.values()), "parameters": sum(p.numel() for p in model.parameters())}
 
 
-def _merged(folder: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The saved model; where groups train apart, the mean of theirs, each as often as it has workers."""
-    if state["spans_world"]:
-        return read_tensors(folder / "model.safetensors")
-    groups = state["groups"]
-    copies = [read_tensors(folder / f"model-rank{group[0]}.safetensors") for group in groups]
-    weights = [len(group) / state["world_size"] for group in groups]
-    return {name: _mean([copy[name] for copy in copies], weights) for name in copies[0]}
-
-
-def _mean(copies: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """As a merge has it: the mean of numbers, the largest of counters, the first of anything else."""
-    first = copies[0]
-    if first.is_floating_point():
-        wide = sum(t.to(torch.promote_types(t.dtype, torch.float32)) * w for t, w in zip(copies, weights, strict=True))
-        return torch.as_tensor(wide).to(first.dtype)
-    return torch.stack(list(copies)).amax(0) if first.numel() == 1 and not first.is_complex() else first
-
-
 def _multiplied_out(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A dense model's values from those of factors, two or three to a weight."""
     full = dict(tensors)
     for name, weight in model.state_dict().items():
         for form in FORMS.values():
-            factors = [full.pop(f"{name}_{suffix}") for suffix in form if f"{name}_{suffix}" in tensors]
-            if len(factors) == len(form):
-                full[name] = view_of(weight).rebuild(*factors)
+            names = [f"{name}_{suffix}" for suffix in form]
+            if all(own in full for own in names):
+                full[name] = view_of(weight).rebuild(*(full.pop(own) for own in names))
     return full
 
 
@@ -236,7 +223,7 @@ def _fill_from(model: nn.Module, weights: Path, text: str) -> None:
         raise ConfigError(f"there is no file `{weights}`; give the weights that belong to {text}")
     try:
         fill(model, read_tensors(weights))
-    except SafetensorError as error:
+    except DamagedError as error:
         raise ConfigError(
             f"`{weights}` is no safetensors file; write one with safetensors.torch.save_model(model, FILE)"
         ) from error

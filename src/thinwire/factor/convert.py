@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from thinwire.factor import layers as factored
+from thinwire.factor.hooked import why_hooked
 from thinwire.factor.matrix import MatrixView, product, view_of, wide
 
 # Their weights are looked up, not multiplied.
@@ -199,6 +200,8 @@ class _Reasons:
             return "recurrent layer"
         if hasattr(module, "parametrizations") or isinstance(module, ParametrizationList):
             return "parametrized already"
+        if why := why_hooked(module, layer.parameter):
+            return why
         if getattr(module, "groups", 1) != 1:
             return "grouped convolution"
         if "weight" not in layer.parameter:

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from thinwire.errors import on_file
 from thinwire.factor.layers import (
     dense_class,
     factored_names,
@@ -129,11 +130,13 @@ def write(
         refuse_onnx(example_input)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(_distinct(model), folder / "model.safetensors")
+    with on_file(folder / "model.safetensors"):
+        save_file(_distinct(model), folder / "model.safetensors")
     layers = {name: told for name, module in model.named_modules() if (told := _describe(module)) is not None}
     parameters = sum(p.numel() for p in model.parameters())
     about = {**describe_inputs(example_input, views), "parameters": parameters, "layers": layers}
-    (folder / "layers.json").write_text(json.dumps(about, indent=1) + "\n")
+    with on_file(folder / "layers.json"):
+        (folder / "layers.json").write_text(json.dumps(about, indent=1) + "\n")
     shutil.copymode(folder / "layers.json", folder / "model.safetensors")  # safetensors lets only the owner read it
     (folder / "load.py").write_text((Path(__file__).parent / "load_exported.py").read_text())
     if example_input is not None:

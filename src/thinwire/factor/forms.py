@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, DamagedError
 
 Chain = tuple[Tensor, ...]
 Source = nn.Module | Mapping[str, Tensor] | str | Path
@@ -133,10 +133,13 @@ def read(source: Source) -> Layers:
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"`{file}` cannot be read as safetensors: {error}") from error
+        raise DamagedError(f"`{file}` cannot be read as safetensors: {error}; restore it, or write it again") from error
     told = file.parent / "layers.json"
-    layers = json.loads(told.read_text(encoding="utf-8"))["layers"] if told.is_file() else {}
-    sequentials = {name for name, about in layers.items() if about["kind"] == "sequential"}
+    try:
+        layers = json.loads(told.read_text(encoding="utf-8"))["layers"] if told.is_file() else {}
+        sequentials = {name for name, about in layers.items() if about["kind"] == "sequential"}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"`{told}` is damaged ({error}); export the model again") from error
     return Layers({key: tensors[key] for key in sorted(tensors, key=_natural)}, sequentials, ordered=False)
 
 

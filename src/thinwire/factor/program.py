@@ -1,6 +1,5 @@
 """A finished model as a program that runs without its own code: `program.pt2`, and `model.onnx` where asked for."""
 
-import copy
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
@@ -13,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, DamagedError
+from thinwire.factor.hooked import copy_of
 
 log = logging.getLogger("thinwire")
 
@@ -54,9 +54,17 @@ def write_programs(model: nn.Module, folder: Path, example: Any, *, onnx: bool) 
         write_onnx(program, folder / "model.onnx")
 
 
+def read_program(path: Path) -> torch.export.ExportedProgram:
+    """A program as it was written."""
+    try:
+        return torch.export.load(path)
+    except Exception as error:  # of any kind: it is a zip file with JSON inside
+        raise DamagedError(f"`{path}` is damaged ({_told(error)}); restore it, or write the model again") from error
+
+
 def _prepared(model: nn.Module) -> nn.Module:
     """A copy that gives plain tensors: transformers' models else return objects of their own, with a cache inside."""
-    model = copy.deepcopy(model).cpu().eval()
+    model = copy_of(model).cpu().eval()
     config = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False  # type: ignore[union-attr]
@@ -67,7 +75,10 @@ def _prepared(model: nn.Module) -> nn.Module:
 def _trace(model: nn.Module, example: Any) -> torch.export.ExportedProgram:
     args, keywords = arguments(tree_map(_batch, example))
     shapes: Any = tree_map(_shape, keywords) if keywords else tree_map(_shape, args)
-    return torch.export.export(model, args, keywords, dynamic_shapes=shapes)
+    with warnings.catch_warnings():
+        # A weight that a hook computes is such an attribute; the program computes it too.
+        warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export")
+        return torch.export.export(model, args, keywords, dynamic_shapes=shapes)
 
 
 def _batch(value: Any) -> Any:

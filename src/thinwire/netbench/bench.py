@@ -17,12 +17,15 @@ from thinwire.comm.counters import HEADERS
 from thinwire.errors import ConfigError
 from thinwire.jobs import Job, Variant
 from thinwire.launch import Seat
-from thinwire.netbench.calibrate import Calibration, calibrate, seats
+from thinwire.netbench.calibrate import CALIBRATION, Calibration, calibrate, seats
 from thinwire.netbench.hosts import Hosts, check
 from thinwire.netbench.links import Counters
 from thinwire.plan.forecast import Layout
 from thinwire.plan.planner import make_plan
 from thinwire.report.records import BASELINE, read_records
+from thinwire.train.folder import refuse_occupied
+
+RESULT = "netbench.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,15 @@ class Bench:
         for _, job in self.jobs("check", seats):
             job.check()
 
+    def refuse_occupied(self) -> None:
+        """Raise if an earlier measurement would be lost."""
+        result, calibration = self.base.out / RESULT, self.base.out / CALIBRATION
+        jobs = [job for rate in self.rates for _, job in self.jobs(_label(rate), ())]
+        for job in (*jobs, replace(self.base, out=calibration)):
+            job.refuse_occupied()
+        if not self.base.overwrite:
+            refuse_occupied(self.base.out, [result] if result.exists() else [])
+
     def jobs(self, rate: str, seats: tuple[Seat, ...]) -> Iterator[tuple[Variant, Job]]:
         """One job a method."""
         for v in self.variants:
@@ -62,6 +74,7 @@ class Bench:
 
     def run(self, say: Callable[[str], None]) -> dict[str, Any]:
         """Everything; returns what `netbench.json` holds."""
+        self.refuse_occupied()
         self.check()
         found: dict[str, Any] = {"recipe": self.base.trained.name, "workers": self.base.workers, "hosts": self.hosts}
         found |= {"steps": self.base.trained.steps, "cores": os.cpu_count(), "rates": []}
@@ -71,12 +84,12 @@ class Bench:
             for rate in self.rates:
                 lab.shape(rate)
                 found["rates"].append(self._at(rate, lab, calibration, say))
-                (self.base.out / "netbench.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+                (self.base.out / RESULT).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         return found
 
     def _at(self, rate: float | None, lab: Hosts, known: Calibration, say: Callable[[str], None]) -> dict[str, Any]:
         probe = lab.probe()
-        label = units.rate(rate) if rate else "unshaped"
+        label = _label(rate)
         links = known.links(rate, probe)
         jobs = list(self.jobs(label, seats(lab)))
         layout = Layout(workers=self.base.workers, nodes=self.hosts)
@@ -102,6 +115,10 @@ class Bench:
             "probe_latency_s": probe.latency_s,
             "methods": rows,
         }
+
+
+def _label(rate: float | None) -> str:
+    return units.rate(rate) if rate else "unshaped"
 
 
 def _is_baseline(job: Job) -> bool:

@@ -16,6 +16,8 @@ from thinwire.plan.planner import Stopwatch
 from thinwire.plan.subjects import of_recipe
 from thinwire.report.records import BASELINE, read_records
 
+CALIBRATION = "calibration"
+"""The folder of its run."""
 _STEPS = 40
 # Between workers of one host: its loopback.
 _FAST = {"fast_bandwidth": 10e9, "fast_latency": 15e-6}
@@ -47,7 +49,7 @@ def calibrate(base: Job, lab: Hosts, say: Callable[[str], None]) -> Calibration:
     probe = lab.probe()
     steps = min(_STEPS, base.trained.steps)
     job = replace(base, method=BASELINE, group_size=None, steps=steps, eval_every=max(1, steps // 2), seats=seats(lab))
-    job = replace(job, out=base.out / "calibration")
+    job = replace(job, out=base.out / CALIBRATION)
     traffic = job.run(say)["traffic"]
     computing, waiting = _second_half(job)
     subject = of_recipe(base.trained, base.workers, base.data)

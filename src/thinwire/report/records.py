@@ -8,7 +8,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, DamagedError
+from thinwire.store import read_json
 
 BASELINE = "allreduce"
 """The method whose measured run the others are held against."""
@@ -48,8 +49,20 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """Every whole line of a `records.jsonl`; a run under way may end in half a line."""
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    return [_record(path, number, line) for number, line in enumerate(lines, start=1)]
+
+
+def _record(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+        if not isinstance(record["kind"], str):
+            raise TypeError("`kind` is no name")
+    except (ValueError, TypeError, KeyError) as error:
+        raise DamagedError(
+            f"`{path}` is damaged in line {number} ({error}); remove the line, or restore the file"
+        ) from error
+    return record
 
 
 def read_run(folder: Path) -> Run:
@@ -60,7 +73,7 @@ def read_run(folder: Path) -> Run:
             f"no `summary.json` in `{folder}`: there is no finished run; train one with `thinwire run`, "
             "or go on with an unfinished one by `thinwire run … --resume`"
         )
-    return Run(folder=folder, summary=json.loads(path.read_text(encoding="utf-8")))
+    return Run(folder=folder, summary=read_json(path, "restore it, or run again with `--overwrite`"))
 
 
 def read_runs(folder: Path) -> list[Run]:

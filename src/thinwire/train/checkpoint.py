@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, DamagedError
 from thinwire.replica import Replica
 from thinwire.settings import describe
 from thinwire.store import atomic_folder, newest, read_json, read_tensors, write_json, write_tensors
@@ -68,7 +68,8 @@ def position(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     if name := differing(there, wanted):
         raise ConfigError(
             f"cannot resume from `{folder}`: it was saved with `{name}`={there.get(name)!r}, "
-            f"this run has {wanted[name]!r}; give the same settings, another `--out`, or leave out `--resume`"
+            f"this run has {wanted[name]!r}; give the same settings, another `--out`, "
+            "or `--overwrite` instead of `--resume`"
         )
     return saved
 
@@ -85,7 +86,15 @@ def load(folder: Path, replica: Replica, scheduler: LambdaLR) -> None:
     rank = replica.topology.rank
     if (folder / f"random-{rank}.json").is_file():
         # Workers that were not there when the run was saved keep their seeds.
-        _restore_random(read_tensors(folder / f"random-{rank}.safetensors"), read_json(folder / f"random-{rank}.json"))
+        files = folder / f"random-{rank}.safetensors", folder / f"random-{rank}.json"
+        tensors, plain = read_tensors(files[0]), read_json(files[1])
+        try:
+            _restore_random(tensors, plain)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise DamagedError(
+                f"`{files[0]}` or `{files[1].name}` is damaged, no random state can be made of it ({error}); "
+                "restore the file, or use an older save"
+            ) from error
 
 
 def _plain(scheduler: LambdaLR) -> dict[str, Any]:

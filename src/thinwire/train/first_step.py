@@ -25,7 +25,7 @@ FIRST_STEP = "first_step.json"
 
 
 def first_step(recipe: Recipe, config: Any, *, out: Path, seed: int = 0, data: Path | None = None) -> dict[str, Any]:
-    """Take it and write what it showed to `out`, which is cleared of any run as by `fit`; collective."""
+    """Take it and write what it showed to `out`, a folder without a run; collective."""
     join()
     run = prepare(recipe, config, out, seed, data, resume=False)
     usage = OrderOfUse(run.replica.module)

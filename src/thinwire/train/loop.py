@@ -26,6 +26,7 @@ def fit(
     seed: int = 0,
     data: Path | None = None,
     resume: bool = False,
+    overwrite: bool = False,
     save_every: int | None = None,
     until: int | None = None,
     model: bool = True,
@@ -35,7 +36,8 @@ def fit(
     """Train `recipe` with the method of `config` and write records, summary and model to `out`; collective.
 
     Joins the job it is started in (torchrun, srun) or trains alone. Returns the summary. With `resume` it
-    goes on from `out/checkpoint` if there is one, which `save_every` writes every so many steps. With `until` it
+    goes on from `out/checkpoint` if there is one, which `save_every` writes every so many steps. A folder that holds a
+    run already is refused unless one says `resume`, or `overwrite` to replace it. With `until` it
     stops after so many of the recipe's steps, saved and not finished, and tells only that. Without `model` the finished
     model is not written. With `stability` rank 0 looks at its bases every so many steps while the others
     wait, and notes how far they moved since `stability_back` looks before; a resumed run begins its looks anew.
@@ -43,7 +45,7 @@ def fit(
     A recipe with patience ends as it was after its best epoch.
     """
     join()
-    run = prepare(recipe, config, Path(out), seed, data, resume)
+    run = prepare(recipe, config, Path(out), seed, data, resume, overwrite)
     if stability and run.replica.topology.rank == 0:
         run.watch = Stability(run.replica, stability, stability_back, step=run.replica.step)
     run.note_ranks()

@@ -9,6 +9,8 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
+from thinwire.errors import DamagedError, on_file
+
 
 class Recorder:
     """Appends to `path`, every line before the next one. With `active=False` it writes nothing.
@@ -17,11 +19,13 @@ class Recorder:
     """
 
     def __init__(self, path: Path, *, active: bool, keep_until: int = 0) -> None:
+        self._path = path
         self._file: TextIO | None = None
         self._waiting: dict[str, Any] | None = None
         if active:
             kept = _lines_until(path, keep_until)
-            path.write_text("".join(kept), encoding="utf-8")
+            with on_file(path):
+                path.write_text("".join(kept), encoding="utf-8")
             self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, kind: str, **values: Any) -> None:
@@ -37,7 +41,8 @@ class Recorder:
         """Write the line that waits for its numbers."""
         if self._file is not None and self._waiting is not None:
             arrived = {n: v.number() if isinstance(v, _Arriving) else v for n, v in self._waiting.items()}
-            self._file.write(json.dumps(arrived) + "\n")
+            with on_file(self._path):
+                self._file.write(json.dumps(arrived) + "\n")
             self._waiting = None
 
     def close(self) -> None:
@@ -73,8 +78,15 @@ def _lines_until(path: Path, step: int) -> list[str]:
     if step == 0 or not path.is_file():
         return []
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not line.endswith("\n") or json.loads(line)["step"] > step:
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True), 1):
+        if not line.endswith("\n") or _step(path, number, line) > step:
             break
         kept.append(line)
     return kept
+
+
+def _step(path: Path, number: int, line: str) -> int:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise DamagedError(f"`{path}` is damaged in line {number}; remove the line, or restore the file") from error

@@ -22,7 +22,7 @@ from thinwire.errors import ConfigError
 from thinwire.factor.stability import Stability
 from thinwire.replica import Replica, attach
 from thinwire.store import newest, read_json
-from thinwire.train import checkpoint
+from thinwire.train import checkpoint, folder
 from thinwire.train.counts import Counts
 from thinwire.train.data.source import Source, check_share
 from thinwire.train.feed import Feed
@@ -102,9 +102,9 @@ class Run:
         spent = {"slow_bytes": self.replica.traffic.slow_bytes, "wall_s": round(self.wall_s, 3)}
         self.best["ended_at"] = {"step": self.replica.step, **spent}
         if self.replica.step > self.best["step"]:
-            folder = newest(self.best_folder)
-            saved = read_json(folder / "position.json")
-            checkpoint.load(folder, self.replica, self.scheduler)
+            place = newest(self.best_folder)
+            saved = read_json(place / "position.json")
+            checkpoint.load(place, self.replica, self.scheduler)
             self.counts = Counts(**saved["counts"])
             self.earlier_s, self.started = saved["wall_s"], time.monotonic()
             self.decompositions, self.shape = self.replica.decompositions, None
@@ -112,9 +112,9 @@ class Run:
 
     def forget_epochs(self, but: Path | None = None) -> None:
         """Remove what is saved of epochs, or of all others; by rank 0."""
-        for folder in self.out.glob("best-*") if self.replica.topology.rank == 0 else ():
-            if folder != but:
-                shutil.rmtree(folder, ignore_errors=True)
+        for epoch in folder.best_epochs(self.out) if self.replica.topology.rank == 0 else ():
+            if epoch != but:
+                shutil.rmtree(epoch, ignore_errors=True)
 
     @contextmanager
     def fast_convolutions(self) -> Iterator[None]:
@@ -140,8 +140,13 @@ class Run:
         return self.earlier_s + time.monotonic() - self.started
 
 
-def prepare(recipe: Recipe, config: Any, out: Path, seed: int, data: Path | None, resume: bool) -> Run:
-    """Everything up to the first step; collective. What lies in `out` is cleared unless the run goes on from it."""
+def prepare(
+    recipe: Recipe, config: Any, out: Path, seed: int, data: Path | None, resume: bool, overwrite: bool = False
+) -> Run:
+    """Everything up to the first step; collective. A run that lies in `out` is gone on from, overwritten or refused."""
+    if not (resume or overwrite):
+        # By every worker, and before they meet: rank 0 writes nothing until all have looked.
+        folder.refuse_occupied(out, folder.of_a_run(out), resume=True)
     source = _source(recipe, data)
     device = own_device()
     _seed(seed)
@@ -156,15 +161,15 @@ def prepare(recipe: Recipe, config: Any, out: Path, seed: int, data: Path | None
     note_length(recipe, source)
     _seed(seed, rank + 1)  # workers draw their own dropout, also when they started from one model
     out.mkdir(parents=True, exist_ok=True)
-    folder = checkpoint.find(out / "checkpoint") if resume else None
+    saved_in = checkpoint.find(out / "checkpoint") if resume else None
     identity = checkpoint.identity(recipe, config, seed)
     saved: dict[str, Any] = {}
-    if folder:
-        saved = checkpoint.position(folder, identity)
-        checkpoint.load(folder, replica, scheduler)
+    if saved_in:
+        saved = checkpoint.position(saved_in, identity)
+        checkpoint.load(saved_in, replica, scheduler)
     elif rank == 0:
-        _clear(out)
-    noted = replica.decompositions if folder else 0  # a load takes attach's own back
+        folder.clear(out)
+    noted = replica.decompositions if saved_in else 0  # a load takes attach's own back
     return Run(
         recipe=recipe,
         identity=identity,
@@ -190,13 +195,6 @@ def _source(recipe: Recipe, data: Path | None) -> Source:
             f"give the source of the recipe {recipe.name} `validation` and `validation_size`, or leave `patience` out"
         )
     return source
-
-
-def _clear(out: Path) -> None:
-    for name in ("records.jsonl", "summary.json", "stability.png", "ranks.png"):
-        (out / name).unlink(missing_ok=True)
-    for folder in (out / "model", *out.glob("checkpoint*"), *out.glob("best-*")):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _has_own_card() -> bool:

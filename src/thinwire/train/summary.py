@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from thinwire.errors import on_file
 from thinwire.factor import export
 from thinwire.replica import Replica
 from thinwire.train.counts import Counts, tell
@@ -78,7 +79,8 @@ def summarise(
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
     """Write it whole or not at all: its presence says that the run is finished."""
     new = path.with_suffix(".new")
-    new.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    with on_file(new):
+        new.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     os.replace(new, path)
 
 

@@ -1,0 +1,72 @@
+"""What lies in a folder that a command is about to write to: its own files are known by name, others stay."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from thinwire.errors import ConfigError
+
+_FILES = ("records.jsonl", "summary.json", "stability.png", "ranks.png")
+_CHECKPOINT = re.compile(r"(checkpoint|best-\d+)(\.old|\.writing)?")
+_MODEL = "model"
+MODEL_FILES = (
+    "model.safetensors",
+    "layers.json",
+    "load.py",
+    "program.pt2",
+    "model.onnx",
+    "model.onnx.data",
+    "spectrum.png",
+)
+"""What a written model is made of."""
+
+
+def of_a_run(out: Path) -> list[Path]:
+    """The files and folders of a run in `out`, as they are now."""
+    if not out.is_dir():
+        return []
+    found = [out / name for name in _FILES if (out / name).is_file()]
+    if any((out / _MODEL / name).exists() for name in MODEL_FILES):
+        found.append(out / _MODEL)
+    return found + sorted(path for path in out.iterdir() if _CHECKPOINT.fullmatch(path.name) and path.is_dir())
+
+
+def best_epochs(out: Path) -> list[Path]:
+    """What is saved of single epochs."""
+    return [path for path in of_a_run(out) if path.name.startswith("best-")]
+
+
+def refuse_occupied(out: Path, found: Iterable[Path], *, resume: bool = False) -> None:
+    """Raise if `found` has anything: a command that was not asked to may not overwrite it."""
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"`{out}` is a file; give a folder as `--out`")
+    names = [str(path.relative_to(out)) for path in found]
+    if not names:
+        return
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    ways = [*(["`--resume` to go on with it"] if resume else []), "`--overwrite` to replace it"]
+    raise ConfigError(
+        f"`{out}` is in use, it holds {', '.join(names[:3])}{more}; add {', '.join(ways)}, or give another `--out`"
+    )
+
+
+def clear(out: Path) -> None:
+    """Remove a run from its folder, and nothing else that lies there."""
+    for path in of_a_run(out):
+        if path.name == _MODEL:
+            remove_model(path)
+        elif path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def remove_model(folder: Path) -> None:
+    """Remove a written model, and its folder unless something else lies there too."""
+    for name in MODEL_FILES:
+        (folder / name).unlink(missing_ok=True)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()

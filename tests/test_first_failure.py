@@ -1,0 +1,213 @@
+"""What went wrong first is what is said: of a disk that is full, of a file nobody may write, of uneven batches."""
+
+import contextlib
+import errno
+import io
+import json
+import logging
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import gang
+import small
+import thinwire
+from patience import until
+from thinwire.cli import main
+from thinwire.comm import missing, process_groups
+from thinwire.errors import ConfigError, MissingRankError, ThinwireError
+from thinwire.jobs import Job
+from thinwire.launch import Seat, WorkerError, _Heard, _leave_note, _reason
+
+RUN = {"recipe": "digits", "method": "allreduce", "steps": 8, "save_every": 4, "workers": 2}
+
+
+@pytest.fixture
+def full_disk(tmp_path):
+    """A real disk that is too small for a checkpoint."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a disk needs root")
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", tmp_path], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
+    yield tmp_path
+    subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_a_full_disk_is_the_only_thing_that_is_said(full_disk):
+    words = ["run", "digits", "--method", "allreduce", "--workers", 2, "--steps", 8, "--save-every", 4, "--quiet"]
+    result = CliRunner().invoke(main, [str(word) for word in [*words, "--out", full_disk / "run"]])
+    assert result.exit_code == 1
+    last = result.output.strip().splitlines()[-1]
+    assert last.startswith(f"thinwire: worker 0 failed: No space left on device: {full_disk}")
+    assert "Traceback" not in result.output and "collective" not in result.output
+
+
+def test_a_file_that_no_worker_may_write_is_the_only_thing_that_is_said(tmp_path):
+    limited = Seat(prefix=("bash", "-c", 'ulimit -f 300; exec "$@"', "bash"))
+    with pytest.raises(WorkerError) as found:
+        Job(out=tmp_path / "run", seats=(limited,), **RUN).run(lambda line: None)
+    assert str(found.value).startswith(f"worker 0 failed: File too large: {tmp_path}")
+    assert str(found.value).count("\n") == 0 and not list(tmp_path.glob("run/checkpoint*"))
+
+
+def test_alone_it_is_one_sentence_too(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    words = ["run", "digits", "--method", "allreduce", "--workers", "1", "--steps", "2"]
+    result = CliRunner().invoke(main, [*words, "--out", str(tmp_path / "file" / "run")])
+    assert result.exit_code == 1 and result.output.splitlines()[-1].startswith("thinwire: Not a directory: ")
+
+
+# Without our launcher.
+
+
+def _refused(rank: int, folder: str) -> dict[str, Any]:
+    """Saves that one rank cannot write, each as the error of this rank; and one that works afterwards."""
+    model = small.mlp()
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, thinwire.LocalSGD(every=4))
+    list(small.walk(replica, optimizer, rank, 2))
+    found: dict[str, Any] = {}
+    for odd in (0, 1):
+        if rank == odd:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        found[f"rank {odd}"] = _error(replica.save, Path(folder, "full"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    found["a file in the way"] = _error(replica.save, Path(folder, "file", "save"))
+    found["others' files"] = _error(replica.save, Path(folder, "others"))
+    replica.save(Path(folder, "good"))
+    return found
+
+
+def _error(call: Any, *args: Any) -> tuple[str, str, Any]:
+    try:
+        call(*args)
+    except (ThinwireError, OSError) as error:
+        return type(error).__name__, str(error), getattr(error, "errno", None)
+    return "nothing", "", None
+
+
+def test_whoever_cannot_write_raises_it_and_the_others_say_who_and_why(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "model.safetensors").write_text("mine")
+    by_rank = gang.run(_refused, 2, str(tmp_path), patience=20)
+    for odd, file in ((0, "model-rank0.safetensors"), (1, "model-rank1.safetensors")):
+        kind, text, number = by_rank[odd][f"rank {odd}"]
+        assert (kind, number) == ("OSError", errno.EFBIG) and file in text
+        kind, text, _ = by_rank[1 - odd][f"rank {odd}"]
+        assert kind == "OtherRankError" and f"writing full failed on rank {odd}: File too large: " in text
+        assert file in text
+    assert by_rank[0]["a file in the way"][0] == "NotADirectoryError"
+    assert "failed on rank 0: Not a directory: " in by_rank[1]["a file in the way"][1]
+    assert by_rank[0]["others' files"][0] == "ConfigError" and "is no save" in by_rank[0]["others' files"][1]
+    assert "is no save" in by_rank[1]["others' files"][1]
+    assert (tmp_path / "others" / "model.safetensors").read_text() == "mine"
+    assert (tmp_path / "good" / "state.json").is_file()
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "others", "good"}
+
+
+def test_what_others_laid_into_a_save_stays_there(tmp_path):
+    model = small.mlp()
+    replica = thinwire.attach(model, small.sgd(model), thinwire.AllReduce())
+    replica.save(tmp_path / "save")
+    (tmp_path / "save" / "notes").mkdir()
+    (tmp_path / "save" / "notes" / "a.txt").write_text("mine")
+    (tmp_path / "save" / "method-rank9.safetensors").write_text("of other groups")
+    replica.save(tmp_path / "save")
+    assert (tmp_path / "save" / "notes" / "a.txt").read_text() == "mine"
+    assert not (tmp_path / "save" / "method-rank9.safetensors").exists()
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="is a file and cannot become a saved folder"):
+        replica.save(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+# Uneven batches.
+
+
+def _waits_long(topology: Any) -> None:
+    """Whoever waits for long says for whom."""
+    said: list[str] = []
+    missing._LONG_S = 0
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    missing.log.addHandler(handler)
+    with missing.said_in_time("finish()", topology, process_groups.sign_in(0, "finish()", 3), 3):
+        until(lambda: said, "the warning")
+    missing.log.removeHandler(handler)
+    assert said[0].startswith("rank 0 has waited 0 s in finish() for rank 1; ") and "drop_last=True" in said[0]
+
+
+def _uneven(rank: int, config: Any) -> dict[str, str]:
+    process_groups._STEPS_EVERY_S = 0
+    model = small.mlp()
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, config)
+    try:
+        list(small.walk(replica, optimizer, rank, 3 if rank == 0 else 5))
+        if rank == 0:
+            _waits_long(replica.topology)
+        until(lambda: rank == 1 or (process_groups.steps_begun(1) or 0) > 3, "the other rank's next step")
+        replica.finish()
+    except MissingRankError as error:
+        return {"error": str(error)}
+    except RuntimeError as error:
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said):
+            sys.excepthook(type(error), error, None)
+        return {"torch": said.getvalue(), "told": missing.uneven_batches() or ""}
+    return {}
+
+
+@pytest.mark.parametrize("config", [thinwire.AllReduce(), thinwire.LocalSGD(every=4)])
+def test_ranks_with_different_numbers_of_batches_hear_of_it(config):
+    early, late = gang.run(_uneven, 2, config, patience=4)
+    assert "finish() is collective: every rank must call it, and rank 1 did not" in early["error"]
+    told = "ranks took different numbers of batches: rank 0 came here after 3 steps, rank 1 is in step 4 or later; give"
+    assert told in early["error"]
+    assert "drop_last=True" in early["error"] and "Join does not apply" in early["error"]
+    told = "ranks took different numbers of batches: rank 0 came to finish() after 3 steps, rank 1 was in step 4; give"
+    assert told in late["told"] and f"thinwire: {told}" in late["torch"]
+
+
+# The launcher.
+
+
+def _noted(box: Path, rank: int, when: int, kind: str) -> None:
+    (box / f"{rank}.json").write_text(json.dumps({"time": when, "kind": kind, "message": f"{kind} of {rank}"}))
+
+
+@pytest.mark.parametrize(
+    ("notes", "wanted"),
+    [
+        ([(0, 1, "consequence"), (1, 2, "cause")], "cause of 1"),
+        ([(0, 1, "lost"), (1, 2, "config")], "config of 1"),
+        ([(0, 2, "config"), (1, 1, "cause")], "cause of 1"),
+        ([(0, 2, "cause"), (1, 1, "cause")], "cause of 1"),
+        ([(0, 1, "lost"), (1, 2, "consequence")], "consequence of 1"),
+    ],
+)
+def test_the_first_cause_by_time_wins(notes, wanted, tmp_path):
+    for note in notes:
+        _noted(tmp_path, *note)
+    assert str(_reason(tmp_path, _Heard(2), 1)) == wanted
+
+
+def test_a_worker_without_room_for_its_note_prints_it(tmp_path, monkeypatch, capsys):
+    (tmp_path / "0.json").write_text("")  # as a full disk leaves it
+    _noted(tmp_path, 1, 5, "lost")
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    _leave_note(tmp_path / "0.json", {"time": 7, "kind": "cause", "message": "No space left on device"})
+    heard = _Heard(3)
+    assert not any(heard.take(0, line) and line.strip() for line in capsys.readouterr().out.splitlines(keepends=True))
+    assert str(_reason(tmp_path, heard, 1)) == "No space left on device"

@@ -1,0 +1,131 @@
+"""Nothing that a command wrote is lost unless somebody said so, and nothing that others wrote ever is."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import thinwire
+from thinwire.cli import main
+from thinwire.errors import ConfigError
+from thinwire.netbench.bench import Bench
+from thinwire.recipes import named
+from thinwire.train import fit
+
+RUN = ["run", "digits", "--method", "allreduce", "--workers", "1", "--steps", "4", "--no-model", "--quiet"]
+COMPARE = ["compare", "digits", "--methods", "allreduce", "--workers", "1", "--steps", "4", "--no-model", "--quiet"]
+
+
+def _thinwire(*words: object, expect: int = 0) -> str:
+    result = CliRunner().invoke(main, [str(word) for word in words])
+    assert result.exit_code == expect, result.output
+    return result.output
+
+
+def _held(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+def _strange(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    """Files of the user's own whose names are almost ours."""
+    paths = [folder / name for name in ("notes.txt", "checkpoint-notes/a", "best-of/b", "model/mine.txt")]
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(path.name)
+    return {path: what for path, what in _held(folder).items() if path in paths}
+
+
+def test_a_run_without_resume_leaves_a_paused_run_alone(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    _thinwire(*RUN, "--until", 2, "--out", out)
+    before = _held(out)
+    assert any("checkpoint" in path.parts for path in before)
+    # Refused before the data is looked for.
+    said = _thinwire(*RUN, "--seed", 1, "--data", tmp_path / "nowhere", "--out", out, expect=2)
+    assert f"`{out}` is in use, it holds records.jsonl, checkpoint" in said
+    assert "add `--resume` to go on with it, `--overwrite` to replace it, or give another `--out`" in said
+    assert _held(out) == before
+    monkeypatch.setattr("thinwire.jobs.launch", lambda *_: pytest.fail("workers were started"))
+    _thinwire(*RUN, "--workers", 2, "--seed", 1, "--out", out, expect=2)
+    with pytest.raises(ConfigError, match="is in use"):
+        fit(named("digits", steps=4), thinwire.AllReduce(), out=out)
+    assert _held(out) == before
+    assert "give one of them" in _thinwire(*RUN, "--resume", "--overwrite", "--out", out, expect=2)
+
+
+def test_overwrite_replaces_the_run_and_no_other_files(tmp_path):
+    out = tmp_path / "run"
+    words = [word for word in RUN if word != "--no-model"]
+    _thinwire(*words, "--out", out)
+    foreign = _strange(out)
+    assert len(foreign) == 4
+    _thinwire(*words, "--out", out, expect=2)
+    summary = (out / "summary.json").read_text()
+    _thinwire(*RUN, "--seed", 1, "--until", 2, "--overwrite", "--out", out)
+    assert not (out / "summary.json").exists() and not (out / "model" / "model.safetensors").exists()
+    assert {path: what for path, what in _held(out).items() if path in foreign} == foreign
+    _thinwire(*RUN, "--seed", 1, "--resume", "--out", out)
+    assert (out / "summary.json").read_text() != summary
+    assert {path: what for path, what in _held(out).items() if path in foreign} == foreign
+
+
+def test_the_usual_folder_is_no_exception(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _thinwire(*RUN)
+    assert "`runs/digits-allreduce-seed0` is in use" in _thinwire(*RUN, expect=2)
+    _thinwire(*RUN, "--overwrite")
+    _thinwire(*RUN, "--seed", 1)
+
+
+def test_compare_goes_on_or_overwrites_only_if_asked(tmp_path):
+    _thinwire(*COMPARE, "--out", tmp_path)
+    before = _held(tmp_path)
+    for more in ([], ["--seeds", 2]):
+        said = _thinwire(*COMPARE, *more, "--out", tmp_path, expect=2)
+        assert f"`{tmp_path / 'allreduce-seed0'}` is in use" in said and "--resume" in said
+    # The comparison alone: no run of these methods is there.
+    other = [word if word != "allreduce" else "localsgd" for word in COMPARE]
+    assert "it holds comparison.json, comparison.png" in _thinwire(*other, "--out", tmp_path, expect=2)
+    assert _held(tmp_path) == before
+    _thinwire(*COMPARE, "--seeds", 2, "--resume", "--out", tmp_path)
+    assert _held(tmp_path / "allreduce-seed0").items() <= before.items() and (tmp_path / "allreduce-seed1").is_dir()
+    _thinwire(*COMPARE, "--overwrite", "--out", tmp_path)
+    assert not _held(tmp_path / "allreduce-seed0").items() <= before.items()
+
+
+def test_export_replaces_an_export_only_if_asked(tmp_path):
+    (tmp_path / "model.py").write_text("from torch import nn\ndef build():\n    return nn.Linear(8, 8)\n")
+    words = ["export", f"{tmp_path / 'model.py'}:build", "--out", tmp_path / "small"]
+    _thinwire(*words)
+    foreign = _strange(tmp_path / "small")
+    before = _held(tmp_path / "small")
+    assert "add `--overwrite` to replace what an export wrote there" in _thinwire(*words, expect=2)
+    assert _held(tmp_path / "small") == before
+    _thinwire(*words, "--overwrite")
+    after = _held(tmp_path / "small")
+    changed = {path.name for path in before if after[path] != before[path]}
+    assert "model.safetensors" in changed and not changed & {path.name for path in foreign}
+
+
+def test_a_plan_in_a_folder_of_ones_own_is_not_replaced(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("mine", "runs/plan-digits"):
+        Path(folder).mkdir(parents=True)
+        Path(folder, "plan.json").write_text("{}")
+    words = ["plan", "digits", "--methods", "allreduce", "--steps", 20, "--compute", "1ms"]
+    assert "`mine` is in use, it holds plan.json; add `--overwrite` to replace it" in _thinwire(
+        *words, "--out", "mine", expect=2
+    )
+    assert "100 Mbps" in _thinwire(*words, "--out", "mine", "--overwrite", "--bandwidth", "100 Mbps", expect=2)
+    assert Path("mine", "plan.json").read_text() == "{}"
+    _thinwire(*words)  # in the usual folder the next plan takes its place
+    assert Path("runs/plan-digits", "plan.json").read_text() != "{}"
+
+
+@pytest.mark.parametrize("there", ["netbench.json", "calibration/summary.json", "100Mbit/allreduce/records.jsonl"])
+def test_netbench_refuses_what_it_would_overwrite_before_it_asks_for_root(there, tmp_path, monkeypatch):
+    (tmp_path / there).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / there).write_text("{}")
+    monkeypatch.setattr(Bench, "check", lambda self: pytest.fail("it went on"))
+    said = _thinwire("netbench", "digits", "--methods", "allreduce", "--out", tmp_path, expect=2)
+    assert "is in use" in said and "--overwrite" in said and (tmp_path / there).read_text() == "{}"
