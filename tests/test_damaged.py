@@ -10,7 +10,8 @@ from click.testing import CliRunner
 
 from thinwire.cli import main
 from thinwire.errors import DamagedError
-from thinwire.store import read_json, read_tensors
+from thinwire.files import read_json
+from thinwire.store import read_tensors
 
 RUN = ["run", "digits", "--method", "allreduce", "--workers", "1", "--steps", "6", "--save-every", "4", "--quiet"]
 RESUME = [*RUN, "--resume", "--out", "DIR"]

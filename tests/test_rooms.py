@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "thinwire"
 ORDER = [
     *(
         "errors",
+        "files",
         "units",
         "checks",
         "config",
@@ -81,7 +82,7 @@ def test_imports_come_from_above(path):
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if _room(p) == "report"], ids=lambda p: p.name)
 def test_report_imports_nothing_of_training(path):
-    assert _rooms_used(path) <= {"errors", "report"}
+    assert _rooms_used(path) <= {"errors", "files", "report"}
     assert not any(name.split(".")[0] == "torch" for name in _imports(path))
 
 

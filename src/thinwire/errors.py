@@ -1,13 +1,7 @@
 """What goes wrong, said so that a stranger can mend it."""
 
 import errno
-import os
-import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
-from safetensors import SafetensorError
+from collections.abc import Iterable
 
 _REFUSALS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO),
@@ -45,22 +39,6 @@ class DamagedError(ConfigError):
 
 class DivergedError(ThinwireError, RuntimeError):
     """A loss or a parameter is not finite; the message names the group."""
-
-
-@contextmanager
-def on_file(path: Path) -> Iterator[None]:
-    """Let what the system refuses inside be an OSError that names the file, as not all of them do."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None or error.errno is None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    except SafetensorError as error:
-        number = re.search(r"\(os error (\d+)\)", str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def is_refusal(error: BaseException) -> bool:

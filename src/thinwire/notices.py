@@ -6,14 +6,11 @@ Messages go to the logger "thinwire". Where a script has not set up logging, the
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable
 
 from thinwire import units
 from thinwire.factor.convert import Kept
-
-if TYPE_CHECKING:
-    from thinwire.replica import Replica
+from thinwire.methods.base import Method
 
 log = logging.getLogger("thinwire")
 _NAMES = 3
@@ -28,43 +25,36 @@ def make_heard() -> None:
         log.setLevel(logging.INFO)
 
 
-def say_attached(replica: "Replica") -> None:
+def say_attached(method: Method, trained: int) -> None:
     """Workers, size, and for methods that factor which layers they will look at."""
-    if replica.topology.rank:
+    if method.topology.rank:
         return
-    about = replica.describe()
-    workers, groups = replica.topology.world_size, len(replica.topology.groups)
+    workers, groups = method.topology.world_size, len(method.topology.groups)
     who = f"{_count(workers, 'worker')} in {_count(groups, 'group')}" if workers > 1 else "one worker"
-    text = f"{type(replica._method.config).__name__} on {who}: {about['trainable_full']:,} parameters to train"
-    if layers := replica._method.layers:
-        text += f", {len(layers)} weights to factor{_full(replica._method.kept)}"
+    text = f"{type(method.config).__name__} on {who}: {trained:,} parameters to train"
+    if method.layers:
+        text += f", {len(method.layers)} weights to factor{_full(method.kept)}"
     log.info(text)
 
 
-def say_finished(replica: "Replica", kept: Sequence[Kept], *, factors: bool) -> None:
-    """Size before and after, what was factored and what was not, and what was sent beside all-reduce."""
-    if replica.topology.rank:
+def say_finished(method: Method, sizes: tuple[int, int], ranks: Collection[int], usual_bytes: int) -> None:
+    """Size before and after, what was factored and what was not, and what was sent beside fp32 all-reduce."""
+    if method.topology.rank:
         return
-    name, about = type(replica._method.config).__name__, replica.describe()
-    ranks = list(replica.finished_ranks.values())
-    before, after = about["parameters_full"], about["parameters"]
-    text = f"{name} finished after {_count(replica.step, 'step')}"
-    if factors:
+    name, (before, after) = type(method.config).__name__, sizes
+    text = f"{name} finished after {_count(method.step, 'step')}"
+    if method.layers:
         text += f": {before:,} parameters are now {after:,} ({before / max(1, after):.2f} : 1), "
-        text += f"{_count(len(ranks), 'weight')} factored{_ranks(ranks)}{_full(kept)}"
-    log.info(text + _sent(replica))
-    if factors and after >= before:
+        text += f"{_count(len(ranks), 'weight')} factored{_ranks(ranks)}{_full(method.kept)}"
+    if usual_bytes:
+        sent, share = method.wire.ledger.slow_bytes, method.wire.ledger.slow_bytes / usual_bytes
+        text += f"; {units.size(sent)} left this node, {share:.3g} of fp32 all-reduce's {units.size(usual_bytes)}"
+    log.info(text)
+    if method.layers and after >= before:
         log.warning("%s made nothing smaller; a higher cutoff, in finish(cutoff=…) too, drops more", name)
 
 
-def _sent(replica: "Replica") -> str:
-    usual, sent = replica.baseline()["allreduce_fp32"], replica.traffic.slow_bytes
-    if not usual:
-        return ""
-    return f"; {units.size(sent)} left this node, {sent / usual:.3g} of fp32 all-reduce's {units.size(usual)}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
+def _ranks(ranks: Collection[int]) -> str:
     if not ranks:
         return ""
     low, high = min(ranks), max(ranks)

@@ -68,7 +68,7 @@ def attach(
     spread_first_values(model, wire)
     ground = Ground(model, optimizers, wire, ddp=dict(ddp or {}), has_scaler=scaler is not None)
     replica = Replica(make(config, ground), scaler=scaler, compile=compile)
-    say_attached(replica)
+    say_attached(replica._method, replica._trained)
     return replica
 
 
@@ -181,7 +181,8 @@ class Replica(nn.Module):
         self.module._compiled_call_impl = None
         self.module = to_plain(self.module)
         self._finished = True
-        say_finished(self, self._method.kept, factors=bool(self._method.layers))
+        sizes, ranks = (self._full, _count(self.module)), self.finished_ranks.values()
+        say_finished(self._method, sizes, ranks, self.baseline()["allreduce_fp32"])
         return self.module
 
     def detach(self) -> None:

@@ -20,10 +20,11 @@ from torch.optim import Optimizer
 from thinwire.errors import ConfigError
 from thinwire.factor.moments import LINEAR, QUADRATIC
 from thinwire.factor.optimizers import Optimizers
+from thinwire.files import read_json, write_json
 from thinwire.methods.base import Method
 from thinwire.methods.registry import name_of
 from thinwire.settings import describe
-from thinwire.store import atomic_folder, like, newest, read_json, read_tensors, write_json, write_tensors
+from thinwire.store import atomic_folder, like, newest, read_tensors, write_tensors
 
 FORMAT = 4
 

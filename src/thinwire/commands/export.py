@@ -19,11 +19,11 @@ from thinwire.errors import ConfigError
 from thinwire.factor.export import describe_inputs, write
 from thinwire.factor.program import read_program, refuse_onnx, write_onnx
 from thinwire.factor.ranks import chooser
+from thinwire.files import read_json
 from thinwire.recipes import RECIPES
 from thinwire.report import read_run
 from thinwire.report.tables import figure, size
 from thinwire.squeeze import Compressed, compress
-from thinwire.store import read_json
 from thinwire.train import checkpoint
 from thinwire.train.folder import MODEL_FILES
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError, DamagedError
-from thinwire.store import read_json, read_tensors
+from thinwire.files import read_json
+from thinwire.store import read_tensors
 
 
 def merged(folder: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -18,10 +18,11 @@ from thinwire.factor.layers import FORMS
 from thinwire.factor.load_exported import fill, load
 from thinwire.factor.matrix import view_of
 from thinwire.factor.program import arguments, read_program
+from thinwire.files import read_json
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import RECIPES, Recipe, call_function, named
 from thinwire.report import read_run
-from thinwire.store import newest, read_json, read_tensors
+from thinwire.store import newest, read_tensors
 from thinwire.train.data import Source
 from thinwire.train.feed import Feed
 from thinwire.train.run import own_device

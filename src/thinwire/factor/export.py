@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from thinwire.errors import on_file
 from thinwire.factor.layers import (
     dense_class,
     factored_names,
@@ -27,6 +26,7 @@ from thinwire.factor.layers import (
 )
 from thinwire.factor.matrix import product
 from thinwire.factor.program import arguments, refuse_onnx, write_programs
+from thinwire.files import on_file
 
 _READS_WEIGHTS_OF_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from thinwire.errors import ConfigError, DamagedError
+from thinwire.files import read_json, write_json
 from thinwire.replica import Replica
 from thinwire.settings import describe
-from thinwire.store import atomic_folder, newest, read_json, read_tensors, write_json, write_tensors
+from thinwire.store import atomic_folder, newest, read_tensors, write_tensors
 from thinwire.train.task import Recipe, describe_optimizer
 
 _LATER = ("task", "autocast", "patience")

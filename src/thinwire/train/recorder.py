@@ -9,7 +9,8 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from thinwire.errors import DamagedError, on_file
+from thinwire.errors import DamagedError
+from thinwire.files import on_file
 
 
 class Recorder:

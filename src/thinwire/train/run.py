@@ -20,8 +20,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from thinwire.comm.topology import place
 from thinwire.errors import ConfigError
 from thinwire.factor.stability import Stability
+from thinwire.files import read_json
 from thinwire.replica import Replica, attach
-from thinwire.store import newest, read_json
+from thinwire.store import newest
 from thinwire.train import checkpoint, folder
 from thinwire.train.counts import Counts
 from thinwire.train.data.source import Source, check_share

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from thinwire.errors import on_file
 from thinwire.factor import export
+from thinwire.files import on_file
 from thinwire.replica import Replica
 from thinwire.train.counts import Counts, tell
 from thinwire.train.task import Recipe, describe_optimizer

@@ -1,0 +1,61 @@
+"""Files that say what is wrong with them: JSON that is read back whole or named, and writes that the system refuses."""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from thinwire.errors import DamagedError
+
+REMEDY = "restore the file, or use an older save"
+
+
+@contextmanager
+def on_file(path: Path) -> Iterator[None]:
+    """Let what the system refuses inside be an OSError that names the file, as not all of them do."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Plain values to a JSON file; floats come back bit for bit."""
+    with on_file(path):
+        path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path, remedy: str = REMEDY) -> dict[str, Any]:
+    """Plain values by name from a JSON file; a name that is not there is an error that says which file lacks it."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # broken JSON, and bytes that are no text
+        raise DamagedError(f"`{path}` is damaged, it is no JSON ({error}); {remedy}") from error
+    except FileNotFoundError as error:
+        raise DamagedError(f"`{path}` is missing; {remedy}") from error
+    if not isinstance(found, dict):
+        raise DamagedError(f"`{path}` is damaged, it holds {type(found).__name__} and not values by name; {remedy}")
+    return _Values(path, remedy, found)
+
+
+class _Values(dict[str, Any]):
+    """What a file holds, by name."""
+
+    def __init__(self, path: Path, remedy: str, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self._path, self._remedy = path, remedy
+
+    def __missing__(self, name: str) -> Any:
+        raise DamagedError(f"`{self._path}` is damaged, it has no {name!r}; {self._remedy}")
