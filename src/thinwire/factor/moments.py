@@ -94,22 +94,22 @@ def factors_from_full(state: State, view: MatrixView, a: Tensor, b: Tensor) -> t
 def full_from_factor(state: State, view: MatrixView, *, a: Tensor | None = None, b: Tensor | None = None) -> State:
     """State of W from that of the factor that was trained: give `b` for A's state, `a` for B's."""
     if b is not None:
-        inverse = torch.linalg.pinv(b)  # (n, k)
+        inverse = _inverse(b)  # (n, k)
         return transport(state, lambda moment, power: view.to_weight(moment @ power(inverse).t()))
     assert a is not None
-    inverse = torch.linalg.pinv(a)  # (k, m)
+    inverse = _inverse(a)  # (k, m)
     return transport(state, lambda moment, power: view.to_weight(power(inverse).t() @ moment))
 
 
 def recut_a(state: State, b: Tensor, new_b: Tensor) -> State:
     """State of A' from that of A, when A B became A' B'."""
-    d = new_b @ torch.linalg.pinv(b)  # (k', n) @ (n, k)
+    d = new_b @ _inverse(b)  # (k', n) @ (n, k)
     return transport(state, lambda moment, power: moment @ power(d).t())
 
 
 def recut_b(state: State, a: Tensor, new_a: Tensor) -> State:
     """State of B' from that of B, when A B became A' B'."""
-    c = torch.linalg.pinv(a) @ new_a  # (k, m) @ (m, k')
+    c = _inverse(a) @ new_a  # (k, m) @ (m, k')
     return transport(state, lambda moment, power: power(c).t() @ moment)
 
 
@@ -142,6 +142,12 @@ def transport(state: State, onto: Map) -> State:
         variance = (state["square_avg"] - state["grad_avg"].square()).clamp_min(0)
         carried["square_avg"] = onto(variance, torch.square).contiguous() + carried["grad_avg"].square()
     return carried
+
+
+def _inverse(factor: Tensor) -> Tensor:
+    """The pseudo-inverse, which torch has in fp32 and fp64 only."""
+    wide = factor.to(torch.promote_types(factor.dtype, torch.float32))
+    return torch.linalg.pinv(wide).to(factor.dtype)
 
 
 def _forget(name: str) -> State:
