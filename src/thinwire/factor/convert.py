@@ -189,8 +189,10 @@ class _Reasons:
             return "embedding"
         if isinstance(module, nn.RNNBase | nn.RNNCellBase):
             return "recurrent layer"
-        if hasattr(module, "parametrizations") or isinstance(module, ParametrizationList):
+        if hasattr(module, "parametrizations") or isinstance(module, ParametrizationList) or _is_recomputed(layer):
             return "parametrized already"
+        if any(hasattr(module, name) for name in factored.names_of_factors(layer.parameter)):
+            return "its module has parameters of the factors' names"
         if getattr(module, "groups", 1) != 1:
             return "grouped convolution"
         if "weight" not in layer.parameter:
@@ -198,3 +200,10 @@ class _Reasons:
         if not layer.weight.is_floating_point():
             return f"dtype {layer.weight.dtype}"
         return None if layer.view.is_smaller(1) else "too thin to factor"
+
+
+def _is_recomputed(layer: Layer) -> bool:
+    """Whether a hook makes the weight from this parameter before each pass, as old-style norms and pruning do."""
+    hooks = layer.module._forward_pre_hooks.values()
+    made = {getattr(hook, "name", None) or getattr(hook, "_tensor_name", None) for hook in hooks}
+    return any(layer.parameter.startswith(f"{name}_") for name in made if isinstance(name, str))
