@@ -35,21 +35,27 @@ def _worker(
     rank: int, case: Callable[..., Any], cases: dict[str, tuple[Any, ...]], folder: str, workers: int, patience: float
 ) -> dict[str, Outcome]:
     found = {}
-    dist.destroy_process_group()
+    _leave()
     for number, (name, arguments) in enumerate(cases.items()):
         # A world of its own: who waits for a worker that failed is told at once, as its connections close.
         store = dist.FileStore(str(Path(folder) / str(number)), workers)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=workers, timeout=timedelta(seconds=patience)
-        )
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=workers, timeout=timedelta(seconds=patience))
+        dist.barrier()  # all have come before the first may leave
         found[name] = _outcome(case, rank, arguments)
         dist.destroy_process_group()
     return found
 
 
+def _leave() -> None:
+    """End the gang's own world, when all are in it."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def _outcome(case: Callable[..., Any], rank: int, arguments: tuple[Any, ...]) -> Outcome:
     value, error = None, ""
     torch.manual_seed(rank)
+    torch.set_warn_always(True)  # what torch says once in a process concerns every case
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -156,7 +156,9 @@ def complex_over(rank: int, config: Any) -> tuple[torch.Tensor, int]:
 
 
 def complex_over_every_wire(rank: int) -> dict[str, tuple[torch.Tensor, int]]:
-    configs = {wire: (thinwire.AllReduce(wire=wire), thinwire.LocalSGD(every=1, wire=wire)) for wire in ("fp32", "bf16")}
+    configs = {
+        wire: (thinwire.AllReduce(wire=wire), thinwire.LocalSGD(every=1, wire=wire)) for wire in ("fp32", "bf16")
+    }
     return {f"{wire} {i}": complex_over(rank, c) for wire, both in configs.items() for i, c in enumerate(both)}
 
 

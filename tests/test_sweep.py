@@ -1,6 +1,5 @@
 """A sweep of models nobody here wrote for Thinwire, by every method: workers agree, and end with one model."""
 
-import contextlib
 import functools
 import tempfile
 from pathlib import Path
@@ -29,7 +28,7 @@ def train(rank: int, name: str, way: str, group_size: int | None) -> dict[str, A
     """All steps of a model by a method, with digests of everything after each; then the finished model's."""
     about, found = SHAPES[name], []
     model = about.build()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    optimizer = about.optimizer([p for p in model.parameters() if p.requires_grad])
     config = WAYS[way].config(group_size=group_size)
     replica = thinwire.attach(model, optimizer, config, ddp=about.ddp or None)
     for step in range(STEPS):
@@ -39,19 +38,19 @@ def train(rank: int, name: str, way: str, group_size: int | None) -> dict[str, A
         loss.backward()
         optimizer.step()
         assert torch.isfinite(loss), f"the loss is {loss} at step {step + 1}"
-        found.append(look(replica, optimizer))
+        found.append(look(replica, [optimizer]))
     sent = replica.traffic.slow_bytes
     return {"steps": found, "sent": sent, "finished": finished(replica.finish(), name)}
 
 
-def look(replica: Any, optimizer: Any) -> dict[str, Any]:
+def look(replica: Any, optimizers: list[Any]) -> dict[str, Any]:
     """What a worker holds now, in a few words."""
     return {
         "phase": replica.phase,
         "spans world": replica.spans_world,
         "parameters": digest(replica.parameters()),
         "buffers": digest(replica.buffers()),
-        "optimizer": optimizer_digest(optimizer),
+        "optimizer": " ".join(map(optimizer_digest, optimizers)),
     }
 
 
@@ -72,14 +71,13 @@ def finished(model: nn.Module, name: str) -> dict[str, Any]:
     batch = SHAPES[name].batch(torch.Generator().manual_seed(7))
     before = [type(module).__module__ for module in model.modules()]
     assert not any(module.startswith("thinwire") for module in before), "a layer of Thinwire's is left"
-    state = {key: value.clone() for key, value in model.state_dict().items()}
+    model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()})
     model.eval()
     with torch.no_grad():
         output = tensors_of(model(**batch) if isinstance(batch, dict) else model(batch))
-    model.load_state_dict(state)
     finite = all(bool(torch.isfinite(t).all()) for t in output)
-    return {"model": small.bits(*(p.detach().reshape(-1).view(torch.uint8) for p in model.parameters() if p.numel())),
-            "buffers": digest(model.buffers()), "output": digest(output), "finite": finite}  # fmt: skip
+    held = {"model": digest(model.parameters()), "buffers": digest(model.buffers())}
+    return {**held, "output": digest(output), "finite": finite}
 
 
 @functools.cache
@@ -91,15 +89,20 @@ def trained(name: str, workers: int) -> list[dict[str, many.Outcome]]:
         return many.run(train, workers, cases, Path(folder))
 
 
-KNOWN: dict[tuple[str, str], str] = {}
+_COMPLEX = ("allreduce int8", "diloco streaming", "powersgd", "topk", "onebit")
+KNOWN: dict[tuple[str, str], str] = {
+    **{
+        ("complex parameters", way): "neither carried nor refused at attach: crashes at its first step"
+        for way in _COMPLEX
+    },
+    ("complex parameters", "diloco"): "everything travels as complex numbers, with a warning of torch's",
+}
 """Shapes and methods that are broken, and how."""
 
 
 def cases(names: tuple[str, ...] | list[str]) -> list[Any]:
     """Every shape with every method."""
-    marks = {
-        key: pytest.mark.xfail(strict=True, reason=reason) for key, reason in KNOWN.items()
-    }
+    marks = {key: pytest.mark.xfail(strict=True, reason=reason) for key, reason in KNOWN.items()}
     return [
         pytest.param(name, way, id=f"{name}-{way}", marks=[marks[name, way]] if (name, way) in marks else [])
         for name in chosen(names)
@@ -119,24 +122,21 @@ def test_four_workers_in_pairs_agree(name: str, way: str) -> None:
 
 def check(name: str, way: str, outcomes: list[many.Outcome]) -> None:
     """No error but one that is due, and agreement wherever the method promises it."""
-    wanted = refusal(name, way)
-    if wanted:
-        with contextlib.suppress(StopIteration):
-            error = next(outcome.error for outcome in outcomes if outcome.error)
-        assert all("ConfigError" in outcome.error and wanted in outcome.error for outcome in outcomes), error
+    if wanted := SHAPES[name].refused.get(way):
+        said = [outcome.error.partition("ConfigError: ")[2] for outcome in outcomes]
+        assert all(wanted in text for text in said), f"{wanted!r} is due, it said {said}"
         return
     found = many.values(outcomes, EXPECTED)
+    agree(way, found)
+    assert found[0]["finished"]["finite"]
+
+
+def agree(way: str, found: list[dict[str, Any]]) -> None:
+    """Workers hold the same wherever the method promises it, have been through every phase, and sent something."""
     for step, states in enumerate(zip(*(worker["steps"] for worker in found), strict=True), 1):
         for what in ("parameters", "buffers", "optimizer"):
             if states[0]["spans world"] or getattr(WAYS[way], what)(step):
                 assert len({state[what] for state in states}) == 1, f"{what} differ after step {step}"
     assert {state["phase"] for state in found[0]["steps"]} == WAYS[way].phases
     assert all(worker["finished"] == found[0]["finished"] for worker in found), "finished models differ"
-    assert found[0]["finished"]["finite"]
     assert all(worker["sent"] > 0 for worker in found), "the ledger is empty"
-
-
-def refusal(name: str, way: str) -> str | None:
-    """What the method must say if it must refuse the shape."""
-    idle = SHAPES[name].idle if way.split()[0] in ("ab", "oialr") else None
-    return SHAPES[name].refused.get(way, idle)

@@ -2,17 +2,24 @@
 
 import dataclasses
 import functools
+import itertools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.fx
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 Model = Callable[..., Any]
+
+ADAMW = functools.partial(torch.optim.AdamW, lr=3e-3)
+SGD = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 
 WIDE = 24
 """Wide enough that factors are smaller, narrow enough that a step takes a millisecond."""
@@ -62,11 +69,10 @@ class Shape:
     build: Callable[[], nn.Module]
     batch: Callable[[Generator], Any] = rows
     loss: Callable[[Model, Any, int, int], Tensor] = plain_loss
+    optimizer: Callable[[list[nn.Parameter]], Optimizer] = ADAMW
     ddp: dict[str, Any] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     """Methods that must refuse it, and what they must say."""
-    idle: str | None = None
-    """Why nothing of it can be factored: AB and OIALR must say so."""
 
 
 SHAPES: dict[str, Shape] = {}
@@ -83,12 +89,10 @@ def shape(name: str, **about: Any) -> Callable[[Callable[[], nn.Module]], Callab
 
 
 def mlp(width: int = WIDE, **kind: Any) -> nn.Sequential:
-    """Three Linears, of which the middle ones get factored."""
-    layers = [nn.Linear(width, width, **kind), nn.Tanh()] * 1
-    return nn.Sequential(
-        *layers, nn.Linear(width, 2 * width, **kind), nn.Tanh(), nn.Linear(2 * width, width, **kind), nn.Tanh(),
-        nn.Linear(width, 5, **kind),
-    )  # fmt: skip
+    """Four Linears, of which the middle ones get factored."""
+    sizes = (width, width, 2 * width, width, 5)
+    layers = [part for m, n in itertools.pairwise(sizes) for part in (nn.Linear(m, n, **kind), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
 
 
 class Recurrent(nn.Module):
@@ -194,7 +198,6 @@ def normed(norm: Callable[..., nn.Module], *which: int) -> nn.Module:
 
 def quietly(norm: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     """Old-style norms warn that there are newer ones."""
-    import warnings
 
     def apply(module: nn.Module) -> nn.Module:
         with warnings.catch_warnings():
@@ -207,7 +210,8 @@ def quietly(norm: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
 shape("weight norm")(lambda: normed(parametrizations.weight_norm, 2))
 shape("spectral norm")(lambda: normed(parametrizations.spectral_norm, 2))
 shape("orthogonal")(lambda: normed(parametrizations.orthogonal, 2))
-shape("everything normed", idle="nothing to factor")(lambda: normed(parametrizations.weight_norm, 0, 2, 4, 6))
+NOTHING = dict.fromkeys(("ab", "ab carry", "ab average", "oialr"), "nothing to factor")
+shape("everything normed", refused=NOTHING)(lambda: normed(parametrizations.weight_norm, 0, 2, 4, 6))
 shape("old weight norm")(lambda: normed(quietly(nn.utils.weight_norm), 2))
 shape("old spectral norm")(lambda: normed(quietly(nn.utils.spectral_norm), 2))
 
@@ -234,7 +238,8 @@ def adapters() -> nn.Module:
 
 
 shape("bf16 parameters", batch=lambda rng: rows(rng).bfloat16())(lambda: mlp(dtype=torch.bfloat16))
-shape("fp16 parameters", batch=lambda rng: rows(rng).half())(lambda: mlp(dtype=torch.float16))
+# AdamW's epsilon is zero in fp16.
+shape("fp16 parameters", batch=lambda rng: rows(rng).half(), optimizer=SGD)(lambda: mlp(dtype=torch.float16))
 shape("fp64 parameters", batch=lambda rng: rows(rng).double())(lambda: mlp(dtype=torch.float64))
 
 
@@ -425,6 +430,26 @@ class Encoder(nn.Module):
 shape("transformer encoder", batch=words)(Encoder)
 
 
+SPARSE = dict.fromkeys(("allreduce int8", "powersgd", "topk", "onebit"), "has a sparse gradient")
+
+
+@shape("sparse embedding", batch=words, optimizer=functools.partial(torch.optim.SGD, lr=0.01), refused=SPARSE)
+def sparse() -> nn.Module:
+    """Gradients of a few rows."""
+    return nn.Sequential(nn.Embedding(40, WIDE, sparse=True), mlp())
+
+
+def pruned() -> nn.Module:
+    """Half of a weight is masked before each pass."""
+    model = mlp()
+    prune.l1_unstructured(model[2], "weight", 0.5)
+    return model
+
+
+shape("pruned")(pruned)
+shape("traced by fx")(lambda: torch.fx.symbolic_trace(mlp()))
+
+
 class Bags(nn.Module):
     """Sums of embeddings, as recommenders have them."""
 
@@ -544,7 +569,7 @@ class Complex(nn.Module):
         return self.net(torch.fft.irfft(spectrum @ self.mix, n=WIDE))
 
 
-shape("complex parameters")(Complex)
+shape("complex parameters", refused={"daso": "cannot carry the complex parameter"})(Complex)
 
 
 @dataclass
@@ -573,7 +598,9 @@ class Talkative(nn.Module):
 
 
 for _kind in ("dict", "dataclass", "tuple"):
-    shape(f"returns a {_kind}", batch=lambda rng: {"x": rows(rng), "note": "hello"})(functools.partial(Talkative, _kind))
+    shape(f"returns a {_kind}", batch=lambda rng: {"x": rows(rng), "note": "hello"})(
+        functools.partial(Talkative, _kind)
+    )
 
 
 class Thrifty(nn.Module):
@@ -590,7 +617,10 @@ class Thrifty(nn.Module):
 shape("returns a scalar loss")(Thrifty)
 
 
-@shape("one bare layer", idle="nothing to factor")
+ONE_LAYER = {name: why for name, why in NOTHING.items() if name != "ab average"} | {"diloco streaming": "`fragments`=2"}
+
+
+@shape("one bare layer", refused=ONE_LAYER)
 def bare() -> nn.Module:
     """The root is the only layer."""
     return nn.Linear(WIDE, 2 * WIDE)
