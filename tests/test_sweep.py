@@ -12,6 +12,10 @@ from torch import nn
 import many
 import small
 import thinwire
+import zoo_forwards  # noqa: F401 - it fills SHAPES, as those below do
+import zoo_images  # noqa: F401
+import zoo_parameters  # noqa: F401
+import zoo_words  # noqa: F401
 from every_method import STEPS, WAYS, chosen
 from zoo import SHAPES, tensors_of
 

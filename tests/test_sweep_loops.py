@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -114,14 +115,13 @@ def one_optimizer_for_two_models(rank: int, way: str) -> Trace:
 
 @loop
 def resuming_two_models_of_one_optimizer(rank: int, way: str) -> Trace:
-    folder = Path(tempfile.gettempdir()) / f"thinwire-pair-{way}"
     a, b, optimizer = pair(way, 0)
     walk_pair(a, b, optimizer, rank, 0, 5)
-    a.save(folder / "a"), b.save(folder / "b")
+    a.save("a"), b.save("b")
     walk_pair(a, b, optimizer, rank, 5, 9)
     unbroken = digest([*a.parameters(), *b.parameters()])
     a, b, optimizer = pair(way, 7)
-    a.load(folder / "a"), b.load(folder / "b")
+    a.load("a"), b.load("b")
     walk_pair(a, b, optimizer, rank, 5, 9)
     assert digest([*a.parameters(), *b.parameters()]) == unbroken, "resumed differs from never stopped"
     return []
@@ -346,11 +346,14 @@ def attached_again_when_finished(rank: int, way: str) -> Trace:
 def gone_through(name: str) -> list[dict[str, many.Outcome]]:
     """One loop by every method, in one gang."""
     with tempfile.TemporaryDirectory() as folder:
-        return many.run(go_through, 2, {way: (name, way) for way in WAYS}, Path(folder))
+        return many.run(go_through, 2, {way: (name, way, folder) for way in WAYS}, Path(folder))
 
 
-def go_through(rank: int, name: str, way: str) -> Trace | str:
-    """What the loop returned, or what Thinwire said of it."""
+def go_through(rank: int, name: str, way: str, folder: str) -> Trace | str:
+    """What the loop returned, or what Thinwire said of it; in a folder of its own."""
+    home = Path(folder) / way
+    home.mkdir(exist_ok=True)
+    os.chdir(home)
     try:
         return LOOPS[name](rank, way)
     except thinwire.ThinwireError as error:
