@@ -2,11 +2,13 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 import thinwire.factor.decompose as module
 from thinwire.factor import moments
@@ -165,6 +167,33 @@ def test_thin_factors_are_used_only_where_they_cost_less() -> None:
     assert thin_is_cheaper(view, 64, 10)  # multiplying out costs more than ten rows do
 
 
+class Detour(nn.Linear):
+    """A Linear with parameters of its own by the names that factors have."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.weight_a, self.weight_b = nn.Parameter(torch.zeros(16, 2)), nn.Parameter(torch.zeros(2, 16))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("change", "parameters", "why"),
+    [
+        (nn.utils.weight_norm, ["weight_g", "weight_v"], "parametrized already"),
+        (nn.utils.spectral_norm, ["weight_orig"], "parametrized already"),
+        (lambda layer: prune.identity(layer, "weight"), ["weight_orig"], "parametrized already"),
+        (lambda layer: Detour(), ["weight"], "its module has parameters of the factors' names"),
+    ],
+    ids=["weight norm", "spectral norm", "pruned", "names taken"],
+)
+def test_weights_that_others_rely_on_stay_full(change: Any, parameters: list[str], why: str) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), change(nn.Linear(16, 16)), nn.Linear(16, 16))
+    found, kept = find_layers(model, trained=model.parameters(), keep_first=False, keep_last=False)
+    reasons = {entry.name: entry.why for entry in kept}
+    assert {f"1.{name}" for name in parameters if reasons[f"1.{name}"] == why} == {f"1.{name}" for name in parameters}
+    assert {"0", "2"} <= {layer.name for layer in found}
+
+
 def test_first_and_last_are_those_of_the_order_of_use() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     layers, kept = find_layers(model, trained=model.parameters(), order=["2", "1", "0"])
@@ -214,6 +243,15 @@ def test_momentum_back_to_full_is_its_projection_on_the_frozen_factor() -> None:
     torch.testing.assert_close(state["momentum_buffer"] @ b.t(), g @ b.t(), rtol=1e-4, atol=1e-4)
     state = moments.full_from_factor({"momentum_buffer": a.t() @ g}, view, a=a)
     torch.testing.assert_close(a.t() @ state["momentum_buffer"], a.t() @ g, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_momentum_comes_back_to_full_in_half_precision(dtype: torch.dtype) -> None:
+    g, b = torch.randn(12, 8, dtype=dtype), torch.randn(3, 8, dtype=dtype)
+    exact = moments.full_from_factor({"momentum_buffer": (g @ b.t()).float()}, view_of(g), b=b.float())
+    state = moments.full_from_factor({"momentum_buffer": g @ b.t()}, view_of(g), b=b)
+    assert state["momentum_buffer"].dtype == dtype
+    torch.testing.assert_close(state["momentum_buffer"].float(), exact["momentum_buffer"], rtol=0.1, atol=0.1)
 
 
 def test_unknown_state_starts_again_with_a_warning() -> None:

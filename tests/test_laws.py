@@ -132,6 +132,45 @@ def test_a_bf16_wire_halves_the_bytes_and_rounds_little() -> None:
         assert 2 * rounded == plain
 
 
+class Phases(nn.Module):
+    """A complex parameter and a real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.filter, self.head = nn.Parameter(torch.randn(9, dtype=torch.complex64)), nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.fft.irfft(torch.fft.rfft(x.flatten(1)) * self.filter, n=16))
+
+
+def complex_over(rank: int, config: Any) -> tuple[torch.Tensor, int]:
+    """How far a complex parameter comes in three steps, and what was sent for it."""
+    model = Phases()
+    start, optimizer = model.filter.detach().clone(), torch.optim.SGD(model.parameters(), 1.0)
+    replica = thinwire.attach(model, optimizer, config)
+    for step in range(3):
+        train_step(replica, optimizer, step, rank)
+    sent = replica.traffic.by_purpose["merge" if isinstance(config, thinwire.LocalSGD) else "gradients"]["slow_bytes"]
+    return torch.view_as_real(model.filter.detach() - start), int(sent)
+
+
+def complex_over_every_wire(rank: int) -> dict[str, tuple[torch.Tensor, int]]:
+    configs = {
+        wire: (thinwire.AllReduce(wire=wire), thinwire.LocalSGD(every=1, wire=wire)) for wire in ("fp32", "bf16")
+    }
+    return {f"{wire} {i}": complex_over(rank, c) for wire, both in configs.items() for i, c in enumerate(both)}
+
+
+def test_a_bf16_wire_carries_both_parts_of_a_complex_number_and_counts_them() -> None:
+    for found in gang.run(complex_over_every_wire, 2):
+        for method in ("0", "1"):
+            (exact, full), (rounded, half) = found[f"fp32 {method}"], found[f"bf16 {method}"]
+            torch.testing.assert_close(rounded, exact, rtol=0.02, atol=2e-3)
+            assert 2 * half == full
+        assert exact[:, 1].abs().max() > 0.02, "nothing to lose"
+
+
 # Law 4: after every merge and every step of a phase that spans the world, all workers agree.
 
 

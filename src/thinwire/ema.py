@@ -4,7 +4,6 @@ torch's own `AveragedModel` does the averaging. What it averages here are full w
 at the moment, so that the average goes on through decompositions, merges and changes of rank.
 """
 
-import copy
 from collections.abc import Iterator
 
 import torch
@@ -17,6 +16,7 @@ from thinwire.errors import ConfigError, ThinwireError
 from thinwire.factor.convert import layer_of, to_factors, to_full
 from thinwire.factor.decompose import decompose
 from thinwire.factor.export import to_plain
+from thinwire.factor.hooked import copy_of
 from thinwire.factor.layers import factored_names, mark_as_read, rebuilt
 from thinwire.factor.usage import forget_watch
 from thinwire.methods.merging import average_buffers, average_parameters
@@ -59,7 +59,7 @@ class EMA(AveragedModel):
         replica.wire.barrier("EMA.finish()")
         with replica.traffic.everything_is("ema"), torch.no_grad():
             self._average_over_groups(replica)
-            model = copy.deepcopy(self.module).requires_grad_(True)
+            model = copy_of(self.module).requires_grad_(True)
             for name in replica.read_layers:
                 mark_as_read(model.get_submodule(name))
             for key, rank in replica.finished_ranks.items():
@@ -101,7 +101,7 @@ def _multiplied_out(model: nn.Module, key: str) -> Tensor:
 
 
 def _full_copy(model: nn.Module) -> nn.Module:
-    copied = copy.deepcopy(model)
+    copied = copy_of(model)
     copied.__dict__.pop("_compiled_call_impl", None)
     forget_watch(copied)
     for path, module in copied.named_modules():

@@ -27,6 +27,19 @@ def unpack_into(flat: Tensor, tensors: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(tensors), [piece.view_as(t) for piece, t in zip(pieces, tensors, strict=True)])
 
 
+def rounded(flat: Tensor, wire: str) -> Tensor:
+    """A bucket in the wire's number format; complex numbers as two reals each."""
+    reals = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    return reals.to(WIRES[wire])
+
+
+def unrounded(flat: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `rounded` gave, as complex numbers again if it was; reals are converted where they are unpacked."""
+    if not dtype.is_complex or flat.is_complex():
+        return flat
+    return torch.view_as_complex(flat.to(dtype.to_real()).view(-1, 2))
+
+
 def by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Tensors that fit one bucket, in an order every worker shares."""
     buckets: dict[torch.dtype, list[Tensor]] = {}

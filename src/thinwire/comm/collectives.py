@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.comm import missing, process_groups
-from thinwire.comm.codec import WIRES, by_dtype, checksum, pack, size_of, unpack_into
+from thinwire.comm.codec import by_dtype, checksum, pack, rounded, size_of, unpack_into, unrounded
 from thinwire.comm.ledger import Ledger, mean_over_nodes
 from thinwire.comm.sent import Ranks, Sent
 from thinwire.comm.topology import Topology, discover
@@ -91,9 +91,9 @@ class Wire:
             return
         for bucket in by_dtype(tensors):
             flat = pack(bucket)
-            travelling = flat.to(WIRES[wire]) if wire != "fp32" else flat
+            travelling = rounded(flat, wire) if wire != "fp32" else flat
             self._reduce_shares(travelling, purpose)
-            unpack_into(travelling, bucket)
+            unpack_into(unrounded(travelling, flat.dtype), bucket)
 
     @property
     def carries(self) -> bool:

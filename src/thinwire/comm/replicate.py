@@ -248,7 +248,8 @@ class Replicated:
         return self._buckets
 
     def _travelling_size(self, parameter: torch.Tensor) -> int:
-        return size_of(parameter) if self.rounding == "fp32" else parameter.numel() * WIRES[self.rounding].itemsize
+        reals = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+        return size_of(parameter) if self.rounding == "fp32" else reals.numel() * WIRES[self.rounding].itemsize
 
     def _synced_norms(self) -> list[nn.SyncBatchNorm]:
         return [module for module in self.model.modules() if isinstance(module, nn.SyncBatchNorm)]

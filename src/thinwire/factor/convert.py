@@ -202,6 +202,8 @@ class _Reasons:
             return "parametrized already"
         if why := why_hooked(module, layer.parameter):
             return why
+        if any(hasattr(module, name) for name in factored.names_of_factors(layer.parameter)):
+            return "its module has parameters of the factors' names"
         if getattr(module, "groups", 1) != 1:
             return "grouped convolution"
         if "weight" not in layer.parameter:

@@ -28,6 +28,11 @@ FORMS = {2: ("a", "b"), 3: ("u", "s", "vt")}
 """What is added to a weight's name for each of its factors, by how many there are."""
 
 
+def names_of_factors(name: str) -> list[str]:
+    """Every name that a factor of the weight `name` may get."""
+    return [f"{name}_{suffix}" for form in FORMS.values() for suffix in form]
+
+
 def factor_weight(module: nn.Module, name: str, factors: Sequence[nn.Parameter]) -> None:
     """Replace the parameter `name` of `module` by factors."""
     view = view_of(module._parameters[name])  # type: ignore[arg-type]

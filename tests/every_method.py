@@ -1,0 +1,85 @@
+"""Every method, set so that each of its phases happens in a few steps, and when its workers must agree."""
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import thinwire
+
+STEPS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A config, and after which steps all workers must hold the same, beyond those of a phase that spans the world."""
+
+    config: Callable[..., Any]
+    parameters: Callable[[int], bool] = lambda step: False
+    buffers: Callable[[int], bool] = lambda step: False
+    optimizer: Callable[[int], bool] = lambda step: False
+    phases: frozenset[str] = frozenset({"train"})
+
+
+def _ab(**fields: Any) -> Callable[..., Any]:
+    """Warm-up 3, then cycles of 4 and 2; the cutoff is high, since random weights are flat."""
+    cycle = {"total_steps": STEPS, "warmup": 3, "group_steps": 4, "rebound": 2, "lr_rebound": 3, "cutoff": 0.6}
+    return lambda **more: thinwire.AB(**{**cycle, **fields, **more})
+
+
+def _of(kind: Any, **fields: Any) -> Callable[..., Any]:
+    return lambda **more: kind(**{**fields, **more})
+
+
+def _averaged(step: int) -> bool:
+    """When local SGD and DiLoCo average here: every fourth step after the warm-up."""
+    return step > 2 and (step - 2) % 4 == 0
+
+
+_AB_PHASES = frozenset({"warmup", "groups", "rebound", "final"})
+_LOCAL = {"parameters": _averaged, "buffers": _averaged, "phases": frozenset({"warmup", "local"})}
+_WARMED = frozenset({"warmup", "train"})
+
+WAYS: dict[str, Way] = {
+    "allreduce": Way(config=thinwire.AllReduce),
+    "allreduce bf16": Way(config=_of(thinwire.AllReduce, wire="bf16")),
+    "allreduce int8": Way(config=_of(thinwire.AllReduce, wire="int8")),
+    "ab": Way(config=_ab(), phases=_AB_PHASES),
+    "ab carry": Way(config=_ab(moments="carry", merge="trained", wire="bf16"), phases=_AB_PHASES),
+    "ab average": Way(config=_ab(moments="average", keep_first=False, keep_last=False), phases=_AB_PHASES),
+    "oialr": Way(
+        config=_of(thinwire.OIALR, total_steps=STEPS, delay=4, frequency=3, cutoff=0.3, layer_fraction=0.5),
+        phases=frozenset({"warmup", "lowrank"}),
+    ),
+    "daso": Way(
+        config=_of(
+            thinwire.DASO, total_steps=STEPS, steps_per_epoch=4, warmup_epochs=1, cooldown_epochs=1, max_skips=4,
+            wait=2, plateau_patience=None,
+        ),
+        parameters=lambda step: step <= 4 or step > 16,
+        buffers=lambda step: step in (4, 20),
+        phases=frozenset({"warmup", "cycling", "cooldown"}),
+    ),
+    "localsgd": Way(config=_of(thinwire.LocalSGD, warmup=2, every=4), **_LOCAL),
+    "localsgd average": Way(
+        config=_of(thinwire.LocalSGD, warmup=2, every=4, moments="average", wire="bf16"),
+        optimizer=_averaged,
+        **_LOCAL,
+    ),
+    "diloco": Way(config=_of(thinwire.DiLoCo, warmup=2, every=4), **_LOCAL),
+    "diloco streaming": Way(
+        config=_of(thinwire.DiLoCo, warmup=2, every=4, fragments=2, delay=1, wire="int8"),
+        phases=frozenset({"warmup", "local"}),
+    ),
+    "powersgd": Way(config=_of(thinwire.PowerSGD, rank=2, start_step=2), phases=_WARMED),
+    "topk": Way(config=_of(thinwire.TopK, density=0.05, warmup=4), phases=_WARMED),
+    "onebit": Way(config=_of(thinwire.OneBit, warmup=2), phases=_WARMED),
+}  # fmt: skip
+
+
+def chosen(names: Iterable[str]) -> list[str]:
+    """All of them, or those of one part: THINWIRE_SWEEP is "2/3", or "day/3" for a part that goes by the day."""
+    part, _, parts = os.environ.get("THINWIRE_SWEEP", "1/1").partition("/")
+    number = time.localtime().tm_yday if part == "day" else int(part)
+    return list(names)[number % int(parts) :: int(parts)]

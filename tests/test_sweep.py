@@ -1,0 +1,146 @@
+"""A sweep of models nobody here wrote for Thinwire, by every method: workers agree, and end with one model."""
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import many
+import small
+import thinwire
+import zoo_forwards  # noqa: F401 - it fills SHAPES, as those below do
+import zoo_images  # noqa: F401
+import zoo_parameters  # noqa: F401
+import zoo_words  # noqa: F401
+from every_method import STEPS, WAYS, chosen
+from zoo import SHAPES, tensors_of
+
+pytestmark = pytest.mark.slow
+
+IN_PAIRS = ("lstm", "u-net", "tied head", "unused branches", "buffers of every kind", "mixed dtypes", "bert")
+"""Shapes that four workers in groups of two train as well."""
+
+EXPECTED = ("is not known to follow a change of shape",)
+"""Warnings that may be seen."""
+
+
+def train(rank: int, name: str, way: str, group_size: int | None) -> dict[str, Any]:
+    """All steps of a model by a method, with digests of everything after each; then the finished model's."""
+    about, found = SHAPES[name], []
+    model = about.build()
+    optimizer = about.optimizer([p for p in model.parameters() if p.requires_grad])
+    config = WAYS[way].config(group_size=group_size)
+    replica = thinwire.attach(model, optimizer, config, ddp=about.ddp or None)
+    for step in range(STEPS):
+        rng = torch.Generator().manual_seed(1000 * rank + step)
+        loss = about.loss(replica, about.batch(rng), rank, step)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert torch.isfinite(loss), f"the loss is {loss} at step {step + 1}"
+        found.append(look(replica, [optimizer]))
+    sent = replica.traffic.slow_bytes
+    return {"steps": found, "sent": sent, "finished": finished(replica.finish(), name)}
+
+
+def look(replica: Any, optimizers: list[Any]) -> dict[str, Any]:
+    """What a worker holds now, in a few words."""
+    return {
+        "phase": replica.phase,
+        "spans world": replica.spans_world,
+        "parameters": digest(replica.parameters()),
+        "buffers": digest(replica.buffers()),
+        "optimizer": " ".join(map(optimizer_digest, optimizers)),
+    }
+
+
+def digest(tensors: Any) -> str:
+    """A digest of values; of any dtype."""
+    return small.bits(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors if t.numel()))
+
+
+def optimizer_digest(optimizer: Any) -> str:
+    """A digest of the optimizer's state, in the order of its parameters."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [sorted(optimizer.state.get(p, {}).items()) for p in parameters]
+    return digest(torch.as_tensor(value) for state in states for _, value in state if value is not None)
+
+
+def finished(model: nn.Module, name: str) -> dict[str, Any]:
+    """Digests of a finished model, of what it puts out, and of the same from its state in a copy."""
+    batch = SHAPES[name].batch(torch.Generator().manual_seed(7))
+    before = [type(module).__module__ for module in model.modules()]
+    assert not any(module.startswith("thinwire") for module in before), "a layer of Thinwire's is left"
+    model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()})
+    model.eval()
+    with torch.no_grad():
+        output = tensors_of(model(**batch) if isinstance(batch, dict) else model(batch))
+    finite = all(bool(torch.isfinite(t).all()) for t in output)
+    held = {"model": digest(model.parameters()), "buffers": digest(model.buffers())}
+    return {**held, "output": digest(output), "finite": finite}
+
+
+@functools.cache
+def trained(name: str, workers: int) -> list[dict[str, many.Outcome]]:
+    """One shape by every method, in one gang."""
+    group_size = 2 if workers == 4 else None
+    with tempfile.TemporaryDirectory() as folder:
+        cases = {way: (name, way, group_size) for way in WAYS}
+        return many.run(train, workers, cases, Path(folder))
+
+
+_COMPLEX = ("allreduce int8", "diloco streaming", "powersgd", "topk", "onebit")
+KNOWN: dict[tuple[str, str], str] = {
+    **{
+        ("complex parameters", way): "neither carried nor refused at attach: crashes at its first step"
+        for way in _COMPLEX
+    },
+    ("complex parameters", "diloco"): "everything travels as complex numbers, with a warning of torch's",
+}
+"""Shapes and methods that are broken, and how."""
+
+
+def cases(names: tuple[str, ...] | list[str]) -> list[Any]:
+    """Every shape with every method."""
+    marks = {key: pytest.mark.xfail(strict=True, reason=reason) for key, reason in KNOWN.items()}
+    return [
+        pytest.param(name, way, id=f"{name}-{way}", marks=[marks[name, way]] if (name, way) in marks else [])
+        for name in chosen(names)
+        for way in WAYS
+    ]
+
+
+@pytest.mark.parametrize(("name", "way"), cases(list(SHAPES)))
+def test_two_workers_agree(name: str, way: str) -> None:
+    check(name, way, [worker[way] for worker in trained(name, 2)])
+
+
+@pytest.mark.parametrize(("name", "way"), cases(IN_PAIRS))
+def test_four_workers_in_pairs_agree(name: str, way: str) -> None:
+    check(name, way, [worker[way] for worker in trained(name, 4)])
+
+
+def check(name: str, way: str, outcomes: list[many.Outcome]) -> None:
+    """No error but one that is due, and agreement wherever the method promises it."""
+    if wanted := SHAPES[name].refused.get(way):
+        said = [outcome.error.partition("ConfigError: ")[2] for outcome in outcomes]
+        assert all(wanted in text for text in said), f"{wanted!r} is due, it said {said}"
+        return
+    found = many.values(outcomes, EXPECTED)
+    agree(way, found)
+    assert found[0]["finished"]["finite"]
+
+
+def agree(way: str, found: list[dict[str, Any]]) -> None:
+    """Workers hold the same wherever the method promises it, have been through every phase, and sent something."""
+    for step, states in enumerate(zip(*(worker["steps"] for worker in found), strict=True), 1):
+        for what in ("parameters", "buffers", "optimizer"):
+            if states[0]["spans world"] or getattr(WAYS[way], what)(step):
+                assert len({state[what] for state in states}) == 1, f"{what} differ after step {step}"
+    assert {state["phase"] for state in found[0]["steps"]} == WAYS[way].phases
+    assert all(worker["finished"] == found[0]["finished"] for worker in found), "finished models differ"
+    assert all(worker["sent"] > 0 for worker in found), "the ledger is empty"
