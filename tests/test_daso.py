@@ -358,9 +358,6 @@ def odd_buffers(rank: int) -> tuple[list[Any], str]:
     frozen = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(ConfigError, match="all are frozen"):
         thinwire.attach(frozen, small.sgd(frozen), daso())
-    model = nn.Linear(2, 2, dtype=torch.complex64)
-    with pytest.raises(ConfigError, match="cannot carry the complex parameter 'weight'"):
-        thinwire.attach(model, small.sgd(model), daso())
     return found, moved
 
 

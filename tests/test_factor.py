@@ -179,9 +179,9 @@ class Detour(nn.Linear):
 @pytest.mark.parametrize(
     ("change", "parameters", "why"),
     [
-        (nn.utils.weight_norm, ["weight_g", "weight_v"], "parametrized already"),
-        (nn.utils.spectral_norm, ["weight_orig"], "parametrized already"),
-        (lambda layer: prune.identity(layer, "weight"), ["weight_orig"], "parametrized already"),
+        (nn.utils.weight_norm, ["weight_g", "weight_v"], "normed by torch.nn.utils.weight_norm"),
+        (nn.utils.spectral_norm, ["weight_orig"], "normed by torch.nn.utils.spectral_norm"),
+        (lambda layer: prune.identity(layer, "weight"), ["weight_orig"], "pruned by torch.nn.utils.prune"),
         (lambda layer: Detour(), ["weight"], "its module has parameters of the factors' names"),
     ],
     ids=["weight norm", "spectral norm", "pruned", "names taken"],

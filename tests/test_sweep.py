@@ -93,14 +93,7 @@ def trained(name: str, workers: int) -> list[dict[str, many.Outcome]]:
         return many.run(train, workers, cases, Path(folder))
 
 
-_COMPLEX = ("allreduce int8", "diloco streaming", "powersgd", "topk", "onebit")
-KNOWN: dict[tuple[str, str], str] = {
-    **{
-        ("complex parameters", way): "neither carried nor refused at attach: crashes at its first step"
-        for way in _COMPLEX
-    },
-    ("complex parameters", "diloco"): "everything travels as complex numbers, with a warning of torch's",
-}
+KNOWN: dict[tuple[str, str], str] = {}
 """Shapes and methods that are broken, and how."""
 
 

@@ -369,22 +369,7 @@ def known(name: str, why: str, *ways: str) -> None:
 
 
 AB = ("ab", "ab carry", "ab average")
-PLAIN = ("allreduce", "allreduce bf16")
-LOCAL = ("localsgd", "localsgd average", "diloco")
-known("every_batch_in_no_sync", "silently apart", *PLAIN, *AB, *LOCAL, "diloco streaming")
-known(
-    "statistics_taken_again_at_the_end", "finish() leaves each worker its own buffers",
-    *PLAIN, "allreduce int8", "oialr", *LOCAL, "powersgd", "topk", "onebit",
-)  # fmt: skip
-known("another_optimizer_beside", "silently apart: its state is not merged, its last step neither", *AB, "daso")
-known("another_dtype_on_the_way", "silently apart: DDP's hooks are gone", *PLAIN)
-known("a_hook_on_a_weight", "hooks do not follow a weight into its factors", *AB, "oialr")
 known("a_weight_that_is_clamped", "what is written into a factored layer's weight is lost", *AB, "oialr")
-known("a_scaler_that_is_not_used", "steps are not counted, so no phase ever ends")
-known("inside_another_module", "load_state_dict wants `net.module.…`, state_dict gives `net.…`")
-known("resuming_two_models_of_one_optimizer", "IndexError, or a wrong shape", *AB, "oialr")
-known("fp64_by_default", "index_add_() of two dtypes", "topk")
-known("a_parameter_group_added_later", "zip() argument 2 is shorter", "topk")
 
 
 def cases() -> list[Any]:

@@ -121,7 +121,7 @@ def swept(kind: str) -> list[dict[str, many.Outcome]]:
         return many.run(stop_and_resume, 2, cases, Path(folder))
 
 
-KNOWN: dict[tuple[str, str], str] = {("muon beside adamw", way): "attach() takes one optimizer" for way in WAYS}
+KNOWN: dict[tuple[str, str], str] = {}
 """Optimizers and methods that are broken, and how."""
 
 

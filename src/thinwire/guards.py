@@ -12,6 +12,7 @@ from thinwire.comm.codec import all_finite
 from thinwire.comm.wrappers import wrapper_around, wrapper_inside
 from thinwire.errors import ConfigError, DisagreementError, DivergedError, ThinwireError
 from thinwire.methods.base import Method
+from thinwire.methods.merging import average_buffers
 
 attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Replicas that follow an optimizer now."""
@@ -85,6 +86,14 @@ def check_parameters(method: Method, call: str, *, everywhere: bool = False, fin
     topology = method.topology
     parts = [topology.world] if everywhere or method.spans_world else topology.groups
     _refuse_different(method, call, [rank for part in parts for rank in part if rows[rank] != rows[part[0]]])
+
+
+def agree_on_buffers(method: Method) -> None:
+    """One set of buffers on all workers: each may have run batches of its own since the last step; collective."""
+    buffers = list(method.model.buffers())
+    rows = method.wire.everyone(method.wire.checksum(buffers), "checksums") if buffers else []
+    if any(row != rows[0] for row in rows):
+        average_buffers(method.wire, buffers, len(method.topology.group) / method.topology.world_size)
 
 
 def _refuse_different(method: Method, call: str, odd: Sequence[int]) -> None:

@@ -29,7 +29,7 @@ from thinwire.compiling import Recompilations, compile_in_place
 from thinwire.errors import ThinwireError
 from thinwire.factor.export import to_plain
 from thinwire.factor.layers import mark_as_read, weight_was_read
-from thinwire.guards import attached, check_parameters, refuse_attached, refuse_wrappers, sign_as
+from thinwire.guards import agree_on_buffers, attached, check_parameters, refuse_attached, refuse_wrappers, sign_as
 from thinwire.methods.base import Ground, Method
 from thinwire.methods.registry import make, name_of
 from thinwire.notices import make_heard, say_attached, say_finished
@@ -100,6 +100,7 @@ class Replica(nn.Module):
         self.forward = torch.compiler.disable(self.forward, recursive=False)  # type: ignore[method-assign]
         sign_as(self.forward, method.model)
         self._begin_step = torch.compiler.disable(self.traffic.times.begin_step)
+        self.register_load_state_dict_pre_hook(_find_inner_keys)
         method.ground.after_merge = self._expect_scale
         if scaler is not None:
             method.ground.scale = scaler.get_scale
@@ -124,7 +125,7 @@ class Replica(nn.Module):
             return self.module(*args, **kwargs)
         refuse_wrappers(self, self._method, first=self.step == 0)
         self._stepping.batch()
-        self._was_called = True
+        self._was_called = self._was_called or self._method.replicated.syncs
         self._begin_step()
         self._agree_on_scale()
         return self._method.forward(*args, **kwargs)
@@ -174,6 +175,7 @@ class Replica(nn.Module):
         with self._unrounded():
             self._method.finish(cutoff)
         check_parameters(self._method, "finish()", everywhere=True)
+        agree_on_buffers(self._method)
         self._agree_on_read_weights()
         self.detach()
         self.finished_ranks = {layer.key: layer.rank for layer in self._method.layers if layer.rank}
@@ -324,7 +326,8 @@ class Replica(nn.Module):
         if self.topology.world_size > 1 and not self._was_called:
             raise ThinwireError(
                 f"step {self.step + 1} used gradients that were not averaged over workers: since the last step the "
-                "replica was not called in train() mode; call replica(x), not the model, and not in eval()"
+                "replica was not called in train() mode outside no_sync(); call replica(x), not the model, not in "
+                "eval(), and the last batch of a step not in no_sync()"
             )
         self._was_called = False
         self._refuse_other_flags()
@@ -365,6 +368,13 @@ class Replica(nn.Module):
     def _refuse_finished(self, call: str) -> None:
         if self._finished:
             raise ThinwireError(f"{call} after finish(): keep the finished model by its state_dict()")
+
+
+def _find_inner_keys(replica: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A module that holds a replica loads it by the names that `state_dict` gave, which do not have `module.`."""
+    inner = f"{prefix}module."
+    for key in [key for key in state if key.startswith(prefix) and not key.startswith(inner)]:
+        state[inner + key.removeprefix(prefix)] = state.pop(key)
 
 
 def _count(model: nn.Module) -> int:

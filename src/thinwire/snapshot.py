@@ -49,7 +49,7 @@ def save(
             write_tensors(aside / f"model{suffix}.safetensors", _distinct(method.model.state_dict()))
             write_tensors(aside / f"method{suffix}.safetensors", method.tensors())
             with method.users_optimizer():
-                _write_optimizers(aside, suffix, method.optimizers)
+                _write_optimizers(aside, suffix, method)
         own = {"method": method.own_state(), "ledger": method.wire.ledger.state(), "scaler": _scale(scaler)}
         write_json(aside / f"worker-rank{topology.rank}.json", own)
         if kept := method.own_tensors():
@@ -67,7 +67,7 @@ def load(method: Method, scaler: Any, folder: Path | str, averages: Sequence[nn.
     suffix = "" if state["spans_world"] else _suffix(method)  # one group's save may be gone on with by several
     method.model.load_state_dict(_all_keys(method.model, read_tensors(folder / f"model{suffix}.safetensors")))
     with method.users_optimizer():
-        _read_optimizers(folder, suffix, method.optimizers)
+        _read_optimizers(folder, suffix, method)
     method.load_tensors(_on_device(method, folder / f"method{suffix}.safetensors"))
     _load_own(method, scaler, state, folder)
     for number, average in enumerate(averages):
@@ -217,12 +217,19 @@ def _all_keys(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]
     return {name: t for name, t in found.items() if t is not None}
 
 
-def _write_optimizers(folder: Path, suffix: str, optimizers: Optimizers) -> None:
+def _held(method: Method) -> list[list[nn.Parameter]]:
+    """This model's parameters, by the optimizer that holds them, which may train other models too."""
+    own = {id(p) for p in method.model.parameters()}
+    return [[p for p in Optimizers(o).parameters if id(p) in own] for o in method.optimizers]
+
+
+def _write_optimizers(folder: Path, suffix: str, method: Method) -> None:
     """State by OPTIMIZER.PARAMETER.NAME, both counted from 0, and the settings of every parameter group."""
+    optimizers = method.optimizers
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
-    for number, optimizer in enumerate(optimizers):
-        for i, p in enumerate(Optimizers(optimizer).parameters):
+    for number, (optimizer, held) in enumerate(zip(optimizers, _held(method), strict=True)):
+        for i, p in enumerate(held):
             for name, value in optimizer.state.get(p, {}).items():
                 (tensors if isinstance(value, Tensor) else plain)[f"{number}.{i}.{name}"] = value
     groups = [{k: _json(v) for k, v in group.items() if k != "params"} for _, group in optimizers.groups]
@@ -230,7 +237,8 @@ def _write_optimizers(folder: Path, suffix: str, optimizers: Optimizers) -> None
     write_json(folder / f"optimizer{suffix}.json", {"state": plain, "param_groups": groups})
 
 
-def _read_optimizers(folder: Path, suffix: str, optimizers: Optimizers) -> None:
+def _read_optimizers(folder: Path, suffix: str, method: Method) -> None:
+    optimizers, held = method.optimizers, _held(method)
     file = folder / f"optimizer{suffix}.json"
     saved, tensors = read_json(file), read_tensors(file.with_suffix(".safetensors"))
     if len(saved["param_groups"]) != len(optimizers.groups):
@@ -238,9 +246,9 @@ def _read_optimizers(folder: Path, suffix: str, optimizers: Optimizers) -> None:
             f"{file} holds {len(saved['param_groups'])} parameter groups, the optimizers here have "
             f"{len(optimizers.groups)}; build them as they were when it was saved"
         )
-    held = [Optimizers(optimizer).parameters for optimizer in optimizers]
-    for optimizer in optimizers:
-        optimizer.state.clear()
+    for optimizer, parameters in zip(optimizers, held, strict=True):
+        for p in parameters:
+            optimizer.state.pop(p, None)
     for key, value in {**saved["state"], **tensors}.items():
         number, index, name = key.split(".", 2)
         if int(number) >= len(held) or int(index) >= len(held[int(number)]):

@@ -14,17 +14,24 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.detach().reshape(-1) for t in tensors])
 
 
+def reals(t: Tensor) -> Tensor:
+    """The same values in the same memory as real numbers, two for each complex one."""
+    return torch.view_as_real(t.detach()) if t.is_complex() else t
+
+
 def pack_wide(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """One flat copy of tensors of any floating dtypes, in fp32 at least; in `out` if it is given."""
-    dtype = reduce(torch.promote_types, {t.dtype for t in tensors}, torch.float32)
-    return torch.cat([t.detach().reshape(-1).to(dtype) for t in tensors], out=out)
+    parts = [reals(t).detach().reshape(-1) for t in tensors]
+    dtype = reduce(torch.promote_types, {part.dtype for part in parts}, torch.float32)
+    return torch.cat([part.to(dtype) for part in parts], out=out)
 
 
 def unpack_into(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Write a flat bucket back into its tensors."""
     with torch.no_grad():
-        pieces = flat.split([t.numel() for t in tensors])
-        torch._foreach_copy_(list(tensors), [piece.view_as(t) for piece, t in zip(pieces, tensors, strict=True)])
+        targets = list(tensors) if flat.is_complex() else [reals(t) for t in tensors]
+        pieces = flat.split([t.numel() for t in targets])
+        torch._foreach_copy_(targets, [piece.view_as(t) for piece, t in zip(pieces, targets, strict=True)])
 
 
 def rounded(flat: Tensor, wire: str) -> Tensor:

@@ -50,11 +50,11 @@ class CompressedSum:
         self.span = ends[place], ends[place + 1]
         """Where this worker's share of the values begins and ends."""
         self.mine = self.parts[topology.member] if wire.carries else [[] for _ in topology.groups]
-        self.residual = torch.zeros(self.span[1] - self.span[0], device=device)
-        self.owned = torch.zeros(elements(self.mine[topology.group_index]), device=device)
+        self.residual = torch.zeros(self.span[1] - self.span[0], dtype=torch.float32, device=device)
+        self.owned = torch.zeros(elements(self.mine[topology.group_index]), dtype=torch.float32, device=device)
         self.next_residual, self.next_owned = torch.zeros_like(self.residual), torch.zeros_like(self.owned)
         """What takes their place when the sum under way is committed."""
-        self.result = torch.empty(starts[-1], device=device) if result is None else result
+        self.result = torch.empty(starts[-1], dtype=torch.float32, device=device) if result is None else result
         """Where sums are written; several that are never used at once may share it."""
         self._pending: Pending | None = None
 

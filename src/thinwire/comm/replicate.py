@@ -61,7 +61,7 @@ class Replicated:
         self._awaits_backward = False
         self._accumulating = False
         self._named: dict[str, nn.Parameter] = {}
-        self._flags: list[bool] = []
+        self._flags: list[tuple[Any, ...]] = []
         self._refuse_own_options()
 
     def wrap(self, members: Ranks) -> None:
@@ -71,7 +71,7 @@ class Replicated:
         if self.wire.topology.world_size == 1 or self.wire.is_dry:
             return
         self._named = dict(self.model.named_parameters())
-        self._flags = [p.requires_grad for p in self._named.values()]
+        self._flags = [_flags(p) for p in self._named.values()]
         group = self.wire.process_group(members)
         process_groups.held_by(self)
         for module in self._synced_norms():
@@ -108,13 +108,24 @@ class Replicated:
             module.process_group = None
 
     def refuse_other_flags(self, step: int) -> None:
-        """The same parameters must be trained as when the model was wrapped; alone, a worker may freeze any."""
-        now = [p.requires_grad for p in self._named.values()]
+        """The same parameters must be trained as when the model was wrapped, and be where and what they were.
+
+        DDP's hooks hang on what a change of type or device replaces. Alone, a worker may change any.
+        """
+        now = [_flags(p) for p in self._named.values()]
         if now == self._flags:
             return
-        changed = [name for name, was, flag in zip(self._named, self._flags, now, strict=True) if flag != was]
+        before = dict(zip(self._named, self._flags, strict=True))
+        changed = [name for name, p in self._named.items() if before[name] != _flags(p)]
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        what = "unfrozen" if self._named[changed[0]].requires_grad else "frozen"
+        p, was = self._named[changed[0]], before[changed[0]]
+        if p.requires_grad == was[0]:
+            raise ConfigError(
+                f"parameter {changed[0]!r}{more} became {p.dtype} on {p.device} after step {step}, it was {was[1]} on "
+                f"{was[2]}, and its gradients are averaged no more; undo it, or while all layers are full detach(), "
+                "change it, build the optimizer again, and attach() again"
+            )
+        what = "unfrozen" if p.requires_grad else "frozen"
         raise ConfigError(
             f"parameter {changed[0]!r}{more} was {what} after step {step}, but workers exchange what they trained when "
             "they were attached; undo it, or while all layers are full detach(), freeze or unfreeze, and attach() again"
@@ -285,6 +296,10 @@ class Replicated:
         taken = sorted(_OWN & self.options.keys())
         if taken:
             raise ConfigError(f"`ddp` options {', '.join(taken)} are set by Thinwire itself; leave them out")
+
+
+def _flags(parameter: nn.Parameter) -> tuple[Any, ...]:
+    return parameter.requires_grad, parameter.dtype, parameter.device
 
 
 def bucket_order(topology: Topology, members: Ranks, trained: int, buckets: int) -> Sent:

@@ -35,7 +35,7 @@ def make_transfer(wire: Wire, size: int, rounding: str, device: torch.device, pu
 def make_rotating(wire: Wire, size: int, rounding: str, device: torch.device, purpose: str) -> "Rotating":
     """The same with one member of each group that carries everything, another one each time."""
     if rounding == "int8" and len(wire.topology.groups) > 1:
-        room = torch.empty(-(-size // _BLOCK) * _BLOCK, device=device)
+        room = torch.empty(-(-size // _BLOCK) * _BLOCK, dtype=torch.float32, device=device)
         return Rotating(wire, lambda: CodedTransfer(wire, size, device, purpose, room))
     return Rotating(wire, lambda: Transfer(wire, rounding, purpose))
 

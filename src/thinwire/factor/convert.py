@@ -185,6 +185,8 @@ class _Reasons:
                 return f"kept by pattern {pattern!r}"
         if not layer.weight.requires_grad:
             return "frozen"
+        if layer.weight._backward_hooks:
+            return "has a gradient hook of its user's"
         return None if id(layer.weight) in self.trained else "not in the optimizer"
 
     def _by_sharing(self, layer: Layer) -> str | None:

@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from thinwire.comm.codec import all_finite, pack_wide
+from thinwire.comm.codec import all_finite, pack_wide, reals
 from thinwire.comm.transfer import make_rotating, make_transfer
 from thinwire.config import DASO
 from thinwire.errors import ConfigError, DivergedError
@@ -41,7 +41,7 @@ class DASOMethod(Method):
     """Parameters averaged between nodes while training goes on."""
 
     phases = ("warmup", "cycling", "cooldown")
-    complex_wires = ("fp32",)
+    complex_wires = ("fp32", "bf16", "int8")
     config: DASO
 
     def __init__(self, config: DASO, ground: Ground) -> None:
@@ -188,7 +188,7 @@ class DASOMethod(Method):
             raise ConfigError("no parameter of the model is trained: all are frozen, so there is nothing to average")
         make = make_transfer if self.config.sharded else make_rotating
         kinds: list[tuple[Callable[[], list[Tensor]], str]]
-        kinds = [(lambda: list(trained), self.config.wire), (self._statistics, "fp32")]
+        kinds = [(lambda: [reals(p) for p in trained], self.config.wire), (self._statistics, "fp32")]
         for tensors, rounding in kinds:
             if any(t.numel() for t in tensors()):
                 base = pack_wide(tensors())

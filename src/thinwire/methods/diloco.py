@@ -49,7 +49,7 @@ class Part:
 class DiLoCoMethod(Apart):
     """How far groups came is a gradient for an outer optimizer."""
 
-    complex_wires = ("fp32",)
+    complex_wires = ("fp32", "bf16", "int8")
     config: DiLoCo
 
     def __init__(self, config: DiLoCo, ground: Ground) -> None:

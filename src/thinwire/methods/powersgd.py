@@ -46,8 +46,10 @@ class PowerSGDMethod(Compressing):
             n, m = p.shape[0], p.numel() // p.shape[0]
             rank = min(self.config.rank, n, m)
             if self.config.min_compression * rank * (n + m) < n * m:
-                self.errors[i], self.next_errors[i] = (torch.zeros(n, m, device=p.device) for _ in range(2))
-                self.qs[i] = torch.randn(m, rank, generator=generator).to(p.device)
+                self.errors[i], self.next_errors[i] = (
+                    torch.zeros(n, m, dtype=torch.float32, device=p.device) for _ in range(2)
+                )
+                self.qs[i] = torch.randn(m, rank, generator=generator, dtype=torch.float32).to(p.device)
 
     def carried(self) -> list[Tensor]:
         """Errors; Q is in those units too, but only what it spans counts."""

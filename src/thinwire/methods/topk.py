@@ -91,9 +91,13 @@ class TopKMethod(Compressing):
         self.own_pieces = self.pieces[own] if own is not None else []
         size = self.spans[own][1] - self.spans[own][0] if own is not None else 0
         device = self.trained[0].device
-        self.u, self.v, self.next_u, self.next_v = (torch.zeros(size, device=device) for _ in range(4))
-        self.applied = torch.zeros(sum(sizes), device=device)
-        self.scratch = torch.empty(max((p.end - p.start for p in self.own_pieces), default=0), device=device)
+        self.u, self.v, self.next_u, self.next_v = (
+            torch.zeros(size, dtype=torch.float32, device=device) for _ in range(4)
+        )
+        self.applied = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        self.scratch = torch.empty(
+            max((p.end - p.start for p in self.own_pieces), default=0), dtype=torch.float32, device=device
+        )
         self.steady = {i: torch.zeros_like(self.trained[i], dtype=torch.float32) for i in self.dense}
         self.next_steady = {i: torch.zeros_like(u) for i, u in self.steady.items()}
         self.written: dict[int, Tensor] = {}
