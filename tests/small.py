@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import machine
 import thinwire
 
 STEPS = 21
@@ -90,8 +91,10 @@ def walk(replica: Any, optimizer: Optimizer, rank: int, steps: int = STEPS) -> I
 
 
 def strict() -> None:
-    """Warnings are errors in this worker too."""
+    """Warnings are errors in this worker too, but for those that are not in a test."""
     warnings.simplefilter("error")
+    for action, message, category in machine.FILTERS:
+        warnings.filterwarnings(action, message, category)
 
 
 def bits(*tensors: Tensor) -> str:
