@@ -62,7 +62,7 @@ def without_values(make: Callable[[], M]) -> M:
 
 @contextmanager
 def rough_values() -> Iterator[None]:
-    """Large orthogonal weights are only nearly so meanwhile: as drawn, at the same scale. A step that is not kept may."""
+    """Large orthogonal weights are only nearly so meanwhile: as drawn, at the same scale. Not for a run."""
     token = _ROUGH.set(True)
     try:
         yield
