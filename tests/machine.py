@@ -9,7 +9,7 @@ FILTERS = [
     ("default", r"(?s).*\(Triggered internally at", UserWarning),
     ("default", r"(?s).*(NVML|CUDA initialization|CUDA driver)", UserWarning),
     ("default", r".*smallest subnormal", UserWarning),
-    ("error", r"(?s).*(deprecat|not a leaf Tensor|not writ|was resized).*\(Triggered internally at", UserWarning),
+    ("error", r"(?s).*(deprecat|not a leaf Tensor).*\(Triggered internally at", UserWarning),
 ]
 _FROM_A_JOB = ("SLURM_", "PMI_", "TORCHELASTIC_", "THINWIRE_", "NCCL_")
 _NAMES = {
