@@ -2,7 +2,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test check clean
+.PHONY: setup demo test test-slow test-all check clean
 
 setup: $(STAMP)
 
@@ -18,6 +18,12 @@ demo: setup
 	$(BIN)/thinwire compare digits --methods allreduce,ab --workers 4 --group-size 2 --seeds 1 --out runs/demo --overwrite
 
 test: setup
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
+
+test-all: setup
 	$(BIN)/python -m pytest
 
 check: setup

@@ -2,10 +2,19 @@
 
 import signal
 
-import torch
+import machine
+
+machine.forget_surroundings()
+
+import torch  # noqa: E402  (it may look at the surroundings)
 
 # A shell that starts the tests in the background makes them ignore Ctrl-C, and so everything they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Models are tiny: a second thread gains nothing, and where cores are busy each waits for the other.
 torch.set_num_threads(1)
+
+
+def pytest_configure(config) -> None:
+    for line in machine.lines():
+        config.addinivalue_line("filterwarnings", line)

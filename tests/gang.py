@@ -31,8 +31,8 @@ def run(
     function: Callable[..., Any],
     workers: int,
     *args: Any,
-    timeout: float = 120,
-    patience: float = 60,
+    timeout: float = 300,
+    patience: float = 120,
     hosts: Sequence[Any] = (),
 ) -> list[Any]:
     """Call `function(rank, *args)` in `workers` processes and return what each returned, by rank.

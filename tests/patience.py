@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-LIMIT_S = 120
+LIMIT_S = 300
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:

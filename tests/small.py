@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import machine
 import thinwire
 
 STEPS = 21
@@ -20,8 +21,9 @@ STEPS = 21
 class Net(nn.Module):
     """Convolutions, BatchNorm and Linears on 8x8 images; `conv` and `middle` are what gets factored."""
 
-    def __init__(self) -> None:
+    def __init__(self, bend: Callable[[Tensor], Tensor] = F.relu) -> None:
         super().__init__()
+        self.bend = bend
         self.stem = nn.Conv2d(1, 8, 3, padding=1)
         self.norm = nn.BatchNorm2d(8)
         self.conv = nn.Conv2d(8, 32, 2, stride=2)
@@ -29,22 +31,22 @@ class Net(nn.Module):
         self.head = nn.Linear(32, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.norm(self.stem(x)))
-        x = F.relu(self.conv(x)).mean((2, 3))
-        return self.head(F.relu(self.middle(x)))
+        x = self.bend(self.norm(self.stem(x)))
+        x = self.bend(self.conv(x)).mean((2, 3))
+        return self.head(self.bend(self.middle(x)))
 
 
-def net(seed: int = 0) -> nn.Module:
-    """A `Net` with values of its own."""
+def net(seed: int = 0, *, smooth: bool = False) -> nn.Module:
+    """A `Net` with values of its own. A smooth one has no kink that rounding, another on every CPU, could cross."""
     torch.manual_seed(seed)
-    return Net()
+    return Net(torch.tanh if smooth else F.relu)
 
 
-def mlp(seed: int = 0) -> nn.Module:
+def mlp(seed: int = 0, *, smooth: bool = False) -> nn.Module:
     """Four Linears and no BatchNorm: a sum of micro-batches is one large batch. "3" and "5" get factored."""
     torch.manual_seed(seed)
-    sizes = (64, 32, 32, 32, 10)
-    layers = [part for m, n in itertools.pairwise(sizes) for part in (nn.Linear(m, n), nn.ReLU())]
+    sizes, bend = (64, 32, 32, 32, 10), nn.Tanh if smooth else nn.ReLU
+    layers = [part for m, n in itertools.pairwise(sizes) for part in (nn.Linear(m, n), bend())]
     return nn.Sequential(nn.Flatten(), *layers[:-1])
 
 
@@ -90,8 +92,10 @@ def walk(replica: Any, optimizer: Optimizer, rank: int, steps: int = STEPS) -> I
 
 
 def strict() -> None:
-    """Warnings are errors in this worker too."""
+    """Warnings are errors in this worker too, but for those that are not in a test."""
     warnings.simplefilter("error")
+    for action, message, category in machine.FILTERS:
+        warnings.filterwarnings(action, message, category)
 
 
 def bits(*tensors: Tensor) -> str:

@@ -464,7 +464,7 @@ def stay_away(rank: int, call: str, absent: int, folder: str) -> str | None:
 def test_collective_calls_say_who_is_missing(tmp_path: Any) -> None:
     cases = [("save()", 1), ("finish()", 2), ("merged()", 0)]
     with ThreadPoolExecutor() as pool:
-        runs = [pool.submit(gang.run, stay_away, 3, *case, str(tmp_path / "save"), patience=5) for case in cases]
+        runs = [pool.submit(gang.run, stay_away, 3, *case, str(tmp_path / "save"), patience=10) for case in cases]
         for (call, absent), run in zip(cases, runs, strict=True):
             messages = [message for message in run.result() if message is not None]
             assert len(messages) == 2

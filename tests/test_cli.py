@@ -130,6 +130,7 @@ def test_evaluation_says_which_model_and_stays_out_of_the_ratio(unbroken):
     assert summary["traffic_vs_allreduce_fp32"] == pytest.approx(counted / summary["baseline"]["allreduce_fp32"])
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_is_as_never_stopped(unbroken, tmp_path):
     out = tmp_path / "run"
     process = _start(tmp_path / "said", *_ab(out, "--quiet"))

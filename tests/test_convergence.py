@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 import gang
 from thinwire import AB, OIALR, AllReduce
 from thinwire.recipes import named
@@ -24,6 +26,7 @@ def train(rank: int, folder: str) -> None:
         fit(recipe, config, out=Path(folder) / f"{name}-seed0", model=False)
 
 
+@pytest.mark.slow
 def test_low_rank_keeps_up_with_all_reduce_on_digits(tmp_path: Path) -> None:
     """One seed, so the margin is 3 points: 16 of 540 digits. `benchmarks/README.md` has five seeds."""
     gang.run(train, 2, str(tmp_path), timeout=400)

@@ -52,7 +52,10 @@ def reference(
     groups: tuple[tuple[int, ...], ...], every: int, wait: int, steps: int, compensate: bool
 ) -> list[list[Tensor]]:
     """What each node holds after so many steps, all of them in one process."""
-    models = [small.net() if all(len(group) == 1 for group in groups) else small.mlp() for group in groups]
+    models = [
+        small.net(smooth=True) if all(len(group) == 1 for group in groups) else small.mlp(smooth=True)
+        for group in groups
+    ]
     optimizers = [torch.optim.SGD(model.parameters(), 0.05, momentum=0.5) for model in models]
     weights, nodes = [len(group) / sum(map(len, groups)) for group in groups], len(groups)
     sent: dict[int, list[Tensor]] = {}
@@ -91,7 +94,7 @@ def cadences(rank: int, group_size: int) -> dict[tuple[int, int, bool, bool], li
     for (every, wait, compensate), sharded in itertools.product(CADENCES, (False, True)):
         fields = {"max_skips": every, "wait": wait, "compensate": compensate, "sharded": sharded}
         config = daso(**fields, wire="fp32", group_size=group_size)
-        model = small.net() if group_size == 1 else small.mlp()
+        model = small.net(smooth=True) if group_size == 1 else small.mlp(smooth=True)
         found[every, wait, compensate, sharded] = floats(train(rank, config, 15, model, 0.5).module)
     return found
 
@@ -451,7 +454,7 @@ def alone(rank: int) -> str:
 
 
 def test_the_end_of_an_epoch_is_everybodys() -> None:
-    said, _ = gang.run(alone, 2, patience=3)
+    said, _ = gang.run(alone, 2, patience=10)
     assert "epoch_end() is collective: every rank must call it" in said and "rank 1" in said
 
 
@@ -597,7 +600,7 @@ def overlapping(rank: int) -> tuple[list[int], list[int], str]:
 
 
 def test_training_goes_on_while_parameters_are_under_way() -> None:
-    (plain, coded, noticed), (_, _, left) = gang.run(overlapping, 2, timeout=30, patience=10)
+    (plain, coded, noticed), (_, _, left) = gang.run(overlapping, 2, patience=60)
     assert plain == [7, 11]
     assert coded == [6, 7, 10, 11]  # there and back
     assert (noticed, left) == ("noticed", "left")

@@ -14,10 +14,16 @@ from thinwire.cli import main
 SETTINGS = ["--steps", "20", "--set", "group_steps=8"]
 OWN = """
 from torch import nn
-from thinwire.recipes import vgg16_bn
+from thinwire.recipes import digits, vgg16_bn
 
 def narrow():
     return vgg16_bn(width=0.125).but(batch=8, steps=6, epochs=2)
+
+def many():
+    return small().but(batch=160)
+
+def small():
+    return digits().but(batch=64, steps=6)
 
 def lost():
     class Lost(nn.Linear):
@@ -126,3 +132,32 @@ def test_a_loss_that_is_no_number_is_said_loudly(tmp_path, caplog):
     assert told["run"]["data"] == {"train": 100, "validation": None, "heldout": 20}
     assert told["run"]["precision"] == "fp32" and told["run"]["autocast_on_gpu"]
     assert [weight["becomes"] for weight in told["layers"]["weights"]] == [None] * 16
+
+
+def test_a_large_batch_is_cut_on_a_cpu(tmp_path):
+    """Examples show nothing new beyond some; what is kept for the backward pass is told of all of them."""
+    own = tmp_path / "own.py"
+    own.write_text(OWN)
+    words = ["--method", "allreduce", "--workers", 1, "--dry-run"]
+    few, many = (json.loads(thinwire("run", f"{own}:{name}", *words, "--json")) for name in ("small", "many"))
+    assert few["step"]["examples"] == many["step"]["examples"] == [64]
+    assert many["run"]["batch_a_worker"] == [160] and many["step"]["finite"]
+    assert many["memory"]["activation_bytes"] == few["memory"]["activation_bytes"] * 160 // 64
+    told = " ".join(thinwire("run", f"{own}:many", *words).split())
+    assert "taken 64 of the 160 examples of a worker" in told
+    assert "examples of a worker" not in thinwire("run", f"{own}:small", *words)
+
+
+def test_a_cpu_computes_in_fp32_and_says_so_once(tmp_path, caplog):
+    caplog.set_level("INFO", "thinwire")
+    own, out = tmp_path / "own.py", tmp_path / "out"
+    own.write_text(OWN)
+    words = ["--method", "allreduce", "--workers", 1, "--data", folder_for("cifar10", tmp_path), "--out", out]
+    thinwire("run", f"{own}:narrow", *words, "--no-model")
+    said = [record.message for record in caplog.records if "fp32" in record.message]
+    assert said == ["computing in fp32: bf16 autocast is for GPUs, many CPUs emulate it"]
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["precision"] == "fp32" and summary["identity"]["autocast"]
+    caplog.clear()
+    thinwire("run", f"{own}:small", "--method", "allreduce", "--workers", 1, "--out", tmp_path / "small", "--no-model")
+    assert not [record.message for record in caplog.records if "fp32" in record.message]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import gang
 import small
 import thinwire
+from selection import slow_but
 from standins import folder_for
 from thinwire.cli import main
 from thinwire.errors import ConfigError
@@ -101,7 +102,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("data")
 
 
-@pytest.mark.parametrize("name", RECIPES)
+QUICK = ("digits", "vgg16bn-cifar10", "minivit-cifar10", "autoformer-ettm2-96", "gpt-wikitext2")
+"""One recipe of each kind."""
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, RECIPES))
 def test_a_recipe_goes_through_every_method(name: str, place: Path, tmp_path: Path) -> None:
     recipe = tiny(name, place)
     for method in METHODS:
@@ -166,22 +171,25 @@ SHARED = {"vgg16-cifar10": list(METHODS), "vitb16-imagenet-oialr": ["allreduce"]
 """Methods that two workers train by."""
 
 
-def test_two_workers_take_the_steps_of_one_and_end_alike(place: Path, tmp_path: Path) -> None:
-    for name in SHARED:
+@pytest.mark.parametrize(
+    "names", [pytest.param(["vgg16-cifar10"], marks=pytest.mark.slow), ["vitb16-imagenet-oialr", "autoformer-ettm2-96"]]
+)
+def test_two_workers_take_the_steps_of_one_and_end_alike(names: list[str], place: Path, tmp_path: Path) -> None:
+    for name in names:
         folder_for(name, place)
-    first, second = gang.run(both, 2, place, tmp_path)
+    first, second = gang.run(both, 2, names, place, tmp_path)
     for run, bits in first.items():
         assert second[run]["model"] == bits["model"], run
         assert bits["slow_bytes"] > 0, run
-    for name, sizes in ALIKE.items():
-        alone = watched(tiny(name, place, sizes), "allreduce", tmp_path / name)
+    for name in ALIKE.keys() & names:
+        alone = watched(tiny(name, place, ALIKE[name]), "allreduce", tmp_path / name)
         parts = [ours[name, "allreduce"]["losses"][0] for ours in (first, second)]
         assert parts[0] != parts[1]
         assert sum(parts) / 2 == pytest.approx(alone["losses"][0], rel=1e-5), name
 
 
-def both(rank: int, place: Path, out: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(name, method): shared(name, method, place, out) for name, methods in SHARED.items() for method in methods}
+def both(rank: int, names: list[str], place: Path, out: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(name, method): shared(name, method, place, out) for name in names for method in SHARED[name]}
 
 
 def shared(name: str, method: str, place: Path, out: Path) -> dict[str, Any]:

@@ -181,6 +181,7 @@ def _launch(out: str, seats: tuple[Seat, ...], paths: str) -> None:
         sys.exit(1)
 
 
+@pytest.mark.root
 def test_a_worker_killed_on_one_host_is_named_and_ends_the_others(seats, tmp_path):
     out = tmp_path / "run"
     process = gang.start(_launch, str(out), seats, str(Path(thinwire.__file__).parents[1]))
@@ -192,6 +193,7 @@ def test_a_worker_killed_on_one_host_is_named_and_ends_the_others(seats, tmp_pat
     assert not _workers(str(out))
 
 
+@pytest.mark.root
 def test_a_host_that_fails_to_start_ends_those_that_wait_for_it(seats, tmp_path, monkeypatch):
     monkeypatch.setattr("thinwire.launch._OTHERS_REPORT_S", 1)
     bad = Seat(("sh", "-c", "echo no such host; exit 1"), "10.78.0.2")

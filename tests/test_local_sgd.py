@@ -314,7 +314,7 @@ def streaming(rank: int) -> tuple[list[int], list[int], str]:
 
 
 def test_training_goes_on_while_a_part_is_under_way() -> None:
-    (plain, coded, noticed), (_, _, left) = gang.run(streaming, 2, timeout=30, patience=10)
+    (plain, coded, noticed), (_, _, left) = gang.run(streaming, 2, patience=60)
     assert plain == [4, 6, 8, 10, 12]
     assert coded == list(range(3, 14))  # a way each step
     assert (noticed, left) == ("noticed", "left")

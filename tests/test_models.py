@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -181,24 +182,80 @@ def agree(ours: nn.Module, theirs: nn.Module, state: dict[str, Tensor], x: Tenso
         torch.testing.assert_close(ours.eval()(x), getattr(said, "logits", said), rtol=1e-5, atol=1e-5)
 
 
-def test_a_library_in_place_of_ours() -> None:
-    """Our first values and as much chance, whether it is there, fails, or has other names."""
+LIKE = """
+import torch
+from torch import nn
+__version__ = "7.1"
 
-    def alike() -> nn.Module:
+class Alike(nn.Sequential):
+    def __init__(self):
         torch.rand(17)
-        return nn.Sequential(nn.Linear(3, 5))
+        super().__init__(nn.Linear(3, 5))
 
-    def absent() -> nn.Module:
-        raise ImportError
+class Renamed(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 5)
 
+class Wider(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 5))
+
+class Broken(nn.Module):
+    def __init__(self):
+        raise {}["key"]
+"""
+LIBRARIES = {
+    "likely": LIKE,
+    "lacking": "import a_package_that_nobody_has",
+    "mismatched": "raise RuntimeError('operator mismatched::nms does not exist')",
+}
+FOUND = {
+    "likely Alike": (True, None),
+    "likely Renamed": (False, "Renamed of likely 7.1 has another 0.weight: ours is used"),
+    "likely Wider": (False, "Wider of likely 7.1 has another 0.weight: ours is used"),
+    "likely __doc__": (False, None),
+    "absent Alike": (False, None),
+    "lacking Alike": (
+        False,
+        "lacking does not import (ModuleNotFoundError: No module named 'a_package_that_nobody_has'): "
+        "our own model is used",
+    ),
+    "mismatched Alike": (
+        False,
+        "mismatched does not import (RuntimeError: operator mismatched::nms does not exist): our own model is used",
+    ),
+}
+
+
+@pytest.fixture
+def libraries(tmp_path, monkeypatch) -> None:
+    for name, text in LIBRARIES.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def of(name: str) -> Callable[[Any], nn.Module | None]:
+    return lambda module: made() if (made := getattr(module, name)) else None
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_a_library_in_place_of_ours(case: str, libraries, caplog) -> None:
+    """Our first values and as much chance, whether it is there, does not import, or has other names."""
+    (module, name), (taken, said) = case.split(), FOUND[case]
     torch.manual_seed(0)
     ours, after = nn.Sequential(nn.Linear(3, 5)), torch.rand(2)
-    for make, taken in ((alike, True), (absent, False), (lambda: nn.Linear(3, 5), False)):
-        torch.manual_seed(0)
-        mine = nn.Sequential(nn.Linear(3, 5))
-        found = library._library(mine, make)
-        assert (found is not mine) == taken
-        assert small.same(found.state_dict(), ours.state_dict()) and torch.equal(torch.rand(2), after)
+    torch.manual_seed(0)
+    mine = nn.Sequential(nn.Linear(3, 5))
+    found = library._library(mine, module, of(name))
+    assert (found is not mine) == taken
+    assert small.same(found.state_dict(), ours.state_dict()) and torch.equal(torch.rand(2), after)
+    assert [record.message for record in caplog.records] == [said][: said is not None]
+
+
+def test_a_library_that_fails_is_seen(libraries) -> None:
+    with pytest.raises(KeyError, match="key"):
+        library._library(nn.Linear(3, 5), "likely", of("Broken"))
 
 
 def test_what_no_library_has_is_ours() -> None:
@@ -225,6 +282,41 @@ def test_orthogonal_first_values(name: str) -> None:
         assert parameter.std().item() == pytest.approx(0.02, rel=0.4), key
     assert all(not b.any() for key, b in model.named_buffers() if key.endswith("running_mean"))
     assert name != "GPT" or model.head.weight is model.tokens.weight
+
+
+@pytest.mark.parametrize("shape", [(1200, 300), (2100, 520), (4000, 999)])
+def test_cholesky_finds_what_qr_does(shape: tuple[int, int]) -> None:
+    """Sides that are no multiples of a block, too."""
+    tall = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    found, simple = initial.by_cholesky(tall.clone()), initial.by_qr(tall)
+    torch.testing.assert_close(found, simple, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found.t() @ found, torch.eye(shape[1]), rtol=0, atol=3e-6)
+
+
+def test_large_orthogonal_weights(monkeypatch) -> None:
+    """The same to rounding by the fast way, nearly orthogonal in a rehearsal; small ones are the same to the bit."""
+
+    def built() -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        layers = {"tall": nn.Linear(40, 800), "wide": nn.Conv2d(90, 40, 3), "square": nn.Linear(200, 200)}
+        return initial.build(
+            lambda: nn.ModuleDict({**layers, "small": nn.Linear(10, 20)}), orthogonal=True
+        ).state_dict()
+
+    usual = built()
+    monkeypatch.setattr(initial, "_LARGE", 1000)
+    large = built()
+    with initial.rough_values():
+        rough = built()
+    assert small.same(built(), large), "rough values stay behind"
+    for name, weight in usual.items():
+        torch.testing.assert_close(large[name], weight, rtol=0, atol=1e-6)
+        exact = name.startswith(("square", "small")) or name.endswith("bias")
+        assert torch.equal(large[name], weight) == exact, name
+        if name in ("tall.weight", "wide.weight"):
+            values = torch.linalg.svdvals(rough[name].flatten(1))
+            assert 0.7 < values.min() < 0.95 and 1.05 < values.max() < 1.3
+    assert torch.equal(rough["small.weight"], usual["small.weight"])
 
 
 @pytest.mark.parametrize("orthogonal", [True, False])

@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from click.testing import CliRunner
 
 import gang
 from patience import until
+from selection import needs_root, slow_but
 from thinwire.cli import main
 from thinwire.comm.counters import VARIABLE, Interface
 from thinwire.comm.ledger import Ledger
@@ -28,8 +31,7 @@ from thinwire.plan.subjects import of_recipe
 from thinwire.train import fit
 
 SOURCES = Path(__file__).parents[1] / "src"
-reason = hosts.why_not()
-needs_hosts = pytest.mark.skipif(reason is not None, reason=f"hosts cannot be made here: {reason}")
+needs_hosts = needs_root(hosts.why_not())
 
 # The ledger meets the counters.
 
@@ -37,6 +39,7 @@ needs_hosts = pytest.mark.skipif(reason is not None, reason=f"hosts cannot be ma
 EXTRA = """allreduce:wire=bf16 allreduce:wire=int8 ab:wire=bf16 powersgd:rank=16 localsgd:every=6:wire=bf16
     diloco:every=6:wire=int8 daso:max_skips=4 daso:wire=int8:max_skips=4:wait=2:sharded=true topk:density=0.2"""
 VARIANTS = [*METHODS, *(label for label in EXTRA.split() if label.split(":")[0] in METHODS)]
+QUICK = ("allreduce", "ab", "localsgd", "daso")
 STEPS = 16
 
 
@@ -45,18 +48,27 @@ def job_of(variant: Variant, out: Path) -> Job:
     return base.of(variant, out=out / variant.folder)
 
 
-def trained(rank: int, folder: str) -> dict[str, dict[str, Any]]:
+def trained(rank: int, folder: str, labels: list[str]) -> dict[str, dict[str, Any]]:
     """A run of every variant, one after the other in the same workers, and its summary."""
-    jobs = {variant.label: job_of(variant, Path(folder)) for variant in variants(",".join(VARIANTS), ())}
+    jobs = {variant.label: job_of(variant, Path(folder)) for variant in variants(",".join(labels), ())}
     return {label: fit(job.trained, job.config, out=job.out, model=False) for label, job in jobs.items()}
 
 
 @pytest.fixture(scope="module")
-def summaries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """Two hosts of two workers each: what stays inside a host is not on its link, and not among its slow bytes."""
+def summaries(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Any]]]:
+    """The folder of all runs and the summary of one; those that are as quick, or slow, run with it.
+
+    Two hosts of two workers each: what stays inside a host is not on its link, and not among its slow bytes.
+    """
     folder = tmp_path_factory.mktemp("runs")
-    with hosts.Hosts(count=2, rate=1e9, name=f"twgang{os.getpid()}") as lab:
-        return folder, gang.run(trained, 4, str(folder), hosts=lab.hosts)[0]
+
+    @cache
+    def of(quick: bool) -> dict[str, dict[str, Any]]:
+        labels = [label for label in VARIANTS if (label in QUICK) == quick]
+        with hosts.Hosts(count=2, rate=1e9, name=f"twgang{os.getpid()}") as lab:
+            return gang.run(trained, 4, str(folder), labels, hosts=lab.hosts)[0]
+
+    return lambda label: (folder, of(label in QUICK)[label])
 
 
 def assert_agreement(traffic: dict[str, Any]) -> None:
@@ -70,11 +82,11 @@ def assert_agreement(traffic: dict[str, Any]) -> None:
 
 
 @needs_hosts
-@pytest.mark.parametrize("label", VARIANTS)
+@pytest.mark.parametrize("label", slow_but(QUICK, VARIANTS))
 def test_the_ledger_counts_what_leaves_each_host(label: str, summaries: Any) -> None:
-    folder, found = summaries
-    traffic = found[label]["traffic"]
-    assert found[label]["nodes"] == [[0, 1], [2, 3]]
+    folder, found = summaries(label)
+    traffic = found["traffic"]
+    assert found["nodes"] == [[0, 1], [2, 3]]
     assert_agreement(traffic)
     # A plan says the same, where bytes depend on data with the ranks that the run itself found.
     (variant,) = variants(label, ())
@@ -89,7 +101,7 @@ def test_the_ledger_counts_what_leaves_each_host(label: str, summaries: Any) -> 
 
 @needs_hosts
 def test_a_flat_ring_over_pairs_puts_one_and_a_half_of_the_gradients_on_every_link(summaries: Any) -> None:
-    plain = summaries[1]["allreduce"]
+    _, plain = summaries("allreduce")
     assert plain["traffic"]["by_purpose"]["gradients"]["slow_bytes"] == 1.5 * 4 * plain["parameters_full"] * STEPS
 
 

@@ -1,6 +1,7 @@
 """Law 6: stopping anywhere and resuming gives the parameters of never having stopped, bit for bit."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,10 @@ def every_method(rank: int, group_size: Any, folder: str) -> dict[str, tuple[lis
     return {name: stop_and_resume(rank, config, f"{folder}/{name}") for name, config in configs.items()}
 
 
-@pytest.mark.parametrize(("workers", "group_size"), [(1, None), (2, 1), (3, 2), (4, 2)])
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("workers", "group_size"), [(1, None), (2, 1), slow(3, 2), slow(4, 2)])
 def test_resuming_equals_never_having_stopped(tmp_path: Path, workers: int, group_size: Any) -> None:
     found = gang.run(every_method, workers, group_size, str(tmp_path))
     for method, (unbroken, resumed, phases) in (item for worker in found for item in worker.items()):

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 import click
+import torch
 from rich.console import Console
 from torch import nn
 
@@ -94,6 +95,7 @@ def _told(job: Job, step: dict[str, Any]) -> dict[str, Any]:
             "finite": _finite(step),
             "loss": fmean(step["losses"]) if _finite(step) else None,
             "losses": [loss if math.isfinite(loss) else None for loss in step["losses"]],
+            "examples": step["taken"],
             "seconds": step["seconds"],
         },
     }
@@ -121,7 +123,7 @@ def _run(job: Job, step: dict[str, Any]) -> dict[str, Any]:
         "optimizer_of_method": recipe.usual_optimizer is not None,
         "clip": recipe.clip,
         "rate": _rate(recipe),
-        "precision": "bf16 autocast" if recipe.autocast and device["kind"] == "cuda" else "fp32",
+        "precision": recipe.precision_name(torch.device(device["kind"])),
         "autocast_on_gpu": recipe.autocast,
         "device": device,
         "workers_a_card": step["workers_a_card"],

@@ -208,6 +208,9 @@ def _step(told: dict[str, Any]) -> Table:
     out.add_row("loss", f"{step['loss']:.4f}" if step["finite"] else "NOT FINITE")
     parts = ", ".join(f"{name} {units.time(seconds)}" for name, seconds in step["seconds"].items())
     out.add_row("seconds", f"{parts} (a first step is slow)")
+    if (most := max(step["examples"])) < max(run["batch_a_worker"]):
+        whole = f"{max(run['batch_a_worker']):,} examples of a worker"
+        out.add_row("taken", f"{most:,} of the {whole}, enough on a CPU; activations are those of all")
     return out
 
 

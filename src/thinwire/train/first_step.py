@@ -1,4 +1,8 @@
-"""The first step of a run, taken as `fit` takes it and then left: what it needed, and what it came to."""
+"""The first step of a run, taken as `fit` takes it and then left: what it needed, and what it came to.
+
+On a CPU two things are cheaper than in the run: a large batch is cut, and large weights that would begin orthogonal
+are only nearly so. A model of ordinary size with a batch of ordinary size takes the run's own first step.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,10 @@ from torch import Tensor, nn
 
 from thinwire.comm.topology import join
 from thinwire.factor.usage import OrderOfUse
+from thinwire.train.feed import Batch
 from thinwire.train.length import passes
 from thinwire.train.loop import train_step
+from thinwire.train.models.initial import rough_values
 from thinwire.train.run import Run, prepare
 from thinwire.train.summary import write_summary
 from thinwire.train.task import Recipe
@@ -23,11 +29,15 @@ from thinwire.train.task import Recipe
 FIRST_STEP = "first_step.json"
 """The file in a run's folder that rank 0 writes."""
 
+_MOST = 64
+"""Examples of a worker's step on a CPU: more of them show nothing else, take minutes and may not fit into memory."""
+
 
 def first_step(recipe: Recipe, config: Any, *, out: Path, seed: int = 0, data: Path | None = None) -> dict[str, Any]:
     """Take it and write what it showed to `out`, a folder without a run; collective."""
     join()
-    run = prepare(recipe, config, out, seed, data, resume=False)
+    with rough_values():
+        run = prepare(recipe, config, out, seed, data, resume=False)
     usage = OrderOfUse(run.replica.module)
     usage.watch()
     everyone = run.replica.wire.tell(_taken(run))
@@ -57,18 +67,27 @@ def _taken(run: Run) -> dict[str, Any]:
     with run.feed.steps(range(1)) as batches, kept_for_backward(run.replica.module) as kept:
         batch = next(iter(batches))
         read = _now(run.device)
-        loss = train_step(run, batch).item()
+        taken = _cut(batch, run.device)
+        loss = train_step(run, taken).item()
     end = _now(run.device)
     hook.remove()
     update = updates[0]
     return {
         "loss": loss,
         "examples": len(batch[0]),
+        "taken": len(taken[0]),
         "seconds": {"data": read - start, "forward and backward": update - read, "optimizer": end - update},
-        "activations": sum(kept.values()),
+        "activations": sum(kept.values()) * len(batch[0]) // len(taken[0]),
         "peak": torch.cuda.max_memory_allocated(run.device) if run.device.type == "cuda" else None,
         "card": _card(run.device),
     }
+
+
+def _cut(batch: Batch, device: torch.device) -> Batch:
+    if device.type == "cuda" or len(batch[0]) <= _MOST:
+        return batch
+    x, y = batch
+    return x[:_MOST].clone(), y[:_MOST].clone()  # a view would keep the whole batch, and be counted so
 
 
 def _together(everyone: list[dict[str, Any]]) -> dict[str, Any]:
@@ -78,6 +97,7 @@ def _together(everyone: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "losses": [each["loss"] for each in everyone],
         "examples": [each["examples"] for each in everyone],
+        "taken": [each["taken"] for each in everyone],
         "seconds": {part: max(each["seconds"][part] for each in everyone) for part in parts},
         "activations": max(each["activations"] for each in everyone),
         "peaks": [each["peak"] for each in everyone],

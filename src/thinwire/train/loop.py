@@ -48,6 +48,7 @@ def fit(
     run = prepare(recipe, config, Path(out), seed, data, resume, overwrite)
     if stability and run.replica.topology.rank == 0:
         run.watch = Stability(run.replica, stability, stability_back, step=run.replica.step)
+    run.note_precision()
     run.note_ranks()
     figures: dict[str, float] = {}
     last = min(until or recipe.steps, recipe.steps)
@@ -143,6 +144,7 @@ def _conclude(run: Run, before: dict[str, float], *, write: bool) -> dict[str, A
     summary = summarise(
         run.recipe, run.replica, identity=run.identity, figures=figures, wall_s=run.wall_s, counts=run.counts
     )
+    summary["precision"] = run.recipe.precision_name(run.device)
     summary |= {} if run.best is None else {"best_epoch": run.best}
     run.recorder.close()
     if run.replica.topology.rank == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import random
 import shutil
 import time
@@ -32,6 +33,8 @@ from thinwire.train.recorder import Recorder
 from thinwire.train.same_data import compare
 from thinwire.train.schedule import scheduled
 from thinwire.train.task import Recipe
+
+log = logging.getLogger("thinwire")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -67,6 +70,12 @@ class Run:
         if self.decompositions != self.replica.decompositions:
             self.decompositions = self.replica.decompositions
             self.recorder.write("ranks", step=self.replica.step, ranks=self.replica.found_ranks)
+
+    def note_precision(self) -> None:
+        """Say so, by rank 0, where the recipe would compute in bf16 and this device does not."""
+        name = self.recipe.precision_name(self.device)
+        if self.recipe.autocast and name == "fp32" and self.replica.topology.rank == 0:
+            log.info("computing in fp32: bf16 autocast is for GPUs, many CPUs emulate it")
 
     def count_step(self) -> None:
         """The step that begins now."""

@@ -144,7 +144,8 @@ class Recipe:
     views: Views = field(default_factory=AsIs)
     """What the model is shown of the examples."""
     autocast: bool = False
-    """Whether a GPU computes in bf16 where that is safe; a CPU does not."""
+    """Whether a GPU computes in bf16 where that is safe. A CPU computes in fp32: many emulate bf16, hundreds of times
+    slower. A run that is resumed on another device goes on in the precision of that one."""
     clip: float | None = None
     """Largest gradient norm; None leaves gradients as they are."""
     eval_every: int = 50
@@ -176,7 +177,14 @@ class Recipe:
 
     def precision(self, device: torch.device) -> torch.autocast:
         """As it computes there."""
-        return torch.autocast(device.type, torch.bfloat16, enabled=self.autocast and device.type == "cuda")
+        return torch.autocast(device.type, torch.bfloat16, enabled=self._in_bf16(device))
+
+    def precision_name(self, device: torch.device) -> str:
+        """The same in words."""
+        return "bf16 autocast" if self._in_bf16(device) else "fp32"
+
+    def _in_bf16(self, device: torch.device) -> bool:
+        return self.autocast and device.type == "cuda"
 
     @property
     def told_views(self) -> str | None:

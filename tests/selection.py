@@ -1,0 +1,17 @@
+"""Which cases `make test` runs: one of each kind. The rest of a matrix is marked slow: `make test-all` runs it."""
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def slow_but(quick: Collection[str], cases: Iterable[str]) -> list[Any]:
+    """The cases, all but the quick ones marked slow."""
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+def needs_root(why_not: str | None) -> Callable[[Any], Any]:
+    """A decorator for what needs root and network namespaces, and is skipped with the reason where there are none."""
+    skip = pytest.mark.skipif(why_not is not None, reason=f"hosts cannot be made here: {why_not}")
+    return lambda test: pytest.mark.root(skip(test))
