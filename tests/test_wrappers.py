@@ -1,5 +1,6 @@
 """A replica, its model or its optimizer inside what other libraries wrap around them."""
 
+import copy
 import inspect
 import os
 from typing import Any
@@ -158,3 +159,43 @@ def test_hugging_faces_trainer_keeps_the_columns_that_the_model_takes(tmp_path: 
     trainer = Trainer(replica, TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
     trainer._set_signature_columns_if_needed()
     assert {"input_ids", "attention_mask", "labels"} <= set(trainer._signature_columns)
+
+
+# A replica is no ordinary module in three ways.
+
+
+def test_a_module_that_holds_a_replica_saves_and_loads_by_the_models_own_names() -> None:
+    model = small.mlp()
+    outer = nn.ModuleDict({"net": thinwire.attach(model, small.sgd(model), small.ab())})
+    kept = {name: t.clone() for name, t in outer.state_dict().items()}
+    assert set(kept) == {f"net.{name}" for name in model.state_dict()}
+    nn.init.zeros_(model[1].weight)
+    outer.load_state_dict(kept)
+    assert small.same(small.clone(model), {name.removeprefix("net."): t for name, t in kept.items()})
+
+
+def test_copies_and_pickles_say_what_to_keep_instead(tmp_path: Any) -> None:
+    model = small.mlp()
+    replica = thinwire.attach(model, small.sgd(model), thinwire.AllReduce())
+    with pytest.raises(ThinwireError, match=r"keep replica.state_dict\(\) for the model, or replica.save\(folder\)"):
+        torch.save(replica, tmp_path / "replica.pt")
+    with pytest.raises(ThinwireError, match=r"copy replica\.module"):
+        copy.deepcopy(replica)
+
+
+def test_training_inside_merged_is_refused() -> None:
+    model = small.mlp()
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, small.ab())
+    with replica.merged(), pytest.raises(ThinwireError, match="what is trained there would be thrown away"):
+        small.step(replica, optimizer, 0, 0)
+    small.step(replica, optimizer, 0, 0)
+
+
+def test_models_without_values_are_refused() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+    with pytest.raises(ConfigError, match=r"'0\.weight' has no shape yet; run one batch"):
+        thinwire.attach(lazy, small.sgd(lazy), thinwire.AllReduce())
+    empty = nn.Linear(4, 2, device="meta")
+    with pytest.raises(ConfigError, match="'weight' is on the meta device"):
+        thinwire.attach(empty, small.sgd(empty), thinwire.AllReduce())

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from thinwire.comm.collectives import Wire
@@ -25,6 +26,15 @@ _REFUSED = {
 
 def check_model(model: nn.Module) -> None:
     """Refuse a model that is not as its user built it."""
+    for name, p in model.named_parameters():
+        if isinstance(p, UninitializedParameter):
+            raise ConfigError(
+                f"parameter {name!r} has no shape yet; run one batch through the lazy model before attach()"
+            )
+        if p.is_meta:
+            raise ConfigError(
+                f"parameter {name!r} is on the meta device and has no values; build the model with values"
+            )
     if any(factored_names(module) for module in model.modules()):
         raise ConfigError(
             "the model has layers in factors, left by an earlier attach: finish() that replica, "

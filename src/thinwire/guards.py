@@ -103,8 +103,9 @@ def _refuse_different(method: Method, call: str, odd: Sequence[int]) -> None:
     seen = "" if method.step else "; no step of the attached optimizer was seen"
     raise DisagreementError(
         f"{call}: workers hold different parameters after step {method.step}, {ranks} not those of the first{seen}. "
-        "Something else than the attached optimizer changed them on some workers, or workers run different versions or "
-        "hardware; go back to a checkpoint"
+        "Something else than the attached optimizer changed them on some workers, or learning rates or gradients were "
+        "not the same everywhere (a loss that does not come from the replica's pass, two backward passes of one), "
+        "or workers run different versions or hardware; go back to a checkpoint"
     )
 
 

@@ -84,6 +84,7 @@ class Replica(nn.Module):
         self._release: list[Callable[[], None]] = []
         self._finished = False
         self._was_called = False
+        self._shows_merged = False
         self._scale_is_due = False
         self._earlier = {"allreduce_fp32": 0, "ideal_fp32": 0}  # a world of another size may have taken the first steps
         self._earlier_steps = 0
@@ -123,6 +124,10 @@ class Replica(nn.Module):
         """In training, a pass whose backward averages gradients; else the bare module, without a collective."""
         if self._finished or not (self.training and torch.is_grad_enabled()):
             return self.module(*args, **kwargs)
+        if self._shows_merged:
+            raise ThinwireError(
+                "inside merged() the model is for evaluation: what is trained there would be thrown away"
+            )
         refuse_wrappers(self, self._method, first=self.step == 0)
         self._stepping.batch()
         self._was_called = self._was_called or self._method.replicated.syncs
@@ -160,6 +165,8 @@ class Replica(nn.Module):
                     stack.enter_context(self._method.lend_merged())
                     check_parameters(self._method, "merged()", everywhere=True, finite=False)
             self._stepping.expect_changes()
+            self._shows_merged = True
+            stack.callback(setattr, self, "_shows_merged", False)
             yield self
 
     def finish(self, cutoff: float | None = None) -> nn.Module:
@@ -199,6 +206,11 @@ class Replica(nn.Module):
         raise ThinwireError(
             "a replica cannot be copied, its process groups are one of a kind: copy replica.module; for a moving "
             "average use thinwire.EMA(replica, decay) in place of AveragedModel(replica)"
+        )
+
+    def __getstate__(self) -> Any:
+        raise ThinwireError(
+            "a replica cannot be pickled: keep replica.state_dict() for the model, or replica.save(folder) for the run"
         )
 
     # State.

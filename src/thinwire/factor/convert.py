@@ -196,6 +196,8 @@ class _Reasons:
 
     def _by_kind(self, layer: Layer) -> str | None:
         module = layer.module
+        if isinstance(module, torch.jit.ScriptModule):
+            return "script module"
         if isinstance(module, _TABLES):
             return "embedding"
         if isinstance(module, nn.RNNBase | nn.RNNCellBase):

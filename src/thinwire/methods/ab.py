@@ -88,6 +88,7 @@ class ABMethod(Factoring):
     def finish(self, cutoff: float | None) -> None:
         """Merge if groups are apart, then cut every layer at the cutoff."""
         if self.phase == "groups":
+            self.check_counters()
             self._merge()
         self.agree_on_order()
         self.find_layers()

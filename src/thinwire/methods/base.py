@@ -242,9 +242,9 @@ class Method(ABC):
         odd = [rank for rank, row in enumerate(rows) if row != common]
         if odd:
             told = ", ".join(f"rank {r} ran {int(rows[r][1])} batches in {int(rows[r][0])} steps" for r in odd)
-            remedy = (
-                "" if self.ground.has_scaler else "; if a GradScaler skips steps, pass it to attach(…, scaler=scaler)"
-            )
+            remedy = "; give every rank the same batches to train on, and evaluate in eval() or under no_grad()"
+            if not self.ground.has_scaler:
+                remedy += "; if a GradScaler skips steps, pass it to attach(…, scaler=scaler)"
             raise DisagreementError(
                 f"workers disagree at step {self.step}: {told}, the others {int(common[1])} in {int(common[0])}{remedy}"
             )
