@@ -47,8 +47,10 @@ def say_finished(method: Method, sizes: tuple[int, int], ranks: Collection[int],
         text += f": {before:,} parameters are now {after:,} ({before / max(1, after):.2f} : 1), "
         text += f"{_count(len(ranks), 'weight')} factored{_ranks(ranks)}{_full(method.kept)}"
     if usual_bytes:
-        sent, share = method.wire.ledger.slow_bytes, method.wire.ledger.slow_bytes / usual_bytes
-        text += f"; {units.size(sent)} left this node, {share:.3g} of fp32 all-reduce's {units.size(usual_bytes)}"
+        ledger = method.wire.ledger
+        sent = ledger.slow_bytes - ledger.slow_bytes_for("evaluate")
+        text += f"; {units.size(sent)} left this node, {sent / usual_bytes:.3g} of fp32 all-reduce's "
+        text += units.size(usual_bytes)
     log.info(text)
     if method.layers and after >= before:
         log.warning("%s made nothing smaller; a higher cutoff, in finish(cutoff=…) too, drops more", name)
