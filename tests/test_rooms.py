@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "thinwire"
 ORDER = [
     *(
         "errors",
+        "reading",
         "units",
         "checks",
         "config",
@@ -78,7 +79,7 @@ def test_imports_come_from_above(path):
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if _room(p) == "report"], ids=lambda p: p.name)
 def test_report_imports_nothing_of_training(path):
-    assert _rooms_used(path) <= {"errors", "report"}
+    assert _rooms_used(path) <= {"errors", "reading", "report"}
     assert not any(name.split(".")[0] == "torch" for name in _imports(path))
 
 

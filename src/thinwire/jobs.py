@@ -14,9 +14,9 @@ from thinwire.comm.topology import arrange, place
 from thinwire.errors import ConfigError, unknown
 from thinwire.launch import Seat, as_worker, inside_job, launch, share
 from thinwire.methods.registry import METHODS
+from thinwire.reading import read_json
 from thinwire.recipes import Recipe, model_without_values, named
 from thinwire.settings import from_strings
-from thinwire.store import read_json
 from thinwire.train import checkpoint, fit
 from thinwire.train.data.source import check_share
 from thinwire.train.first_step import FIRST_STEP, first_step

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from thinwire.comm.collectives import Wire
 from thinwire.errors import ConfigError, ConsequenceError, DamagedError, ThinwireError, on_file
+from thinwire.reading import REMEDY
+from thinwire.reading import read_json as read_json
 
 _SAVED = re.compile(
     r"(state|position|random-\d+|worker-rank\d+|(model|method|optimizer).*)\.(json|safetensors)|replica(\.old|\.writing)?"
 )
 """Names of what a save is made of."""
-_REMEDY = "restore the file, or use an older save"
 
 
 @contextmanager
@@ -111,39 +112,15 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except SafetensorError as error:
-        raise DamagedError(f"`{path}` is damaged, it is no safetensors file ({error}); {_REMEDY}") from error
+        raise DamagedError(f"`{path}` is damaged, it is no safetensors file ({error}); {REMEDY}") from error
     except FileNotFoundError as error:
-        raise DamagedError(f"`{path}` is missing; {_REMEDY}") from error
+        raise DamagedError(f"`{path}` is missing; {REMEDY}") from error
 
 
 def write_json(path: Path, value: Any) -> None:
     """Plain values to a JSON file; floats come back bit for bit."""
     with on_file(path):
         path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-
-
-def read_json(path: Path, remedy: str = _REMEDY) -> dict[str, Any]:
-    """Plain values by name from a JSON file; a name that is not there is an error that says which file lacks it."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # broken JSON, and bytes that are no text
-        raise DamagedError(f"`{path}` is damaged, it is no JSON ({error}); {remedy}") from error
-    except FileNotFoundError as error:
-        raise DamagedError(f"`{path}` is missing; {remedy}") from error
-    if not isinstance(found, dict):
-        raise DamagedError(f"`{path}` is damaged, it holds {type(found).__name__} and not values by name; {remedy}")
-    return _Values(path, remedy, found)
-
-
-class _Values(dict[str, Any]):
-    """What a file holds, by name."""
-
-    def __init__(self, path: Path, remedy: str, values: Mapping[str, Any]) -> None:
-        super().__init__(values)
-        self._path, self._remedy = path, remedy
-
-    def __missing__(self, name: str) -> Any:
-        raise DamagedError(f"`{self._path}` is damaged, it has no {name!r}; {self._remedy}")
 
 
 def like(value: Any, current: Any) -> Any:

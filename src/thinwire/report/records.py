@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from thinwire.errors import ConfigError, DamagedError
-from thinwire.store import read_json
+from thinwire.reading import read_json
 
 BASELINE = "allreduce"
 """The method whose measured run the others are held against."""
