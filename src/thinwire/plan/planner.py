@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from thinwire.errors import ConfigError
 from thinwire.factor.convert import find_layers
 from thinwire.plan import compute, foresight
 from thinwire.plan.compute import Compute
-from thinwire.plan.forecast import ALL_NODES, SOME_NODES, Forecast, Layout
+from thinwire.plan.forecast import SOME_NODES, Forecast, Layout, rehearse_views
 from thinwire.plan.links import Links
-from thinwire.plan.rehearse import Rehearsal, Subject
+from thinwire.plan.rehearse import Rehearsal
+from thinwire.plan.workload import Subject
 from thinwire.settings import describe
 
 Signature = tuple[tuple[str, tuple[int, ...], bool], ...]
@@ -99,10 +101,11 @@ class Plan:
             "links": vars(self.links),
             "ranks": self.ranks,
             "compute_measured": self.stopwatch.given is None,
-            "methods": [self._row(row) for row in self.rows],
+            "methods": [self.row_as_dict(row) for row in self.rows],
         }
 
-    def _row(self, row: Row) -> dict[str, Any]:
+    def row_as_dict(self, row: Row) -> dict[str, Any]:
+        """One of its methods, as plain values."""
         forecast, steps = row.forecast, self.subject.steps
         split = forecast.seconds(self.links)
         seconds = sum(split.values())
@@ -135,19 +138,27 @@ def make_plan(
     *,
     stopwatch: Stopwatch,
     ranks: Path | None = None,
+    before: Callable[[str], None] = lambda name: None,
+    after: Callable[[Plan, Row], None] = lambda plan, row: None,
 ) -> Plan:
-    """Rehearse every method; `configs` are by the names to show them under."""
+    """Rehearse every method; `configs` are by the names to show them under.
+
+    `before` hears of each method that is begun, `after` of each row that is there.
+    """
     recorded = _recorded(subject, ranks) if ranks else None
     forecast = _forecaster(subject, layout, stopwatch)
     group_size = layout_group_size(configs.values())
-    plan = Plan(subject, layout, links, stopwatch, forecast(AllReduce(group_size=group_size), foresight.typical))
+    usual = AllReduce(group_size=group_size)
+    plan = Plan(subject, layout, links, stopwatch, forecast(usual, foresight.typical))
     plan.ranks = str(ranks) if ranks else None
     for name, config in configs.items():
-        likely = forecast(config, recorded or foresight.typical)
+        before(name)
+        likely = plan.baseline if config == usual else forecast(config, recorded or foresight.typical)
         bounds: list[Forecast] = []
         if likely.depends_on_ranks and recorded is None:
             bounds = [forecast(config, foresight.lowest), forecast(config, foresight.highest)]
         plan.rows.append(Row(name, likely, *bounds))
+        after(plan, plan.rows[-1])
     return plan
 
 
@@ -155,15 +166,34 @@ def over_nodes(plan: Plan, counts: Iterable[int]) -> dict[int, dict[str, float]]
     """Speed-up of every method over all-reduce on other numbers of nodes."""
     group_size = layout_group_size(row.forecast.config for row in plan.rows)
     recorded = foresight.Recorded(Path(plan.ranks)) if plan.ranks else foresight.typical
-    table: dict[int, dict[str, float]] = {}
-    for count in counts:
-        layout = plan.layout.over(count, group_size)
-        if group_size is not None and group_size > layout.workers:
-            continue  # groups as large as that are not there yet
-        forecast = _forecaster(plan.subject, layout, plan.stopwatch, SOME_NODES)
-        base = total(forecast(AllReduce(), foresight.typical), plan.links)
-        table[count] = {r.method: base / total(forecast(r.forecast.config, recorded), plan.links) for r in plan.rows}
-    return table
+    fitting = {count: plan.layout.over(count, group_size) for count in counts}
+    if group_size is not None:  # groups as large as that are not there yet
+        fitting = {count: layout for count, layout in fitting.items() if group_size <= layout.workers}
+    base = _on_layouts(plan, AllReduce(), foresight.typical, fitting.values())
+    seconds = {row.method: _on_layouts(plan, row.forecast.config, recorded, fitting.values()) for row in plan.rows}
+    return {n: {name: base[i] / its[i] for name, its in seconds.items()} for i, n in enumerate(fitting)}
+
+
+def _on_layouts(plan: Plan, config: Any, foresee: foresight.Foresight, layouts: Iterable[Layout]) -> list[float]:
+    """Seconds of the whole run on each layout."""
+    layouts, watch, subject = list(layouts), plan.stopwatch, plan.subject.suited_to(config)
+    views = [layout.views(config.group_size, SOME_NODES) for layout in layouts]
+    flat = [view for each in views for view in each]
+    found = iter(rehearse_views(flat, subject, config, foresee, shapes=watch.given is None))
+    forecasts = [
+        Forecast(
+            subject,
+            config,
+            layout,
+            foresee,
+            watch,
+            watch.decomposing,
+            SOME_NODES,
+            rehearsals=list(islice(found, len(own))),
+        )
+        for layout, own in zip(layouts, views, strict=True)
+    ]
+    return [total(forecast, plan.links) for forecast in forecasts]
 
 
 def total(forecast: Forecast, links: Links) -> float:
@@ -197,11 +227,17 @@ def layout_group_size(configs: Iterable[Any]) -> int | None:
     return sizes.pop() if sizes else None
 
 
-def _forecaster(
-    subject: Subject, layout: Layout, watch: Stopwatch, nodes: int = ALL_NODES
-) -> Callable[[Any, foresight.Foresight], Forecast]:
+def _forecaster(subject: Subject, layout: Layout, watch: Stopwatch) -> Callable[[Any, foresight.Foresight], Forecast]:
     def forecast(config: Any, foresee: foresight.Foresight) -> Forecast:
-        return Forecast(subject.suited_to(config), config, layout, foresee, watch, watch.decomposing, nodes)
+        return Forecast(
+            subject.suited_to(config),
+            config,
+            layout,
+            foresee,
+            watch,
+            watch.decomposing,
+            shapes=watch.given is None,
+        )
 
     return forecast
 
