@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.comm.codec import size_of
+from thinwire.comm.codec import WIRES, by_dtype, size_of
 from thinwire.comm.collectives import Pending, Wire
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.panorama import Panorama, SentByView
-from thinwire.comm.sent import Sent
+from thinwire.comm.sent import Ranks, Sent
 from thinwire.comm.topology import Topology
 
 
@@ -118,6 +118,36 @@ class DryWire(Wire):
         """Book the parts of an exchange."""
         exchange = Exchange(self.ledger.phase, tuple(parts))
         self.booked.exchanges[self.ledger.booked_as(purpose), exchange] += self.repeat
+
+    # What others would bring is not there, so tensors are measured and not packed.
+
+    def sum_over_groups(self, tensors: Sequence[Tensor], purpose: str, wire: str = "fp32") -> None:
+        """Count the shares that cross, and that are handed around in the group."""
+        topology = self.topology
+        if len(topology.groups) == 1:
+            return
+        for bucket in by_dtype(tensors):
+            numbers, width = sum(t.numel() for t in bucket), bucket[0].element_size()
+            width = width if wire == "fp32" else WIRES[wire].itemsize
+            least, longer = divmod(numbers, topology.shares)
+            sizes = [(least + (j < longer)) * width for j in range(topology.shares)]  # as tensor_split cuts
+            self.count(purpose, topology.at_once([(topology.crossing(j), size) for j, size in enumerate(sizes)]))
+            for j, size in enumerate(sizes):
+                if len(topology.group) > 1 and size:
+                    self.count(purpose, topology.tree(topology.group, size, topology.group[j]))
+
+    def broadcast(self, tensors: Sequence[Tensor], purpose: str, members: Ranks | None = None) -> None:
+        """Count what the first member sends."""
+        self._count_tree(tensors, purpose, members or self.topology.world, 0)
+
+    def share_out(self, tensors: Sequence[Tensor], owner: int, purpose: str) -> None:
+        """Count what a member of the group sends."""
+        self._count_tree(tensors, purpose, self.topology.group, owner)
+
+    def _count_tree(self, tensors: Sequence[Tensor], purpose: str, members: Ranks, root: int) -> None:
+        if len(members) > 1:
+            for bucket in by_dtype(tensors):
+                self.count(purpose, self.topology.tree(members, sum(size_of(t) for t in bucket), members[root]))
 
     def differing(self, contents: Sequence[Sequence[Tensor]], purpose: str) -> list[int]:
         """Those that training makes different."""

@@ -140,6 +140,8 @@ class _Stage:
     """Turns of cycles that were taken once."""
     quiet: dict[Hashable, int] = field(default_factory=dict)
     """Steps from each place of a cycle to the next that is unlike the one before it."""
+    held: tuple[Any, int] = (None, 0)
+    """Bytes of the model and the optimizer's state, and where they were counted."""
 
     def play(self) -> None:
         """Every step, every evaluation, the end."""
@@ -252,13 +254,21 @@ class _Stage:
             self.wire.sum(torch.empty(3, dtype=torch.float64), "evaluate")
 
     def _state_bytes(self) -> int:
+        kept = [*self.method.tensors().values(), *self.method.own_tensors().values(), *self.method.workspace()]
+        # The model and what the optimizer keeps of it change with the phase, or where state is dropped.
+        place = self.replica.phase, self.replica.decompositions, len(self.method.optimizer.state)
+        if self.held[0] != place:
+            self.held = place, self._model_bytes()
+        return self.held[1] + sum(size_of(t) for t in kept)
+
+    def _model_bytes(self) -> int:
+        """Parameters, buffers, gradients, their buckets, and the optimizer's state."""
         model = self.replica.module
-        held = [*model.parameters(), *model.buffers()]
-        gradients = [p for p in model.parameters() if p.requires_grad]
+        parameters = list(model.parameters())
+        gradients = [p for p in parameters if p.requires_grad]
         state = [v for values in self.method.optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
         buckets = gradients if len(self.method.replicated.members) > 1 else []
-        kept = [*self.method.tensors().values(), *self.method.own_tensors().values(), *self.method.workspace()]
-        return sum(size_of(t) for t in [*held, *gradients, *state, *buckets, *kept])
+        return sum(size_of(t) for t in [*parameters, *model.buffers(), *gradients, *state, *buckets])
 
 
 def _statistics(model: nn.Module) -> set[int]:
