@@ -72,7 +72,7 @@ def plan(recipe: str | None, model: str | None, as_json: bool, quiet: bool, out:
         folder = out or Path("runs") / f"plan-{made.subject.name}"
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder, told)
-        progress.tell(f"drawing all methods on {NODES[0]} to {NODES[-1]} nodes")
+        progress.tell("drawing")
         missing = _draw(made, told, folder)
     click.echo(missing or f"picture and figures: {folder / 'plan.png'}, {folder / 'plan.json'}")
 
@@ -177,5 +177,5 @@ def _plan(recipe: Recipe | None, subject: Subject, flags: dict[str, Any], progre
     watch, hears = Stopwatch(subject, known), {}
     if progress is not None:
         progress.expect(configs)
-        hears = {"before": progress.begin, "after": progress.add}
+        hears = {"before": progress.begin, "after": progress.add, "counts": NODES}
     return make_plan(subject, configs, layout, links, stopwatch=watch, ranks=flags["ranks"], **hears)

@@ -65,19 +65,19 @@ class Forecast:
         subject: Subject,
         config: Any,
         layout: Layout,
-        foresee: Foresight,
+        foreseen: Foresight | list[Rehearsal],
         computing: Callable[[Rehearsal, str], Compute],
         decomposing: Callable[[Rehearsal], float],
         nodes: int = ALL_NODES,
-        *,
-        shapes: bool = True,
-        rehearsals: list[Rehearsal] | None = None,
     ) -> None:
+        """By ranks as foreseen, or from rehearsals that were made by them."""
         self.subject = subject
         self.config = config
         views = layout.views(config.group_size, nodes)
         self.nodes = len(views[0].nodes)
-        self.rehearsals = rehearsals or rehearse_views(views, subject, config, foresee, shapes=shapes)
+        if not isinstance(foreseen, list):
+            foreseen = rehearse_views(views, subject, config, foreseen)
+        self.rehearsals = foreseen
         self._computing = computing
         self._decomposing = decomposing
 
@@ -133,7 +133,7 @@ class Forecast:
 
 
 def rehearse_views(
-    views: Sequence[Topology], subject: Subject, config: Any, foresee: Foresight, *, shapes: bool
+    views: Sequence[Topology], subject: Subject, config: Any, foresee: Foresight, *, shapes: bool = True
 ) -> list[Rehearsal]:
     """What each of these workers would count, of one layout or of several; one acts for all that do the same."""
     alike: dict[Hashable, list[int]] = defaultdict(list)

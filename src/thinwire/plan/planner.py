@@ -15,7 +15,7 @@ from thinwire.errors import ConfigError
 from thinwire.factor.convert import find_layers
 from thinwire.plan import compute, foresight
 from thinwire.plan.compute import Compute
-from thinwire.plan.forecast import SOME_NODES, Forecast, Layout, rehearse_views
+from thinwire.plan.forecast import ALL_NODES, SOME_NODES, Forecast, Layout, rehearse_views
 from thinwire.plan.links import Links
 from thinwire.plan.rehearse import Rehearsal
 from thinwire.plan.workload import Subject
@@ -71,6 +71,8 @@ class Row:
     """With recorded ranks, typical ones, or none where nothing depends on them."""
     lowest: Forecast | None = None
     highest: Forecast | None = None
+    over_nodes: Mapping[int, Forecast] = field(default_factory=dict)
+    """With as many workers a node on other numbers of nodes."""
 
     def speedup(self, baseline: Forecast, links: Links) -> float:
         """How much sooner it ends than the baseline."""
@@ -86,6 +88,8 @@ class Plan:
     links: Links
     stopwatch: Stopwatch
     baseline: Forecast
+    over_nodes: Mapping[int, Forecast] = field(default_factory=dict)
+    """The baseline on other numbers of nodes."""
     rows: list[Row] = field(default_factory=list)
     ranks: str | None = None
     """The folder that ranks come from."""
@@ -138,62 +142,83 @@ def make_plan(
     *,
     stopwatch: Stopwatch,
     ranks: Path | None = None,
+    counts: Iterable[int] = (),
     before: Callable[[str], None] = lambda name: None,
     after: Callable[[Plan, Row], None] = lambda plan, row: None,
 ) -> Plan:
-    """Rehearse every method; `configs` are by the names to show them under.
+    """Rehearse every method; `configs` are by the names to show them under, `counts` other numbers of nodes to look at.
 
     `before` hears of each method that is begun, `after` of each row that is there.
     """
     recorded = _recorded(subject, ranks) if ranks else None
-    forecast = _forecaster(subject, layout, stopwatch)
     group_size = layout_group_size(configs.values())
+    over = _layouts(layout, counts, group_size)
+
+    def forecast(config: Any, foresee: foresight.Foresight, over: Mapping[int, Layout]) -> tuple[Forecast, Any]:
+        found = _forecast_all(subject, config, foresee, stopwatch, over, layout)
+        return found.pop(None), found
+
     usual = AllReduce(group_size=group_size)
-    plan = Plan(subject, layout, links, stopwatch, forecast(usual, foresight.typical))
+    plan = Plan(subject, layout, links, stopwatch, *forecast(usual, foresight.typical, {}))
+    # On other numbers of nodes all-reduce stands on nodes as the machines are.
+    plan.over_nodes = _forecast_all(subject, AllReduce(), foresight.typical, stopwatch, over)
     plan.ranks = str(ranks) if ranks else None
     for name, config in configs.items():
         before(name)
-        likely = plan.baseline if config == usual else forecast(config, recorded or foresight.typical)
+        likely, there = forecast(config, recorded or foresight.typical, over)
         bounds: list[Forecast] = []
         if likely.depends_on_ranks and recorded is None:
-            bounds = [forecast(config, foresight.lowest), forecast(config, foresight.highest)]
-        plan.rows.append(Row(name, likely, *bounds))
+            bounds = [forecast(config, bound, {})[0] for bound in (foresight.lowest, foresight.highest)]
+        plan.rows.append(Row(name, likely, *bounds, over_nodes=there))
         after(plan, plan.rows[-1])
     return plan
 
 
 def over_nodes(plan: Plan, counts: Iterable[int]) -> dict[int, dict[str, float]]:
-    """Speed-up of every method over all-reduce on other numbers of nodes."""
+    """Speed-up of every method over all-reduce on other numbers of nodes; quick for those the plan was made with."""
     group_size = layout_group_size(row.forecast.config for row in plan.rows)
     recorded = foresight.Recorded(Path(plan.ranks)) if plan.ranks else foresight.typical
-    fitting = {count: plan.layout.over(count, group_size) for count in counts}
-    if group_size is not None:  # groups as large as that are not there yet
-        fitting = {count: layout for count, layout in fitting.items() if group_size <= layout.workers}
-    base = _on_layouts(plan, AllReduce(), foresight.typical, fitting.values())
-    seconds = {row.method: _on_layouts(plan, row.forecast.config, recorded, fitting.values()) for row in plan.rows}
-    return {n: {name: base[i] / its[i] for name, its in seconds.items()} for i, n in enumerate(fitting)}
+    fitting = _layouts(plan.layout, counts, group_size)
+    base = _on_layouts(plan, plan.over_nodes, AllReduce(), foresight.typical, fitting)
+    rows = {r.method: _on_layouts(plan, r.over_nodes, r.forecast.config, recorded, fitting) for r in plan.rows}
+    return {n: {name: base[n] / its[n] for name, its in rows.items()} for n in fitting}
 
 
-def _on_layouts(plan: Plan, config: Any, foresee: foresight.Foresight, layouts: Iterable[Layout]) -> list[float]:
+def _on_layouts(
+    plan: Plan, known: Mapping[int, Forecast], config: Any, foresee: foresight.Foresight, layouts: Mapping[int, Layout]
+) -> dict[int, float]:
     """Seconds of the whole run on each layout."""
-    layouts, watch, subject = list(layouts), plan.stopwatch, plan.subject.suited_to(config)
-    views = [layout.views(config.group_size, SOME_NODES) for layout in layouts]
-    flat = [view for each in views for view in each]
+    lacking = {count: layout for count, layout in layouts.items() if count not in known}
+    found = {**known, **_forecast_all(plan.subject, config, foresee, plan.stopwatch, lacking)}
+    return {count: total(found[count], plan.links) for count in layouts}
+
+
+def _layouts(layout: Layout, counts: Iterable[int], group_size: int | None) -> dict[int, Layout]:
+    """As many workers a node on other numbers of nodes, where groups are not larger than all of them."""
+    over = {count: layout.over(count, group_size) for count in counts}
+    return {count: there for count, there in over.items() if group_size is None or group_size <= there.workers}
+
+
+def _forecast_all(
+    subject: Subject,
+    config: Any,
+    foresee: foresight.Foresight,
+    watch: Stopwatch,
+    over: Mapping[int, Layout],
+    whole: Layout | None = None,
+) -> dict[int | None, Forecast]:
+    """A method on all of these layouts in as few rehearsals as can be, from a few nodes each; from all on `whole`."""
+    layouts: dict[int | None, tuple[Layout, int]] = {count: (layout, SOME_NODES) for count, layout in over.items()}
+    if whole is not None:
+        layouts[None] = whole, ALL_NODES
+    subject = subject.suited_to(config)
+    views = {key: layout.views(config.group_size, most) for key, (layout, most) in layouts.items()}
+    flat = [view for own in views.values() for view in own]
     found = iter(rehearse_views(flat, subject, config, foresee, shapes=watch.given is None))
-    forecasts = [
-        Forecast(
-            subject,
-            config,
-            layout,
-            foresee,
-            watch,
-            watch.decomposing,
-            SOME_NODES,
-            rehearsals=list(islice(found, len(own))),
-        )
-        for layout, own in zip(layouts, views, strict=True)
-    ]
-    return [total(forecast, plan.links) for forecast in forecasts]
+    return {
+        key: Forecast(subject, config, layouts[key][0], list(islice(found, len(own))), watch, watch.decomposing)
+        for key, own in views.items()
+    }
 
 
 def total(forecast: Forecast, links: Links) -> float:
@@ -225,21 +250,6 @@ def layout_group_size(configs: Iterable[Any]) -> int | None:
     if len(sizes) > 1:
         raise ConfigError(f"methods with different group sizes ({sizes}) cannot stand on one plan; plan them apart")
     return sizes.pop() if sizes else None
-
-
-def _forecaster(subject: Subject, layout: Layout, watch: Stopwatch) -> Callable[[Any, foresight.Foresight], Forecast]:
-    def forecast(config: Any, foresee: foresight.Foresight) -> Forecast:
-        return Forecast(
-            subject.suited_to(config),
-            config,
-            layout,
-            foresee,
-            watch,
-            watch.decomposing,
-            shapes=watch.given is None,
-        )
-
-    return forecast
 
 
 def _recorded(subject: Subject, folder: Path) -> foresight.Recorded:

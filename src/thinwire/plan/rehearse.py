@@ -169,13 +169,13 @@ class _Stage:
         step, cycle = self.replica.step, self.method.cycle
         until = self.method.quiet_until
         turn = self._turn(step, cycle.place if cycle else None, until if is_quiet else step + 1)
-        with Still(), self.wire.booking() as booked:
+        with self.wire.booking() as booked:
             self._step(turn.steps)
             if turn.ends_epoch:
                 # A plan believes in losses that fall: when they stop is not known before.
                 self.replica.epoch_end(-(2.0 ** (1000 * self.replica.step / self.subject.steps)))
             if turn.evaluates:
-                with nullcontext() if self.replica.spans_world else self.replica.merged():
+                with Still(), nullcontext() if self.replica.spans_world else self.replica.merged():
                     self._sum_of_evaluation()
         after = self.method.cycle
         if is_quiet and cycle and after and not (turn.ends_epoch and self.subject.epochs > _FALLING):
@@ -232,11 +232,13 @@ class _Stage:
         self.wire.repeat = times
         phase = self.replica.phase
         self.replica.train()
-        self.replica()
+        with Still():
+            self.replica()
         self.replica.observe(1.0)
         self._make_state()
         self.method.skip(times - 1)
-        self.method.optimizer.step()  # no gradients: only its hooks run
+        with Still():
+            self.method.optimizer.step()  # no gradients: only its hooks run
         self.wire.repeat = 1
         self.found.steps[phase] += times
         if self.replica.phase == phase:

@@ -19,36 +19,49 @@ _results: dict[Any, _Form] = {}
 class Still(TorchDispatchMode):
     """Finds the form of each result once, and changes values of tensors that have none: not at all."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and newer versions of torch would guard every operation against it."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = func._schema.name.removeprefix("aten::")
-        if name.removeprefix("_foreach_") in _CHANGES:
+        kind = _kinds[func] if func in _kinds else _kind_of(func)
+        if kind == "change":
             several = isinstance(args[0], list)
             if all(t.is_meta for t in (args[0] if several else args[:1])):
                 return None if several else args[0]
-        if not _makes_a_tensor(func):
-            return func(*args, **kwargs)
-        forms = _form(args)
-        key = None if forms is None else (func, forms, tuple(kwargs.items()))
-        if key in _results:
-            shape, strides, dtype = _results[key]
-            return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-        result = func(*args, **kwargs)
-        if key is not None and isinstance(result, Tensor) and result.is_meta and len(_results) < _MOST:
-            _results[key] = result.shape, result.stride(), result.dtype
-        return result
+        elif kind == "make":
+            return _made(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
-_kinds: dict[Any, bool] = {}
+def _made(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A tensor like the one that this operation gave for arguments of the same forms."""
+    forms = _form(args)
+    key = None if forms is None else (func, forms, tuple(kwargs.items()))
+    known = _results.get(key)
+    if known is not None:
+        return torch.empty_strided(known[0], known[1], dtype=known[2], device="meta")
+    result = func(*args, **kwargs)
+    if key is not None and isinstance(result, Tensor) and result.is_meta and len(_results) < _MOST:
+        _results[key] = result.shape, result.stride(), result.dtype
+    return result
 
 
-def _makes_a_tensor(func: Any) -> bool:
-    """Whether an operation gives one new tensor and changes none."""
-    if func not in _kinds:
-        schema = func._schema
+_kinds: dict[Any, str] = {}
+
+
+def _kind_of(func: Any) -> str:
+    """Whether an operation changes tensors and leaves their shapes, makes one new tensor, or does something else."""
+    schema = func._schema
+    if schema.name.removeprefix("aten::").removeprefix("_foreach_") in _CHANGES:
+        kind = "change"
+    else:
         single = len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
-        _kinds[func] = single and not schema.is_mutable and schema.returns[0].alias_info is None
-    return _kinds[func]
+        makes = single and not schema.is_mutable and schema.returns[0].alias_info is None
+        kind = "make" if makes else "other"
+    _kinds[func] = kind
+    return kind
 
 
 def _form(given: Any) -> Any:
