@@ -77,6 +77,8 @@ def rehearse_together(
     with subject.borrowed() as model:
         method = _make(subject, config, model, wire, foresee, found)
         found.assumes = method.assumes
+        # There is no update, as where a scaler skips it.
+        method.before_update = method.after_update = lambda: None  # type: ignore[method-assign]
         with Still():
             replica = Replica(method)
         _Stage(subject, method, replica, wire, found, shapes).play()
@@ -231,7 +233,6 @@ class _Stage:
         """One step that stands for several."""
         self.wire.repeat = times
         phase = self.replica.phase
-        self.replica.train()
         with Still():
             self.replica()
         self.replica.observe(1.0)

@@ -8,6 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _CHANGES = ("copy_", "add_", "sub_", "mul_", "div_", "lerp_", "zero_", "fill_", "addcmul_", "addcdiv_", "bernoulli_")
 """Changes in place that leave a tensor's shape; those of lists of tensors are called _foreach_NAME."""
+_DRAWS = ("uniform_", "normal_")
+"""First values of new layers, which nothing looks at."""
 _MOST = 1 << 16
 
 _Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
@@ -30,6 +32,8 @@ class Still(TorchDispatchMode):
             several = isinstance(args[0], list)
             if all(t.is_meta for t in (args[0] if several else args[:1])):
                 return None if several else args[0]
+        elif kind == "draw":
+            return args[0]
         elif kind == "make":
             return _made(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
@@ -54,8 +58,11 @@ _kinds: dict[Any, str] = {}
 def _kind_of(func: Any) -> str:
     """Whether an operation changes tensors and leaves their shapes, makes one new tensor, or does something else."""
     schema = func._schema
-    if schema.name.removeprefix("aten::").removeprefix("_foreach_") in _CHANGES:
+    name = schema.name.removeprefix("aten::")
+    if name.removeprefix("_foreach_") in _CHANGES:
         kind = "change"
+    elif name in _DRAWS:
+        kind = "draw"
     else:
         single = len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
         makes = single and not schema.is_mutable and schema.returns[0].alias_info is None
