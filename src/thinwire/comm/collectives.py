@@ -18,7 +18,7 @@ from torch import Tensor
 from thinwire.comm import missing, process_groups
 from thinwire.comm.codec import by_dtype, checksum, pack, rounded, size_of, unpack_into, unrounded
 from thinwire.comm.ledger import Ledger, mean_over_nodes
-from thinwire.comm.sent import Ranks, Sent
+from thinwire.comm.sent import Ranks, Sent, side_by_side
 from thinwire.comm.topology import Topology, discover
 from thinwire.errors import OtherRankError, one_line
 
@@ -119,7 +119,7 @@ class Wire:
         return self._begin(
             lambda: dist.all_to_all_single(received, parts, group=self._cross, async_op=True),
             received,
-            functools.reduce(Sent.beside, each),
+            side_by_side(each),
             purpose,
         )
 
@@ -135,7 +135,7 @@ class Wire:
         return self._begin(
             lambda: dist.all_gather(list(received), payload, group=self._cross, async_op=True),
             received,
-            functools.reduce(Sent.beside, each),
+            side_by_side(each),
             purpose,
         )
 

@@ -5,16 +5,19 @@ the meta device: nothing is ever read from them.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from thinwire.comm.codec import size_of
+from thinwire.comm.codec import WIRES, by_dtype, size_of
 from thinwire.comm.collectives import Pending, Wire
 from thinwire.comm.ledger import Ledger
-from thinwire.comm.sent import Sent
+from thinwire.comm.panorama import Panorama, SentByView
+from thinwire.comm.sent import Ranks, Sent
 from thinwire.comm.topology import Topology
 
 
@@ -37,14 +40,51 @@ class Exchange(NamedTuple):
     parts: tuple[Sent, ...]
 
 
+@dataclass
+class Booked:
+    """What was counted, and how often; the shapes of it are kept, as how long they take depends on links chosen later.
+
+    Each is for all views of the layout at once.
+    """
+
+    opening: Counter[Call] = field(default_factory=Counter)
+    """Before anybody waits for anything."""
+    calls: Counter[Call] = field(default_factory=Counter)
+    exchanges: Counter[tuple[str, Exchange]] = field(default_factory=Counter)
+    """By their purposes."""
+
+    def add(self, more: "Booked", times: int = 1) -> None:
+        """Count all of it so many times."""
+        for own, others in ((self.opening, more.opening), (self.calls, more.calls), (self.exchanges, more.exchanges)):
+            for what, count in others.items():
+                own[what] += count * times  # type: ignore[index]
+
+    def seen_from(self, view: int) -> tuple[Ledger, Counter[Call], Counter[Exchange]]:
+        """The ledger of one view, and what it waits for."""
+        ledger, calls, exchanges = Ledger(), Counter[Call](), Counter[Exchange]()
+        for call, times in (*self.opening.items(), *self.calls.items()):
+            ledger.phase = call.phase
+            ledger.record(call.purpose, _of_view(call.sent, view), call.calls, times)
+        for call, times in self.calls.items():
+            calls[call._replace(sent=_of_view(call.sent, view))] += times
+        for (purpose, exchange), times in self.exchanges.items():
+            parts = tuple(_of_view(sent, view) for sent in exchange.parts)
+            exchanges[Exchange(exchange.phase, parts)] += times
+            ledger.phase = exchange.phase
+            for sent in parts:
+                ledger.record(purpose, sent, 1, times)
+        return ledger, calls, exchanges
+
+
 class DryWire(Wire):
-    """One worker's end of a wire that is not there."""
+    """The end of a wire that is not there, of one worker or of several that do the same."""
 
     is_dry = True
 
-    def __init__(self, topology: Topology, ledger: Ledger) -> None:
-        self.topology = topology
-        self.ledger = ledger
+    def __init__(self, views: Sequence[Topology]) -> None:
+        self.topology = Panorama.of(views)
+        self.ledger = Ledger()
+        """Knows phase and purpose; what is sent is booked below."""
         self._group = self._cross = self._control = None
         self.changing: set[int] = set()
         """Identities of tensors that training makes different on different workers."""
@@ -52,19 +92,62 @@ class DryWire(Wire):
         """How often what is counted now would happen."""
         self.overlap = 0
         """Steps that go on before anybody waits for what is counted now."""
-        self.calls: Counter[Call] = Counter()
-        self.exchanges: Counter[Exchange] = Counter()
+        self.booked = Booked()
+
+    @contextmanager
+    def booking(self) -> Iterator[Booked]:
+        """What is counted inside, by itself; it is in the whole as well."""
+        whole, self.booked = self.booked, Booked()
+        try:
+            yield self.booked
+        finally:
+            whole.add(self.booked)
+            self.booked = whole
+
+    def count_opening(self) -> None:
+        """Machine and settings of each, before there is anything to wait for."""
+        sent = self.topology.gather_ring(self.topology.world, 16)
+        self.booked.opening[Call(self.ledger.phase, "control", sent, 1)] += 1
 
     def count(self, purpose: str, sent: Sent, calls: int = 1) -> None:
-        """Book it, and keep its shape: how long it takes depends on links that are chosen later."""
-        self.ledger.record(purpose, sent, calls, self.repeat)
-        self.calls[Call(self.ledger.phase, self.ledger.booked_as(purpose), sent, calls, self.overlap)] += self.repeat
+        """Book a call."""
+        call = Call(self.ledger.phase, self.ledger.booked_as(purpose), sent, calls, self.overlap)
+        self.booked.calls[call] += self.repeat
 
     def count_overlapped(self, purpose: str, parts: Sequence[Sent]) -> None:
         """Book the parts of an exchange."""
-        for sent in parts:
-            self.ledger.record(purpose, sent, 1, self.repeat)
-        self.exchanges[Exchange(self.ledger.phase, tuple(parts))] += self.repeat
+        exchange = Exchange(self.ledger.phase, tuple(parts))
+        self.booked.exchanges[self.ledger.booked_as(purpose), exchange] += self.repeat
+
+    # What others would bring is not there, so tensors are measured and not packed.
+
+    def sum_over_groups(self, tensors: Sequence[Tensor], purpose: str, wire: str = "fp32") -> None:
+        """Count the shares that cross, and that are handed around in the group."""
+        topology = self.topology
+        if len(topology.groups) == 1:
+            return
+        for bucket in by_dtype(tensors):
+            numbers, width = sum(t.numel() for t in bucket), bucket[0].element_size()
+            width = width if wire == "fp32" else WIRES[wire].itemsize
+            least, longer = divmod(numbers, topology.shares)
+            sizes = [(least + (j < longer)) * width for j in range(topology.shares)]  # as tensor_split cuts
+            self.count(purpose, topology.at_once([(topology.crossing(j), size) for j, size in enumerate(sizes)]))
+            for j, size in enumerate(sizes):
+                if len(topology.group) > 1 and size:
+                    self.count(purpose, topology.tree(topology.group, size, topology.group[j]))
+
+    def broadcast(self, tensors: Sequence[Tensor], purpose: str, members: Ranks | None = None) -> None:
+        """Count what the first member sends."""
+        self._count_tree(tensors, purpose, members or self.topology.world, 0)
+
+    def share_out(self, tensors: Sequence[Tensor], owner: int, purpose: str) -> None:
+        """Count what a member of the group sends."""
+        self._count_tree(tensors, purpose, self.topology.group, owner)
+
+    def _count_tree(self, tensors: Sequence[Tensor], purpose: str, members: Ranks, root: int) -> None:
+        if len(members) > 1:
+            for bucket in by_dtype(tensors):
+                self.count(purpose, self.topology.tree(members, sum(size_of(t) for t in bucket), members[root]))
 
     def differing(self, contents: Sequence[Sequence[Tensor]], purpose: str) -> list[int]:
         """Those that training makes different."""
@@ -94,3 +177,8 @@ class DryWire(Wire):
 
     def _timed(self, call: Any, sent: Sent, purpose: str) -> None:
         self.count(purpose, sent)
+
+
+def _of_view(sent: Sent, view: int) -> Sent:
+    assert isinstance(sent, SentByView), "what a dry wire counts comes from its own topology"
+    return sent.views[view]

@@ -1,8 +1,9 @@
 """What a collective sends over which link: the pieces of `topology.py`'s arithmetic."""
 
-import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import NamedTuple
 
 Ranks = tuple[int, ...]
@@ -43,14 +44,17 @@ class Sent:
         return replace(both, slow_rounds=slow_rounds, fast_rounds=max(self.fast_rounds, other.fast_rounds))
 
 
-class Edges(NamedTuple):
-    """How many messages of one pattern leave this node, stay in it, and leave the busiest node."""
+def side_by_side(parts: Iterable[Sent]) -> Sent:
+    """All of these at once."""
+    return reduce(lambda one, other: one.beside(other), parts)
 
-    slow: int
-    fast: int
-    busiest: int
+
+class Edges(NamedTuple):
+    """How many messages of one pattern leave each node, stay in each, and leave the busiest one."""
+
     leaving: Mapping[int, int]
-    """Messages that leave each node."""
+    staying: Mapping[int, int]
+    busiest: int
 
 
 def ring_pairs(members: Ranks) -> Iterable[tuple[int, int]]:
@@ -71,15 +75,23 @@ def star_pairs(members: Ranks) -> Iterable[tuple[int, int]]:
         yield members[0], member
 
 
-def mesh_pairs(members: Ranks) -> Iterable[tuple[int, int]]:
-    """Everyone sends to everyone else."""
-    return itertools.permutations(members, 2)
-
-
 PATTERNS: dict[str, Callable[[Ranks], Iterable[tuple[int, int]]]] = {
     "ring": ring_pairs,
     "tree": tree_pairs,
     "star": star_pairs,
-    "mesh": mesh_pairs,
 }
 """Who sends to whom."""
+
+
+def count_edges(pattern: str, members: Ranks, node_of: Mapping[int, int]) -> Edges:
+    """The messages of one pattern, by the node that sends them."""
+    leaving, staying = Counter[int](), Counter[int]()
+    if pattern == "mesh":  # everyone sends to everyone else, too many pairs to look at each
+        for node, here in Counter(node_of[rank] for rank in members).items():
+            leaving[node] = here * (len(members) - here)
+            staying[node] = here * (here - 1)
+    else:
+        for source, target in PATTERNS[pattern](members):
+            node = node_of[source]
+            (staying if node == node_of[target] else leaving)[node] += 1
+    return Edges(leaving, staying, max(leaving.values(), default=0))

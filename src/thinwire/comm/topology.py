@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm import process_groups
-from thinwire.comm.sent import PATTERNS, Edges, Ranks, Sent
+from thinwire.comm.sent import Edges, Ranks, Sent, count_edges
 from thinwire.errors import ConfigError, DisagreementError
 
 log = logging.getLogger("thinwire")
@@ -60,25 +60,44 @@ class Topology:
         """This worker's place in its group."""
         return self.group.index(self.rank)
 
-    @property
+    @cached_property
     def shares(self) -> int:
         """Into how many shares a merge is cut: the smallest group's size, unless fewer carry it."""
         return self.carriers or min(len(group) for group in self.groups)
 
     def crossing(self, share: int) -> Ranks:
         """The ranks that carry one share over the slow link: one member of every group."""
-        return tuple(group[share] for group in self.groups)
+        if share not in self._crossings:
+            self._crossings[share] = tuple(group[share] for group in self.groups)
+        return self._crossings[share]
+
+    def seen_from(self, rank: int) -> "Topology":
+        """The same layout seen from another worker."""
+        return self._sharing_counts(replace(self, rank=rank))
 
     def carried_by(self, member: int) -> "Topology":
         """The same layout with one member of each group that carries everything, and stands first in it."""
         if member not in self._carried:
             groups = tuple(group[member:] + group[:member] for group in self.groups)
-            self._carried[member] = replace(self, groups=groups, carriers=1)
+            self._carried[member] = self._sharing_counts(replace(self, groups=groups, carriers=1))
         return self._carried[member]
+
+    def _sharing_counts(self, other: "Topology") -> "Topology":
+        """Workers and nodes are the same, so what was counted of them need not be counted again."""
+        other.__dict__.update(_node_of=self._node_of, _counted=self._counted, _queues=self._queues, world=self.world)
+        return other
 
     @cached_property
     def _carried(self) -> dict[int, "Topology"]:
         return {}
+
+    @cached_property
+    def _crossings(self) -> dict[int, Ranks]:
+        return {}
+
+    @cached_property
+    def _own_node(self) -> int:
+        return self._node_of[self.rank]
 
     @cached_property
     def _node_of(self) -> dict[int, int]:
@@ -93,11 +112,22 @@ class Topology:
         sents = [self.all_reduce(members, size) for members, size in parts]
         if self.algorithm != "ring" or not sents:
             return reduce(Sent.beside, sents, Sent())
-        leaving: Counter[int] = Counter()
-        for members, size in parts:
-            for node, edges in self._edges("ring", members).leaving.items():
-                leaving[node] += edges * round(2 * (len(members) - 1) * size / len(members))
-        return replace(reduce(Sent.beside, sents), slow_queue=max(leaving.values(), default=0))
+        return replace(reduce(Sent.beside, sents), slow_queue=self._queue(tuple(parts)))
+
+    def _queue(self, parts: tuple[tuple[Ranks, int], ...]) -> int:
+        """What rings side by side put on the link of the node that sends most."""
+        if parts not in self._queues:
+            leaving: Counter[int] = Counter()
+            for members, size in parts:
+                each = round(2 * (len(members) - 1) * size / len(members))
+                for node, edges in self._edges("ring", members).leaving.items():
+                    leaving[node] += edges * each
+            self._queues[parts] = max(leaving.values(), default=0)
+        return self._queues[parts]
+
+    @cached_property
+    def _queues(self) -> dict[tuple[tuple[Ranks, int], ...], int]:
+        return {}
 
     def ring(self, members: Ranks, size: int) -> Sent:
         """An all-reduce by a ring: every member sends 2(W−1)/W of it to the next, in as many rounds."""
@@ -111,24 +141,26 @@ class Topology:
     def star(self, members: Ranks, size: int) -> Sent:
         """Everyone tells the first member, who answers each, as in gloo's monitored barrier."""
         edges = self._edges("star", members)
+        slow, fast = self._own(edges)
         queue = edges.busiest * size
-        inner = size if edges.fast else 0
-        return Sent(edges.slow * size, edges.fast * size, queue, inner, 2 * bool(queue), 2 * bool(inner))
+        inner = size if fast else 0
+        return Sent(slow * size, fast * size, queue, inner, 2 * bool(queue), 2 * bool(inner))
 
     def mesh(self, members: Ranks, size: int) -> Sent:
         """Everyone sends every other member a part of `size` bytes."""
         edges, rounds = self._edges("mesh", members), len(members) - 1
-        inner = size * rounds if edges.fast else 0
+        slow, fast = self._own(edges)
+        inner = size * rounds if fast else 0
         queue = edges.busiest * size
-        return Sent(edges.slow * size, edges.fast * size, queue, inner, rounds * bool(queue), rounds * bool(inner))
+        return Sent(slow * size, fast * size, queue, inner, rounds * bool(queue), rounds * bool(inner))
 
     def double_tree(self, members: Ranks, size: int) -> Sent:
         """An all-reduce by two trees that carry half of it each, where every inner node of one is a leaf of the other.
 
         A chain inside the node; between nodes everyone sends what a ring over nodes would, in far fewer rounds.
         """
-        nodes = len({self._node_of[rank] for rank in members})
-        here = sum(self._node_of[rank] == self._node_of[self.rank] for rank in members)
+        on_nodes = Counter(self._node_of[rank] for rank in members)
+        nodes, here = len(on_nodes), on_nodes[self._own_node]
         each = round(2 * (nodes - 1) / nodes * size)
         chain = 2 * size if here > 1 else 0
         inner = max(0, here - 1)
@@ -140,31 +172,28 @@ class Topology:
         edges = self._edges("tree", members[start:] + members[:start])
         slow_rounds = depth if edges.busiest else 0
         fast_rounds = depth - slow_rounds
+        slow, fast = self._own(edges)
         queues = edges.busiest * size, fast_rounds * size
-        return Sent(edges.slow * size, edges.fast * size, *queues, slow_rounds, fast_rounds)
+        return Sent(slow * size, fast * size, *queues, slow_rounds, fast_rounds)
 
     def _around(self, members: Ranks, each: int, rounds: int) -> Sent:
         if len(members) == 1:
             return Sent()
         edges = self._edges("ring", members)
+        slow, fast = self._own(edges)
         waits = (rounds, 0) if edges.busiest else (0, rounds)
-        queues = edges.busiest * each, each if edges.fast else 0
-        return Sent(edges.slow * each, edges.fast * each, *queues, *waits)
+        queues = edges.busiest * each, each if fast else 0
+        return Sent(slow * each, fast * each, *queues, *waits)
 
     def _edges(self, pattern: str, members: Ranks) -> Edges:
         """Counted once: a run repeats a few patterns a thousand times."""
         if (pattern, members) not in self._counted:
-            pairs = PATTERNS[pattern](members)
-            leaving, own, staying = Counter[int](), self._node_of[self.rank], 0
-            for source, target in pairs:
-                node = self._node_of[source]
-                if node != self._node_of[target]:
-                    leaving[node] += 1
-                elif node == own:
-                    staying += 1
-            busiest = max(leaving.values(), default=0)
-            self._counted[pattern, members] = Edges(leaving[own], staying, busiest, leaving)
+            self._counted[pattern, members] = count_edges(pattern, members, self._node_of)
         return self._counted[pattern, members]
+
+    def _own(self, edges: Edges) -> tuple[int, int]:
+        """Messages that leave this worker's node, and that stay in it."""
+        return edges.leaving.get(self._own_node, 0), edges.staying.get(self._own_node, 0)
 
     @cached_property
     def _counted(self) -> dict[tuple[str, Ranks], Edges]:

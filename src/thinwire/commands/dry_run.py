@@ -29,8 +29,8 @@ from thinwire.plan.compute import given
 from thinwire.plan.forecast import EVALUATION, Forecast, Layout
 from thinwire.plan.links import Links
 from thinwire.plan.planner import Row, Stopwatch, make_plan
-from thinwire.plan.rehearse import Subject
 from thinwire.plan.subjects import of_recipe
+from thinwire.plan.workload import Subject
 from thinwire.settings import describe
 from thinwire.train import Recipe, checkpoint
 from thinwire.train.folder import of_a_run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,15 @@ from rich.console import Console
 
 from thinwire import units
 from thinwire.commands import options
+from thinwire.errors import ConfigError
 from thinwire.jobs import method_config, variants
 from thinwire.plan import compute as computing
 from thinwire.plan.forecast import Layout
 from thinwire.plan.links import Links
-from thinwire.plan.planner import Plan, Stopwatch, make_plan
-from thinwire.plan.rehearse import Subject
-from thinwire.plan.show import draw, table
+from thinwire.plan.planner import Plan, Row, Stopwatch, make_plan
+from thinwire.plan.show import NODES, Rows, draw
 from thinwire.plan.subjects import OPTIMIZERS, of_function, of_recipe
+from thinwire.plan.workload import Subject
 from thinwire.recipes import Recipe, named
 from thinwire.train.folder import refuse_occupied
 
@@ -52,7 +54,10 @@ _FILES = ("plan.json", "plan.png")
 )
 @options.overwrite
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON, and nothing else; draws nothing.")
-def plan(recipe: str | None, model: str | None, as_json: bool, out: Path | None, overwrite: bool, **flags: Any) -> None:
+@click.option("--quiet", is_flag=True, help="Say nothing of what is being worked on.")
+def plan(
+    recipe: str | None, model: str | None, as_json: bool, quiet: bool, out: Path | None, overwrite: bool, **flags: Any
+) -> None:
     """What each method would send, and how long it would take, before anything runs.
 
     RECIPE is a name from `thinwire list` or FILE.py:FUNCTION. Bytes come from rehearsing the methods
@@ -64,19 +69,84 @@ def plan(recipe: str | None, model: str | None, as_json: bool, out: Path | None,
         refuse_occupied(out, (out / name for name in _FILES if (out / name).exists()))
     length = {name: flags[name] for name in ("steps", "epochs", "workers")}
     chosen = None if recipe is None else named(recipe, **length)
-    made = _plan(chosen, _subject(chosen, model, flags), flags)
-    told = made.as_dict()
     if as_json:
-        click.echo(json.dumps(told, indent=2))
+        made = _plan(chosen, _subject(chosen, model, flags), flags)
+        click.echo(json.dumps(made.as_dict(), indent=2))
         return
-    wide = Console()
-    Console(width=None if wide.is_terminal else 120).print(table(told))
-    folder = out or Path("runs") / f"plan-{made.subject.name}"
-    folder.mkdir(parents=True, exist_ok=True)
+    with Progress(quiet=quiet) as progress:
+        progress.tell("building the model")
+        made = _plan(chosen, _subject(chosen, model, flags), flags, progress)
+        told = progress.end(made)
+        folder = out or Path("runs") / f"plan-{made.subject.name}"
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder, told)
+        progress.tell("drawing")
+        missing = _draw(made, told, folder)
+    click.echo(missing or f"picture and figures: {folder / 'plan.png'}, {folder / 'plan.json'}")
+
+
+def _draw(made: Plan, told: dict[str, Any], folder: Path) -> str | None:
+    """The picture, and its curves in the file; a sentence where there can be none, which costs no result."""
+    try:
+        told["curves"] = draw(made, folder / "plan.png")
+    except ConfigError as error:
+        if not isinstance(error.__cause__, ImportError):
+            raise
+        return f"figures: {folder / 'plan.json'}; no picture: {error}"
     _write(folder, told)
-    told["curves"] = draw(made, folder / "plan.png")
-    _write(folder, told)
-    click.echo(f"picture and figures: {folder / 'plan.png'}, {folder / 'plan.json'}")
+    return None
+
+
+class Progress:
+    """What is being worked on: a line that changes on a terminal, lines of their own on stderr elsewhere."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        wide = Console()
+        self.console = Console(width=None if wide.is_terminal else 120)
+        self._quiet = quiet
+        self._status = self.console.status("") if self.console.is_terminal and not quiet else None
+        self._rows: Rows | None = None
+        self._methods: list[str] = []
+
+    def __enter__(self) -> Progress:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def tell(self, what: str) -> None:
+        """What comes next."""
+        if self._status is not None:
+            self._status.update(f"{what} …")
+        elif not self._quiet:
+            click.echo(f"{what} …", err=True)
+
+    def expect(self, methods: Iterable[str]) -> None:
+        """The methods that will be planned."""
+        self._methods = list(methods)
+        self._rows = Rows(self.console, self._methods)
+        self.tell("planning fp32 all-reduce, which the others are held against")
+
+    def begin(self, method: str) -> None:
+        """A method is being planned."""
+        self.tell(f"planning {method} ({self._methods.index(method) + 1} of {len(self._methods)})")
+
+    def add(self, plan: Plan, row: Row) -> None:
+        """A row is there."""
+        assert self._rows is not None
+        if row is plan.rows[0]:
+            self._rows.begin(plan)
+        self._rows.add(plan.row_as_dict(row))
+
+    def end(self, plan: Plan) -> dict[str, Any]:
+        """All rows are there; the plan as plain values."""
+        assert self._rows is not None
+        told = plan.as_dict()
+        self._rows.end(told)
+        return told
 
 
 def _write(folder: Path, told: dict[str, Any]) -> None:
@@ -94,7 +164,7 @@ def _subject(recipe: Recipe | None, model: str | None, flags: dict[str, Any]) ->
     return of_function(model, flags["steps"], flags["optimizer"])
 
 
-def _plan(recipe: Recipe | None, subject: Subject, flags: dict[str, Any]) -> Plan:
+def _plan(recipe: Recipe | None, subject: Subject, flags: dict[str, Any], progress: Progress | None = None) -> Plan:
     links = Links(
         bandwidth=units.bits_per_second(flags["bandwidth"]),
         latency=units.seconds(flags["latency"]),
@@ -112,4 +182,8 @@ def _plan(recipe: Recipe | None, subject: Subject, flags: dict[str, Any]) -> Pla
     for config in configs.values():
         layout.topology(0, config.group_size)
     known = computing.given(units.seconds(flags["compute"])) if flags["compute"] else None
-    return make_plan(subject, configs, layout, links, stopwatch=Stopwatch(subject, known), ranks=flags["ranks"])
+    watch, hears = Stopwatch(subject, known), {}
+    if progress is not None:
+        progress.expect(configs)
+        hears = {"before": progress.begin, "after": progress.add, "counts": NODES}
+    return make_plan(subject, configs, layout, links, stopwatch=watch, ranks=flags["ranks"], **hears)

@@ -11,13 +11,14 @@ A group phase begins only if all of it fits before `total_steps`; what is left i
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from thinwire.comm.topology import Topology
 from thinwire.config import AB
 from thinwire.errors import ConfigError
 from thinwire.factor import moments
@@ -50,6 +51,11 @@ class ABMethod(Factoring):
         self.lr_start: int | None = None
         self.base: list[Tensor] = []
 
+    @classmethod
+    def role(cls, config: AB, topology: Topology) -> Hashable:
+        """The factor that its group trains."""
+        return _trained_factor(topology)
+
     def attach(self) -> None:
         """Begin with the first phase; a warm-up of no steps begins with the groups."""
         super().attach()
@@ -74,8 +80,7 @@ class ABMethod(Factoring):
     @property
     def trains(self) -> str:
         """The factor this worker's group trains: the first half of the groups A, the others B, a lone group B."""
-        count = len(self.topology.groups)
-        return "a" if count > 1 and self.topology.group_index < math.ceil(count / 2) else "b"
+        return _trained_factor(self.topology)
 
     @property
     def lr_factor(self) -> float:
@@ -249,3 +254,8 @@ class ABMethod(Factoring):
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Take the starting values back."""
         self.base = [tensors[f"base.{i}"] for i in range(len(tensors))]
+
+
+def _trained_factor(topology: Topology) -> str:
+    count = len(topology.groups)
+    return "a" if count > 1 and topology.group_index < math.ceil(count / 2) else "b"

@@ -1,8 +1,11 @@
 """AllReduce: data-parallel training as PyTorch does it, the measure of everything else; and its int8 wire."""
 
+from collections.abc import Hashable
+
 from torch import nn
 
 from thinwire.comm.coders import Coder, Int8, Rows
+from thinwire.comm.topology import Topology
 from thinwire.config import AllReduce
 from thinwire.methods.compressing import Coded
 
@@ -14,6 +17,11 @@ class AllReduceMethod(Coded):
 
     phases = ("train",)
     config: AllReduce
+
+    @classmethod
+    def role(cls, config: AllReduce, topology: Topology) -> Hashable:
+        """Parts of a sum are owned only where it is coded."""
+        return super().role(config, topology) if config.wire == "int8" else None
 
     @property
     def gradient_wire(self) -> str:

@@ -18,10 +18,10 @@ A method changes the model and its optimizers in place, and talks to other worke
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from thinwire.comm.collectives import Pending, Wire
 from thinwire.comm.replicate import Replicated
+from thinwire.comm.topology import Topology
 from thinwire.errors import ConfigError, DisagreementError
 from thinwire.factor.convert import Kept, Layer, find_layers, to_factors
 from thinwire.factor.optimizers import Optimizers
@@ -52,6 +53,15 @@ class Ground:
     """A layer's U, S and Vᵀ at a cutoff, with the share of its ranks that may be dropped at most; foreseen likewise."""
     scale: Callable[[], float] = lambda: 1.0
     """What the GradScaler multiplies losses by now."""
+
+
+class Cycle(NamedTuple):
+    """A place in a cycle of steps: from equal places on, equal steps send the same."""
+
+    place: Hashable
+    """Counted from the present step."""
+    end: int
+    """The step from which on this is not so any more."""
 
 
 class Method(ABC):
@@ -87,6 +97,11 @@ class Method(ABC):
         self.kept: list[Kept] = []
         self._set_phase(self.phases[0])
 
+    @classmethod
+    def role(cls, config: Any, topology: Topology) -> Hashable:
+        """What a worker does depends on this and on its own group; a plan runs one for all that have the same."""
+        return len(topology.groups), topology.group_index
+
     @abstractmethod
     def attach(self) -> None:
         """Take over the model."""
@@ -121,6 +136,11 @@ class Method(ABC):
         return self.step + 1
 
     @property
+    def cycle(self) -> Cycle | None:
+        """Where in a cycle it is; None where it is in none. A plan counts cycles by one of them."""
+        return None
+
+    @property
     def lr_factor(self) -> float:
         """What the scheduled learning rate is multiplied by in the next update."""
         return 1.0
@@ -150,6 +170,11 @@ class Method(ABC):
 
     def skip(self, steps: int) -> None:
         """Count quiet steps that a plan does not take."""
+        self.step += steps
+        self.forwards += steps
+
+    def shift(self, steps: int) -> None:
+        """Count whole cycles that a plan does not take: everything it noted by its step is so many steps later."""
         self.step += steps
         self.forwards += steps
 

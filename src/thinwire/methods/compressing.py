@@ -13,7 +13,7 @@ once: without a GradScaler the run stops with the worker's and the layer's name;
 
 import sys
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from thinwire.comm.codec import unpack_into
 from thinwire.comm.coders import Coder, Rows
 from thinwire.comm.collectives import Wire
 from thinwire.comm.compressed import CompressedSum
+from thinwire.comm.topology import Topology
 from thinwire.errors import ConfigError, DivergedError
 from thinwire.methods.base import Ground, Method
 
@@ -65,6 +66,11 @@ class Compressing(Method):
     @abstractmethod
     def carried(self) -> list[Tensor]:
         """Tensors in units of the gradient that are kept from step to step."""
+
+    @classmethod
+    def role(cls, config: Any, topology: Topology) -> Hashable:
+        """All do the same."""
+        return None
 
     def attach(self) -> None:
         """Begin plain or compressed."""
@@ -179,6 +185,11 @@ class Coded(Compressing):
     """Gradients in a few bits an element where `is_coded` says so; the others travel as they are."""
 
     sum: CompressedSum | None = None
+
+    @classmethod
+    def role(cls, config: Any, topology: Topology) -> Hashable:
+        """Each group owns another part of the sum."""
+        return len(topology.groups), topology.group_index
 
     @abstractmethod
     def coder(self) -> Coder:

@@ -18,7 +18,7 @@ import logging
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -26,10 +26,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from thinwire.comm.codec import all_finite, pack_wide, reals
+from thinwire.comm.topology import Topology
 from thinwire.comm.transfer import make_rotating, make_transfer
 from thinwire.config import DASO
 from thinwire.errors import ConfigError, DivergedError
-from thinwire.methods.base import Ground, Method
+from thinwire.methods.base import Cycle, Ground, Method
 from thinwire.methods.cargo import Cargo, Flight
 from thinwire.methods.merging import average_buffers, put_back, refuse_diverged
 from thinwire.methods.plateau import Plateau
@@ -55,6 +56,11 @@ class DASOMethod(Method):
         self.cargo: list[Cargo] = []
         """Parameters, then statistics if there are any."""
         self._warned: set[str] = set()
+
+    @classmethod
+    def role(cls, config: DASO, topology: Topology) -> Hashable:
+        """Where sums are coded each node owns another part of them."""
+        return super().role(config, topology) if config.wire == "int8" else None
 
     def attach(self) -> None:
         """Nodes by themselves from the first step; a warm-up of no steps is over at once."""
@@ -105,6 +111,26 @@ class DASOMethod(Method):
         super().skip(steps)
         if self.phase != "cycling":
             self.sends += steps
+
+    @property
+    def cycle(self) -> Cycle | None:
+        """From one average to the next that the same member carries, while the pace stays."""
+        if self.phase != "cycling" or self.spans_world:
+            return None
+        flight = self.flight
+        under_way = flight and (self.step - flight.sent, flight.wait, bool(flight.means), flight.first)
+        since = self.step - self.sent_at, self.agreed_at == self.step
+        place = self.every, self.wait, self.plateau.worse, self.sends % self.topology.shares, *since, under_way
+        # What would come back after the phase is not sent.
+        return Cycle(place, self._phase_end - self.every - self.wait)
+
+    def shift(self, steps: int) -> None:
+        """So much later was the last average sent."""
+        super().shift(steps)
+        self.sent_at += steps
+        self.agreed_at += steps
+        if self.flight is not None:
+            self.flight.sent += steps
 
     def epoch_end(self, loss: float | None) -> None:
         """Average oftener once the mean loss over workers does not fall any more; then less often again."""

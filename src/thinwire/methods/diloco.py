@@ -10,6 +10,7 @@ Every worker keeps the outer values and their momentum itself, with the same bit
 it was first described. With one group nothing is sent, and the outer steps remain.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from thinwire.comm.codec import all_finite, pack_wide, unpack_into
 from thinwire.comm.transfer import Transfer, make_transfer
 from thinwire.config import DiLoCo
 from thinwire.errors import ConfigError, DivergedError
-from thinwire.methods.base import Ground
+from thinwire.methods.base import Cycle, Ground
 from thinwire.methods.local_sgd import Apart
 from thinwire.methods.merging import average_buffers, put_back
 
@@ -126,6 +127,31 @@ class DiLoCoMethod(Apart):
         ahead += [part.sent + delay for part in self.parts if part.sent is not None]
         ahead += [turn for part in self.parts if (turn := self._turn(part)) is not None and turn > self.step]
         return min(ahead)
+
+    @property
+    def cycle(self) -> Cycle | None:
+        """A round in which each part has its turn."""
+        if self.phase == "warmup":
+            return None
+        parts = [
+            (
+                None if part.sent is None else self.step - part.sent,
+                part.received is None,
+                part.momentum is None,
+                part.level == self.step,
+            )
+            for part in self.parts
+        ]
+        place = self.local_step % self.config.every, self.buffers_at == self.step, *parts
+        return Cycle(place, sys.maxsize)
+
+    def shift(self, steps: int) -> None:
+        """So much later was everything sent and agreed."""
+        super().shift(steps)
+        self.buffers_at += steps
+        for part in self.parts:
+            part.level += steps
+            part.sent = None if part.sent is None else part.sent + steps
 
     # Parts.
 

@@ -2,8 +2,10 @@
 
 import math
 import warnings
+from collections.abc import Hashable
 from typing import Any
 
+from thinwire.comm.topology import Topology
 from thinwire.errors import ConfigError
 from thinwire.factor.convert import Layer, find_layers, warn_of_idle_patterns
 from thinwire.factor.decompose import smallest_cutoff
@@ -20,6 +22,11 @@ class Factoring(Method):
         self.found_by: list[str] = []
         """The order of use by which the present layers were found; it may become known only later."""
         self._warned = False
+
+    @classmethod
+    def role(cls, config: Any, topology: Topology) -> Hashable:
+        """All do the same."""
+        return None
 
     def attach(self) -> None:
         """Find the layers, and watch the order in which a forward pass uses them."""

@@ -9,14 +9,15 @@ With one group there is nobody to average with: it is plain data-parallel traini
 
 import sys
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
+from thinwire.comm.topology import Topology
 from thinwire.config import DiLoCo, LocalSGD
-from thinwire.methods.base import Ground, Method
+from thinwire.methods.base import Cycle, Ground, Method
 from thinwire.methods.merging import average_buffers, average_moments, average_parameters, put_back, refuse_diverged
 
 
@@ -25,6 +26,11 @@ class Apart(Method):
 
     phases = ("warmup", "local")
     config: LocalSGD | DiLoCo
+
+    @classmethod
+    def role(cls, config: LocalSGD | DiLoCo, topology: Topology) -> Hashable:
+        """Where sums are coded each group owns another part of them."""
+        return super().role(config, topology) if config.wire == "int8" else None
 
     @abstractmethod
     def begin(self) -> None:
@@ -111,6 +117,18 @@ class LocalSGDMethod(Apart):
         if self.spans_world:
             return sys.maxsize
         return self.step + self.config.every - self.local_step % self.config.every
+
+    @property
+    def cycle(self) -> Cycle | None:
+        """From one average to the next."""
+        if self.phase == "warmup":
+            return None
+        return Cycle((self.local_step % self.config.every, self.averaged_at == self.step), sys.maxsize)
+
+    def shift(self, steps: int) -> None:
+        """So much later was the last average."""
+        super().shift(steps)
+        self.averaged_at += steps
 
     def begin(self) -> None:
         """Note where all groups start from."""

@@ -13,7 +13,7 @@ once more what has its momentum already. Weight decay needs no sending: its mome
 import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from thinwire.comm.codec import unpack_into
 from thinwire.comm.coders import Rows, cut, elements
+from thinwire.comm.topology import Topology
 from thinwire.config import TopK
 from thinwire.methods.base import Ground
 from thinwire.methods.compressing import Compressing, Piece, pieces, sum_plain
@@ -44,6 +45,11 @@ class TopKMethod(Compressing):
         self.decays: dict[int, Tensor] = {}
         self.next_steady: dict[int, Tensor] = {}
         self.next_decays: dict[int, Tensor] = {}
+
+    @classmethod
+    def role(cls, config: TopK, topology: Topology) -> Hashable:
+        """All do the same, but groups hear from as many as there are."""
+        return len(topology.groups)
 
     @property
     def plain_steps(self) -> int:
@@ -188,6 +194,8 @@ class TopKMethod(Compressing):
 
     def _apply(self, blocks: Sequence[Tensor], again: bool) -> None:
         """The weighted sum of what groups sent; one group after the other, so that all workers round alike."""
+        if self.applied.is_meta:
+            return
         if not again:
             self.applied.zero_()
         topology = self.topology

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.factor.decompose import decompose_if_smaller
-from thinwire.plan.rehearse import Subject, copy_with
+from thinwire.plan.workload import Subject, copy_with
 from thinwire.train.first_step import kept_for_backward
 from thinwire.train.run import own_device
 

@@ -1,19 +1,23 @@
 """A method's bytes, seconds and memory on given nodes and links."""
 
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 from thinwire.comm.ledger import Ledger, mean_over_nodes
+from thinwire.comm.panorama import kind
 from thinwire.comm.sent import Sent
 from thinwire.comm.topology import Topology, arrange
 from thinwire.errors import ConfigError
+from thinwire.methods.agree import decomposers
+from thinwire.methods.registry import METHODS, name_of
 from thinwire.plan.compute import Compute
 from thinwire.plan.foresight import Foresight
 from thinwire.plan.links import Links
-from thinwire.plan.rehearse import Rehearsal, Subject, rehearse
+from thinwire.plan.rehearse import Rehearsal, rehearse_together
+from thinwire.plan.workload import Subject
 
 # The mean over nodes is exact up to here; where only times are asked for, a few nodes tell.
 ALL_NODES, SOME_NODES = 16, 2
@@ -40,9 +44,12 @@ class Layout:
 
     def topology(self, rank: int, group_size: Any) -> Topology:
         """The layout as one worker sees it."""
-        nodes = self.nodes or 1
-        seen = arrange(rank, [r * nodes // self.workers for r in range(self.workers)], group_size)
-        return Topology(rank, seen.nodes, seen.groups, self.algorithm)
+        return _arranged(self, group_size).seen_from(rank)
+
+    def views(self, group_size: Any, most: int) -> list[Topology]:
+        """As the first worker of each node sees it, or of a few nodes where there are more than `most`."""
+        first = _arranged(self, group_size)
+        return [first.seen_from(first.nodes[view][0]) for view in _views(len(first.nodes), most)]
 
     def over(self, nodes: int, group_size: Any) -> "Layout":
         """As many workers a node on another number of nodes."""
@@ -58,20 +65,19 @@ class Forecast:
         subject: Subject,
         config: Any,
         layout: Layout,
-        foresee: Foresight,
+        foreseen: Foresight | list[Rehearsal],
         computing: Callable[[Rehearsal, str], Compute],
         decomposing: Callable[[Rehearsal], float],
         nodes: int = ALL_NODES,
     ) -> None:
+        """By ranks as foreseen, or from rehearsals that were made by them."""
         self.subject = subject
         self.config = config
-        first = layout.topology(0, config.group_size)
-        self.nodes = len(first.nodes)
-        self.views = _views(self.nodes, nodes)
-        self.rehearsals = [
-            rehearse(subject, config, layout.topology(first.nodes[view][0], config.group_size), foresee)
-            for view in self.views
-        ]
+        views = layout.views(config.group_size, nodes)
+        self.nodes = len(views[0].nodes)
+        if not isinstance(foreseen, list):
+            foreseen = rehearse_views(views, subject, config, foreseen)
+        self.rehearsals = foreseen
         self._computing = computing
         self._decomposing = decomposing
 
@@ -124,6 +130,29 @@ class Forecast:
             ready = step.ready_at([_size(part) for part in exchange.parts])
             total[exchange.phase] += times * links.exposed(exchange.parts, ready, step.backward)
         return dict(total)
+
+
+def rehearse_views(
+    views: Sequence[Topology], subject: Subject, config: Any, foresee: Foresight, *, shapes: bool = True
+) -> list[Rehearsal]:
+    """What each of these workers would count, of one layout or of several; one acts for all that do the same."""
+    alike: dict[Hashable, list[int]] = defaultdict(list)
+    for i, view in enumerate(views):
+        role = METHODS[name_of(config)].method.role(config, view)
+        alike[kind(view), decomposers(view), role].append(i)
+    found: dict[int, Rehearsal] = {}
+    for places in alike.values():
+        together = rehearse_together(subject, config, [views[i] for i in places], foresee, shapes=shapes)
+        found.update(zip(places, together, strict=True))
+    return [found[i] for i in range(len(views))]
+
+
+@lru_cache(maxsize=32)
+def _arranged(layout: Layout, group_size: Any) -> Topology:
+    """Kept, with what was counted on it: every method of a plan asks for the same."""
+    nodes = layout.nodes or 1
+    first = arrange(0, [r * nodes // layout.workers for r in range(layout.workers)], group_size)
+    return replace(first, algorithm=layout.algorithm)
 
 
 def _size(sent: Sent) -> int:

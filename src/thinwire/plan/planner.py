@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from thinwire.errors import ConfigError
 from thinwire.factor.convert import find_layers
 from thinwire.plan import compute, foresight
 from thinwire.plan.compute import Compute
-from thinwire.plan.forecast import ALL_NODES, SOME_NODES, Forecast, Layout
+from thinwire.plan.forecast import ALL_NODES, SOME_NODES, Forecast, Layout, rehearse_views
 from thinwire.plan.links import Links
-from thinwire.plan.rehearse import Rehearsal, Subject
+from thinwire.plan.rehearse import Rehearsal
+from thinwire.plan.workload import Subject
 from thinwire.settings import describe
 
 Signature = tuple[tuple[str, tuple[int, ...], bool], ...]
@@ -69,6 +71,8 @@ class Row:
     """With recorded ranks, typical ones, or none where nothing depends on them."""
     lowest: Forecast | None = None
     highest: Forecast | None = None
+    over_nodes: Mapping[int, Forecast] = field(default_factory=dict)
+    """With as many workers a node on other numbers of nodes."""
 
     def speedup(self, baseline: Forecast, links: Links) -> float:
         """How much sooner it ends than the baseline."""
@@ -84,6 +88,8 @@ class Plan:
     links: Links
     stopwatch: Stopwatch
     baseline: Forecast
+    over_nodes: Mapping[int, Forecast] = field(default_factory=dict)
+    """The baseline on other numbers of nodes."""
     rows: list[Row] = field(default_factory=list)
     ranks: str | None = None
     """The folder that ranks come from."""
@@ -99,10 +105,11 @@ class Plan:
             "links": vars(self.links),
             "ranks": self.ranks,
             "compute_measured": self.stopwatch.given is None,
-            "methods": [self._row(row) for row in self.rows],
+            "methods": [self.row_as_dict(row) for row in self.rows],
         }
 
-    def _row(self, row: Row) -> dict[str, Any]:
+    def row_as_dict(self, row: Row) -> dict[str, Any]:
+        """One of its methods, as plain values."""
         forecast, steps = row.forecast, self.subject.steps
         split = forecast.seconds(self.links)
         seconds = sum(split.values())
@@ -135,35 +142,83 @@ def make_plan(
     *,
     stopwatch: Stopwatch,
     ranks: Path | None = None,
+    counts: Iterable[int] = (),
+    before: Callable[[str], None] = lambda name: None,
+    after: Callable[[Plan, Row], None] = lambda plan, row: None,
 ) -> Plan:
-    """Rehearse every method; `configs` are by the names to show them under."""
+    """Rehearse every method; `configs` are by the names to show them under, `counts` other numbers of nodes to look at.
+
+    `before` hears of each method that is begun, `after` of each row that is there.
+    """
     recorded = _recorded(subject, ranks) if ranks else None
-    forecast = _forecaster(subject, layout, stopwatch)
     group_size = layout_group_size(configs.values())
-    plan = Plan(subject, layout, links, stopwatch, forecast(AllReduce(group_size=group_size), foresight.typical))
+    over = _layouts(layout, counts, group_size)
+
+    def forecast(config: Any, foresee: foresight.Foresight, over: Mapping[int, Layout]) -> tuple[Forecast, Any]:
+        found = _forecast_all(subject, config, foresee, stopwatch, over, layout)
+        return found.pop(None), found
+
+    usual = AllReduce(group_size=group_size)
+    plan = Plan(subject, layout, links, stopwatch, *forecast(usual, foresight.typical, {}))
+    # On other numbers of nodes all-reduce stands on nodes as the machines are.
+    plan.over_nodes = _forecast_all(subject, AllReduce(), foresight.typical, stopwatch, over)
     plan.ranks = str(ranks) if ranks else None
     for name, config in configs.items():
-        likely = forecast(config, recorded or foresight.typical)
+        before(name)
+        likely, there = forecast(config, recorded or foresight.typical, over)
         bounds: list[Forecast] = []
         if likely.depends_on_ranks and recorded is None:
-            bounds = [forecast(config, foresight.lowest), forecast(config, foresight.highest)]
-        plan.rows.append(Row(name, likely, *bounds))
+            bounds = [forecast(config, bound, {})[0] for bound in (foresight.lowest, foresight.highest)]
+        plan.rows.append(Row(name, likely, *bounds, over_nodes=there))
+        after(plan, plan.rows[-1])
     return plan
 
 
 def over_nodes(plan: Plan, counts: Iterable[int]) -> dict[int, dict[str, float]]:
-    """Speed-up of every method over all-reduce on other numbers of nodes."""
+    """Speed-up of every method over all-reduce on other numbers of nodes; quick for those the plan was made with."""
     group_size = layout_group_size(row.forecast.config for row in plan.rows)
     recorded = foresight.Recorded(Path(plan.ranks)) if plan.ranks else foresight.typical
-    table: dict[int, dict[str, float]] = {}
-    for count in counts:
-        layout = plan.layout.over(count, group_size)
-        if group_size is not None and group_size > layout.workers:
-            continue  # groups as large as that are not there yet
-        forecast = _forecaster(plan.subject, layout, plan.stopwatch, SOME_NODES)
-        base = total(forecast(AllReduce(), foresight.typical), plan.links)
-        table[count] = {r.method: base / total(forecast(r.forecast.config, recorded), plan.links) for r in plan.rows}
-    return table
+    fitting = _layouts(plan.layout, counts, group_size)
+    base = _on_layouts(plan, plan.over_nodes, AllReduce(), foresight.typical, fitting)
+    rows = {r.method: _on_layouts(plan, r.over_nodes, r.forecast.config, recorded, fitting) for r in plan.rows}
+    return {n: {name: base[n] / its[n] for name, its in rows.items()} for n in fitting}
+
+
+def _on_layouts(
+    plan: Plan, known: Mapping[int, Forecast], config: Any, foresee: foresight.Foresight, layouts: Mapping[int, Layout]
+) -> dict[int, float]:
+    """Seconds of the whole run on each layout."""
+    lacking = {count: layout for count, layout in layouts.items() if count not in known}
+    found = {**known, **_forecast_all(plan.subject, config, foresee, plan.stopwatch, lacking)}
+    return {count: total(found[count], plan.links) for count in layouts}
+
+
+def _layouts(layout: Layout, counts: Iterable[int], group_size: int | None) -> dict[int, Layout]:
+    """As many workers a node on other numbers of nodes, where groups are not larger than all of them."""
+    over = {count: layout.over(count, group_size) for count in counts}
+    return {count: there for count, there in over.items() if group_size is None or group_size <= there.workers}
+
+
+def _forecast_all(
+    subject: Subject,
+    config: Any,
+    foresee: foresight.Foresight,
+    watch: Stopwatch,
+    over: Mapping[int, Layout],
+    whole: Layout | None = None,
+) -> dict[int | None, Forecast]:
+    """A method on all of these layouts in as few rehearsals as can be, from a few nodes each; from all on `whole`."""
+    layouts: dict[int | None, tuple[Layout, int]] = {count: (layout, SOME_NODES) for count, layout in over.items()}
+    if whole is not None:
+        layouts[None] = whole, ALL_NODES
+    subject = subject.suited_to(config)
+    views = {key: layout.views(config.group_size, most) for key, (layout, most) in layouts.items()}
+    flat = [view for own in views.values() for view in own]
+    found = iter(rehearse_views(flat, subject, config, foresee, shapes=watch.given is None))
+    return {
+        key: Forecast(subject, config, layouts[key][0], list(islice(found, len(own))), watch, watch.decomposing)
+        for key, own in views.items()
+    }
 
 
 def total(forecast: Forecast, links: Links) -> float:
@@ -195,15 +250,6 @@ def layout_group_size(configs: Iterable[Any]) -> int | None:
     if len(sizes) > 1:
         raise ConfigError(f"methods with different group sizes ({sizes}) cannot stand on one plan; plan them apart")
     return sizes.pop() if sizes else None
-
-
-def _forecaster(
-    subject: Subject, layout: Layout, watch: Stopwatch, nodes: int = ALL_NODES
-) -> Callable[[Any, foresight.Foresight], Forecast]:
-    def forecast(config: Any, foresee: foresight.Foresight) -> Forecast:
-        return Forecast(subject.suited_to(config), config, layout, foresee, watch, watch.decomposing, nodes)
-
-    return forecast
 
 
 def _recorded(subject: Subject, folder: Path) -> foresight.Recorded:

@@ -1,121 +1,38 @@
 """A run without workers, data or values: the method itself, on a dry wire and a model on the meta device.
 
-Every step that is unlike the one before it is taken; the quiet ones between them are counted by one of them.
+Every step that is unlike the one before it is taken; the quiet ones between them are counted by one of them, and so
+are the cycles that a method goes through again and again.
 """
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from thinwire.admission import check_optimizers, check_same_architecture, check_same_data, spread_first_values
 from thinwire.comm.codec import size_of
-from thinwire.comm.dry import Call, DryWire, Exchange
+from thinwire.comm.dry import Booked, Call, DryWire, Exchange
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.topology import Topology
-from thinwire.errors import ConfigError
 from thinwire.factor.convert import Layer
 from thinwire.factor.optimizers import Optimizers
 from thinwire.methods.agree import decomposers
 from thinwire.methods.base import Ground, Method
-from thinwire.methods.registry import make, name_of
+from thinwire.methods.registry import make
 from thinwire.plan.foresight import Foresight, basis, factors
+from thinwire.plan.still import Still
+from thinwire.plan.workload import Subject, state_like
 from thinwire.replica import Replica
 
-# A shape that no optimizer's state has for another reason.
-_PROBE = torch.Size((2, 3))
 # DDP sends the order of its buckets with the second backward pass after it was wrapped.
 _RESTLESS = 2
-
-
-_CHANGES = ("copy_", "add_", "sub_", "mul_", "div_", "lerp_", "zero_", "fill_", "addcmul_", "addcdiv_", "bernoulli_")
-"""Changes in place that leave a tensor's shape; those of lists of tensors are called _foreach_NAME."""
-
-
-class _Still(TorchDispatchMode):
-    """Changes values of tensors that have none: not at all, instead of checking shapes at length."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.removeprefix("aten::")
-        if name.removeprefix("_foreach_") in _CHANGES:
-            several = isinstance(args[0], list)
-            if all(t.is_meta for t in (args[0] if several else args[:1])):
-                return None if several else args[0]
-        return func(*args, **(kwargs or {}))
-
-
-@dataclass(kw_only=True)
-class Subject:
-    """What is planned for."""
-
-    name: str
-    model: nn.Module
-    """On the CPU, as it starts, or without values on the meta device; left as it is."""
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
-    """Builds the optimizer."""
-    steps: int
-    """Optimizer steps of the run."""
-    values: Callable[[], nn.Module] | None = None
-    """Builds the model as it starts, where `model` may have no values: a step is timed with them."""
-    inputs: tuple[Any, ...] = ()
-    """A worker's batch, as the model is called; nothing where it is not known."""
-    keywords: dict[str, Any] = field(default_factory=dict)
-    """The same by name."""
-    loss: Callable[[Any], Tensor] | None = None
-    """What is trained on, from the model's outputs."""
-    clip: float | None = None
-    """Largest gradient norm."""
-    recipe: str | None = None
-    """The recipe it comes from."""
-    eval_every: int | None = None
-    """Steps between evaluations; None for a run without them."""
-    epochs: int = 30
-    """Epochs of a run, for methods that go by them."""
-    suited: Mapping[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = field(default_factory=dict)
-    """Other optimizers, by the methods that have one of their own."""
-
-    def suited_to(self, config: Any) -> "Subject":
-        """The same with the optimizer of this config's method."""
-        own = self.suited.get(name_of(config))
-        return self if own is None else replace(self, optimizer=own)
-
-    @cached_property
-    def with_values(self) -> nn.Module:
-        """The model on the CPU, as it starts."""
-        return self.model if self.values is None else self.values()
-
-    @cached_property
-    def without_values(self) -> nn.Module:
-        """The model on the meta device; what was tied stays tied, which `model.to("meta")` would not see to."""
-        return copy_with(self.model, lambda name, t: t.to("meta"))
-
-    @cached_property
-    def state(self) -> dict[str, Tensor | Any]:
-        """What the optimizer keeps for a parameter, seen on a small one."""
-        probe = nn.Parameter(torch.zeros(_PROBE))
-        optimizer = self.optimizer([probe])
-        probe.grad = torch.ones_like(probe)
-        optimizer.step()
-        return dict(optimizer.state[probe])
-
-    def call(self, model: nn.Module, device: torch.device) -> Any:
-        """A forward pass of one worker's batch."""
-        args, kwargs = tree_map_only(Tensor, lambda t: t.to(device), (self.inputs, self.keywords))
-        return model(*args, **kwargs)
-
-    @property
-    def has_inputs(self) -> bool:
-        """Whether it can be called."""
-        return bool(self.inputs or self.keywords)
+# With no more epochs than this each loss is twice as good as the last, which is better by any threshold.
+_FALLING = 1000
 
 
 @dataclass
@@ -140,24 +57,49 @@ class Rehearsal:
     state_bytes: int = 0
     """The most that parameters, gradients, their buckets, buffers, the optimizer's and the method's state took."""
 
-    def note_shape(self, phase: str, model: nn.Module) -> None:
+    def note_phase(self, phase: str, model: nn.Module | None) -> None:
         """Keep the model's shape the 1st, 2nd, 4th, 8th … time: the last of these is near the middle."""
         self.times[phase] += 1
-        if self.times[phase].bit_count() == 1:
+        if model is not None and self.times[phase].bit_count() == 1:
             self.shapes[phase] = copy.deepcopy(model)
 
 
 def rehearse(subject: Subject, config: Any, topology: Topology, foresee: Foresight) -> Rehearsal:
     """Go through a whole run as one worker of `topology`."""
-    model = copy.deepcopy(subject.without_values)
+    return rehearse_together(subject, config, [topology], foresee)[0]
+
+
+def rehearse_together(
+    subject: Subject, config: Any, views: Sequence[Topology], foresee: Foresight, *, shapes: bool = True
+) -> list[Rehearsal]:
+    """Go through a whole run once as several workers that do the same; `shapes` keeps those of the model."""
+    wire = DryWire(views)
+    found = Rehearsal(Ledger(), Counter(), Counter(), sharers=decomposers(wire.topology))
+    with subject.borrowed() as model:
+        method = _make(subject, config, model, wire, foresee, found)
+        found.assumes = method.assumes
+        # There is no update, as where a scaler skips it.
+        method.before_update = method.after_update = lambda optimizer: None  # type: ignore[method-assign]
+        with Still():
+            replica = Replica(method)
+        _Stage(subject, method, replica, wire, found, shapes).play()
+    return [replace(found, **_counts(wire, view)) for view in range(len(views))]
+
+
+def _counts(wire: DryWire, view: int) -> dict[str, Any]:
+    return dict(zip(("ledger", "calls", "exchanges"), wire.booked.seen_from(view), strict=True))
+
+
+def _make(
+    subject: Subject, config: Any, model: nn.Module, wire: DryWire, foresee: Foresight, found: Rehearsal
+) -> Method:
+    """Attach the method to a model, as `attach` does."""
     optimizers = Optimizers(subject.optimizer(model.parameters()))
     check_optimizers(model, optimizers)
-    wire = DryWire(topology, Ledger())
     wire.count_opening()
     check_same_architecture(model, optimizers, wire)
     spread_first_values(model, wire)
     wire.changing = _statistics(model)
-    found = Rehearsal(wire.ledger, wire.calls, wire.exchanges, sharers=decomposers(topology))
 
     def find_factors(layer: Layer, cutoff: float) -> tuple[Tensor, ...] | None:
         found.decomposed[layer.view.tall] += 1
@@ -168,12 +110,25 @@ def rehearse(subject: Subject, config: Any, topology: Topology, foresee: Foresig
         return basis(layer, foresee(layer, method.step / subject.steps) if cutoff else None, max_shrink)
 
     method = make(config, Ground(model, optimizers, wire, find_factors=find_factors, find_basis=find_basis))
-    found.assumes = method.assumes
-    stage = _Stage(subject, method, Replica(method), wire, found)
-    if subject.recipe:
-        check_same_data((), wire)  # workers send a digest, of one length whatever their data
-    stage.play()
-    return found
+    return method
+
+
+class _Turn(NamedTuple):
+    """A step that stands for several, and what follows it."""
+
+    place: Hashable
+    """In the method's cycle."""
+    steps: int
+    ends_epoch: bool
+    evaluates: bool
+
+
+class _Taken(NamedTuple):
+    """What a turn came to."""
+
+    booked: Booked
+    place: Hashable
+    """In the cycle, after it."""
 
 
 @dataclass
@@ -183,70 +138,109 @@ class _Stage:
     replica: Replica
     wire: DryWire
     found: Rehearsal
+    shapes: bool
+    known: dict[_Turn, _Taken] = field(default_factory=dict)
+    """Turns of cycles that were taken once."""
+    quiet: dict[Hashable, int] = field(default_factory=dict)
+    """Steps from each place of a cycle to the next that is unlike the one before it."""
+    held: tuple[Any, int] = (None, 0)
+    """Bytes of the model and the optimizer's state, and where they were counted."""
 
     def play(self) -> None:
         """Every step, every evaluation, the end."""
         # After the method's own: an update by the gradients it may have left is slow without values, and shows nothing.
         self.method.optimizers[0].register_step_pre_hook(lambda optimizer, *_: optimizer.zero_grad())
+        if self.subject.recipe:
+            check_same_data((), self.wire)  # workers send a digest, of one length whatever their data
         restless, place = 0, None
         while self.replica.step < self.subject.steps:
             if place != (self.replica.phase, self.replica.decompositions):
                 restless, place = 0, (self.replica.phase, self.replica.decompositions)
+                self.known, self.quiet = {}, {}
                 self._show_model()
-                self.found.note_shape(self.replica.phase, self.replica.module)
-            # The step before a change is taken alone: the change happens at its end.
-            quiet = self._quiet_steps() - 1 if restless >= _RESTLESS else 1
-            epoch = self._next_epoch
-            with _Still():
-                self._step(max(1, quiet))
+                self.found.note_phase(self.replica.phase, self.replica.module if self.shapes else None)
+            if restless >= _RESTLESS:
+                self._leap()
+            self._take(restless >= _RESTLESS)
             restless += 1
-            if self.replica.step == epoch:
-                # A plan believes in losses that fall: when they stop is not known before.
-                self.replica.epoch_end(-(2.0 ** (1000 * epoch / self.subject.steps)))
-            self._evaluate_if_due()
-        self.replica.finish()
+        with Still():
+            self.replica.finish()
         self._sum_of_evaluation()
 
-    def _quiet_steps(self) -> int:
-        """Steps up to and with the next that is unlike the others."""
-        step, every = self.replica.step, self.subject.eval_every or self.subject.steps
-        next_evaluation = (step // every + 1) * every
-        return min(self.method.quiet_until, next_evaluation, self._next_epoch, self.subject.steps) - step
+    def _take(self, is_quiet: bool) -> None:
+        """One turn; what it came to is kept where the method may come to the same place again."""
+        step, cycle = self.replica.step, self.method.cycle
+        until = self.method.quiet_until
+        turn = self._turn(step, cycle.place if cycle else None, until if is_quiet else step + 1)
+        with self.wire.booking() as booked:
+            self._step(turn.steps)
+            if turn.ends_epoch:
+                # A plan believes in losses that fall: when they stop is not known before.
+                self.replica.epoch_end(-(2.0 ** (1000 * self.replica.step / self.subject.steps)))
+            if turn.evaluates:
+                with Still(), nullcontext() if self.replica.spans_world else self.replica.merged():
+                    self._sum_of_evaluation()
+        after = self.method.cycle
+        if is_quiet and cycle and after and not (turn.ends_epoch and self.subject.epochs > _FALLING):
+            self.known[turn], self.quiet[turn.place] = _Taken(booked, after.place), until - step
 
-    @property
-    def _next_epoch(self) -> int:
+    def _leap(self) -> None:
+        """Count turns that were taken before, as far as they lead back to where the method is."""
+        cycle = self.method.cycle
+        if cycle is None:
+            return
+        start, place, passed, back = self.replica.step, cycle.place, [], 0
+        step, end = start, min(cycle.end, self.subject.steps)
+        while place in self.quiet:
+            turn = self._turn(step, place, step + self.quiet[place])
+            if turn not in self.known or step + turn.steps >= end:
+                break
+            passed.append(turn)
+            step, place = step + turn.steps, self.known[turn].place
+            if place == cycle.place:
+                back = len(passed)
+        for turn, times in Counter(passed[:back]).items():
+            self.wire.booked.add(self.known[turn].booked, times)
+        steps = sum(turn.steps for turn in passed[:back])
+        self.found.steps[self.replica.phase] += steps
+        self.method.shift(steps)
+
+    def _turn(self, step: int, place: Hashable, quiet_until: int) -> _Turn:
+        """The next one; the step before a change is taken alone: the change happens at its end."""
+        steps, every = self.subject.steps, self.subject.eval_every
+        next_evaluation = (step // every + 1) * every if every else steps
+        epoch = self._next_epoch(step)
+        taken = max(1, min(quiet_until, next_evaluation, epoch, steps) - step - 1)
+        after = step + taken
+        return _Turn(place, taken, after == epoch, bool(every) and (after % every == 0 or after == steps))
+
+    def _next_epoch(self, step: int) -> int:
         """The next step that ends an epoch, as a loop over data counts them; the last one where no method cares."""
         steps, epochs = self.subject.steps, self.subject.epochs
         if type(self.method).epoch_end is Method.epoch_end:
             return steps
-        over = self.replica.step * epochs // steps
+        over = step * epochs // steps
         return -(-(over + 1) * steps // epochs)
 
     def _show_model(self) -> None:
-        """One real forward pass in each shape, for the order of layers and the weights they read; others only count."""
+        """A forward pass in each shape, for the order of layers and the weights they read; others only count."""
         model = self.replica.module
         model.__dict__.pop("forward", None)
         if self.subject.has_inputs:
-            try:
-                with torch.no_grad():
-                    self.subject.call(model.train(), torch.device("meta"))
-            except Exception as error:
-                raise ConfigError(
-                    f"{self.subject.name} cannot be called without values ({type(error).__name__}: {error}); "
-                    "plan it without inputs, and give its seconds by --compute"
-                ) from error
+            self.subject.show(model, getattr(self.method, "usage", None))
         model.forward = lambda *args, **kwargs: None
 
     def _step(self, times: int) -> None:
         """One step that stands for several."""
         self.wire.repeat = times
         phase = self.replica.phase
-        self.replica.train()
-        self.replica()
+        with Still():
+            self.replica()
         self.replica.observe(1.0)
         self._make_state()
         self.method.skip(times - 1)
-        self.method.optimizers[0].step()  # no gradients: only its hooks run
+        with Still():
+            self.method.optimizers[0].step()  # no gradients: only its hooks run
         self.wire.repeat = 1
         self.found.steps[phase] += times
         if self.replica.phase == phase:
@@ -257,48 +251,33 @@ class _Stage:
         optimizer = self.method.optimizers[0]
         for p in self.method.optimizers.parameters:
             if p.requires_grad and not optimizer.state.get(p):
-                optimizer.state[p] = {name: _state_like(value, p) for name, value in self.subject.state.items()}
-
-    def _evaluate_if_due(self) -> None:
-        step, every = self.replica.step, self.subject.eval_every
-        if every and (step % every == 0 or step == self.subject.steps):
-            with nullcontext() if self.replica.spans_world else self.replica.merged():
-                self._sum_of_evaluation()
+                optimizer.state[p] = {name: state_like(value, p) for name, value in self.subject.state.items()}
 
     def _sum_of_evaluation(self) -> None:
         if self.subject.eval_every:
             self.wire.sum(torch.empty(3, dtype=torch.float64), "evaluate")
 
     def _state_bytes(self) -> int:
+        kept = [*self.method.tensors().values(), *self.method.own_tensors().values(), *self.method.workspace()]
+        # The model and what the optimizer keeps of it change with the phase, or where state is dropped.
+        place = self.replica.phase, self.replica.decompositions, len(self.method.optimizers[0].state)
+        if self.held[0] != place:
+            self.held = place, self._model_bytes()
+        return self.held[1] + sum(size_of(t) for t in kept)
+
+    def _model_bytes(self) -> int:
+        """Parameters, buffers, gradients, their buckets, and the optimizer's state."""
         model = self.replica.module
-        held = [*model.parameters(), *model.buffers()]
-        gradients = [p for p in model.parameters() if p.requires_grad]
+        parameters = list(model.parameters())
+        gradients = [p for p in parameters if p.requires_grad]
         state = [
             v for values in self.method.optimizers[0].state.values() for v in values.values() if isinstance(v, Tensor)
         ]
         buckets = gradients if len(self.method.replicated.members) > 1 else []
-        kept = [*self.method.tensors().values(), *self.method.own_tensors().values(), *self.method.workspace()]
-        return sum(size_of(t) for t in [*held, *gradients, *state, *buckets, *kept])
+        return sum(size_of(t) for t in [*parameters, *model.buffers(), *gradients, *state, *buckets])
 
 
 def _statistics(model: nn.Module) -> set[int]:
     """Buffers that follow the data: running statistics."""
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
     return {id(b) for norm in norms for b in norm.buffers() if b.is_floating_point()}
-
-
-def _state_like(value: Any, parameter: nn.Parameter) -> Any:
-    """State of this kind for another parameter: one value an element, or as it is."""
-    if isinstance(value, Tensor):
-        return torch.empty_like(parameter) if value.shape == _PROBE else value.clone()
-    return value
-
-
-def copy_with(model: nn.Module, change: Callable[[str, Tensor], Tensor]) -> nn.Module:
-    """A copy whose parameters and buffers are changed ones; those with several names stay one."""
-    changed: dict[int, Any] = {}
-    for name, p in model.named_parameters():
-        changed[id(p)] = nn.Parameter(change(name, p.detach()), requires_grad=p.requires_grad)
-    for name, b in model.named_buffers():
-        changed[id(b)] = change(name, b)
-    return copy.deepcopy(model, changed)

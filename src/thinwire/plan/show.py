@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from thinwire import units
@@ -21,30 +23,60 @@ if TYPE_CHECKING:
 BANDWIDTHS = np.geomspace(1e8, 4e11, 48)
 _TICKS = (0.1, 0.2, 0.5, 0.8, 1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100, 200, 500)
 NODES = tuple(2**i for i in range(1, 11))
-_BYTES = ("slow link\na step", "slow link\nin all", "vs all-\nreduce")
-_SECONDS = ("time\na step", "time\nin all", "speed-\nup", "pays\nbelow")
+_COLUMNS = {
+    "slow link\na step": 9,
+    "slow link\nin all": 19,
+    "vs all-\nreduce": 7,
+    "time\na step": 8,
+    "time\nin all": 8,
+    "speed-\nup": 6,
+    "pays\nbelow": 12,
+    "memory\na worker": 9,
+}
+"""Headings, and the width of the widest figure below each."""
 
 
-def table(plan: dict[str, Any]) -> Table:
-    """One line a method."""
-    links = plan["links"]
-    title = (
-        f"{plan['subject']}, {plan['steps']} steps, {plan['workers']} workers on {plan['nodes']} nodes, "
-        f"{units.rate(links['bandwidth'])} and {units.time(links['latency'])} between them"
-    )
-    out = Table(title=title, caption=_caption(plan), box=SIMPLE_HEAD)
-    out.add_column("method", no_wrap=True)
-    for heading in (*_BYTES, *_SECONDS, "memory\na worker"):
-        out.add_column(heading, justify="right", no_wrap=True)
-    for row in plan["methods"]:
+class Rows:
+    """A plan's table, printed a method at a time; so every column has a width of its own."""
+
+    def __init__(self, console: Console, methods: Iterable[str]) -> None:
+        self._console = console
+        self._method_width = max((len(name) for name in methods), default=0)
+
+    def begin(self, plan: Plan) -> None:
+        """The title and the columns' names."""
+        links = plan.links
+        title = (
+            f"{plan.subject.name}, {plan.subject.steps} steps, {plan.layout.workers} workers on {plan.baseline.nodes} "
+            f"nodes, {units.rate(links.bandwidth)} and {units.time(links.latency)} between them"
+        )
+        self._console.print(title, style="italic", highlight=False)
+        self._console.print(self._table(with_names=True))
+
+    def add(self, row: dict[str, Any]) -> None:
+        """One method, and what it sends at least and at most where that depends on ranks."""
+        out = self._table(with_names=False)
         out.add_row(*_cells(row))
         if row["slow_bytes_range"]:
             low, high = row["slow_bytes_range"]
             out.add_row("", "", f"{size(low)} to {size(high)}", style="dim")
-    return out
+        self._console.print(out)
+
+    def end(self, plan: dict[str, Any]) -> None:
+        """What all of it rests on."""
+        self._console.print()
+        self._console.print(caption(plan), style="italic", highlight=False)
+
+    def _table(self, *, with_names: bool) -> Table:
+        out = Table(box=SIMPLE_HEAD if with_names else None, show_header=with_names, show_edge=False, padding=(0, 1))
+        out.add_column("method", no_wrap=True, width=max(self._method_width, len("method")))
+        for heading, width in _COLUMNS.items():
+            out.add_column(heading, justify="right", no_wrap=True, width=width)
+        return out
 
 
-def _caption(plan: dict[str, Any]) -> str:
+def caption(plan: dict[str, Any]) -> str:
+    """What the figures of a plan rest on, in sentences."""
     told = ["Bytes a node without evaluation. Speed-up over fp32 all-reduce."]
     if plan["ranks"]:
         told.append(f"Ranks of {plan['ranks']}.")

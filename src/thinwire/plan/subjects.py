@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from thinwire.errors import ConfigError, unknown
-from thinwire.plan.rehearse import Subject
+from thinwire.plan.workload import Subject
 from thinwire.recipes import Recipe, call_function, model_without_values
 from thinwire.train.data.source import check_share
 from thinwire.train.feed import Feed

@@ -1,0 +1,189 @@
+"""What is planned for: a model with what a run needs of it, and what a pass through it shows."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from thinwire.errors import ConfigError
+from thinwire.factor.layers import factored_names, factors_of, mark_as_read, weight_was_read
+from thinwire.factor.usage import OrderOfUse
+from thinwire.methods.registry import name_of
+
+# A shape that no optimizer's state has for another reason.
+_PROBE = torch.Size((2, 3))
+
+
+class Pass(NamedTuple):
+    """What a forward pass shows that does not depend on values."""
+
+    order: tuple[str, ...]
+    """Modules with weights, by name, as they were called."""
+    read: tuple[str, ...]
+    """Factored modules whose weight was read by others."""
+
+
+Shape = tuple[tuple[str, str, int], ...]
+"""Module, weight and number of factors of every weight that is factored."""
+
+
+@dataclass
+class Blank:
+    """A model without values, and what was seen of it: copies and passes cost more than all else in a plan."""
+
+    model: nn.Module | None = None
+    spare: list[nn.Module] = field(default_factory=list)
+    """Copies that nobody uses now."""
+    passes: dict[Shape, Pass] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Subject:
+    """What is planned for."""
+
+    name: str
+    model: nn.Module
+    """On the CPU, as it starts, or without values on the meta device; left as it is."""
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    """Builds the optimizer."""
+    steps: int
+    """Optimizer steps of the run."""
+    values: Callable[[], nn.Module] | None = None
+    """Builds the model as it starts, where `model` may have no values: a step is timed with them."""
+    inputs: tuple[Any, ...] = ()
+    """A worker's batch, as the model is called; nothing where it is not known."""
+    keywords: dict[str, Any] = field(default_factory=dict)
+    """The same by name."""
+    loss: Callable[[Any], Tensor] | None = None
+    """What is trained on, from the model's outputs."""
+    clip: float | None = None
+    """Largest gradient norm."""
+    recipe: str | None = None
+    """The recipe it comes from."""
+    eval_every: int | None = None
+    """Steps between evaluations; None for a run without them."""
+    epochs: int = 30
+    """Epochs of a run, for methods that go by them."""
+    suited: Mapping[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = field(default_factory=dict)
+    """Other optimizers, by the methods that have one of their own."""
+    blank: Blank = field(default_factory=Blank, repr=False)
+    """What is known of the model without values, whatever the optimizer."""
+
+    def suited_to(self, config: Any) -> "Subject":
+        """The same with the optimizer of this config's method."""
+        own = self.suited.get(name_of(config))
+        return self if own is None else replace(self, optimizer=own)
+
+    @cached_property
+    def with_values(self) -> nn.Module:
+        """The model on the CPU, as it starts."""
+        return self.model if self.values is None else self.values()
+
+    @property
+    def without_values(self) -> nn.Module:
+        """The model on the meta device; what was tied stays tied, which `model.to("meta")` would not see to."""
+        if self.blank.model is None:
+            self.blank.model = copy_with(self.model, lambda name, t: t.to("meta"))
+        return self.blank.model
+
+    @contextmanager
+    def borrowed(self) -> Iterator[nn.Module]:
+        """A copy of the model without values; the next one gets the same again, if nothing of it was exchanged."""
+        model = self.blank.spare.pop() if self.blank.spare else copy.deepcopy(self.without_values)
+        before = _tensors(model)
+        yield model
+        if _tensors(model) == before and not any(factored_names(module) for module in model.modules()):
+            model.__dict__.pop("forward", None)
+            for p in model.parameters():
+                p.grad = None
+            self.blank.spare.append(model)
+
+    def show(self, model: nn.Module, usage: OrderOfUse | None) -> None:
+        """A forward pass on the meta device, or what one in this shape was seen to do."""
+        shape = _shape(model)
+        seen = self.blank.passes.get(shape)
+        if seen is None:
+            seen = self._watched(model)
+            if seen is not None:
+                self.blank.passes[shape] = seen
+            return
+        for name in seen.read:
+            mark_as_read(model.get_submodule(name))
+        if usage is not None and usage.is_watching:
+            usage.order += [name for name in seen.order if name not in usage.order]
+
+    def _watched(self, model: nn.Module) -> "Pass | None":
+        """Take the pass; None if it leaves other tensors in the model, so that others must take it too."""
+        before, usage = _tensors(model), OrderOfUse(model)
+        usage.watch()
+        try:
+            with torch.no_grad():
+                self.call(model.train(), torch.device("meta"))
+        except Exception as error:
+            raise ConfigError(
+                f"{self.name} cannot be called without values ({type(error).__name__}: {error}); "
+                "plan it without inputs, and give its seconds by --compute"
+            ) from error
+        finally:
+            usage.stop()
+        read = tuple(name for name, module in model.named_modules() if weight_was_read(module))
+        return Pass(tuple(usage.order), read) if _tensors(model) == before else None
+
+    @cached_property
+    def state(self) -> dict[str, Tensor | Any]:
+        """What the optimizer keeps for a parameter, seen on a small one."""
+        probe = nn.Parameter(torch.zeros(_PROBE))
+        optimizer = self.optimizer([probe])
+        probe.grad = torch.ones_like(probe)
+        optimizer.step()
+        return dict(optimizer.state[probe])
+
+    def call(self, model: nn.Module, device: torch.device) -> Any:
+        """A forward pass of one worker's batch."""
+        args, kwargs = tree_map_only(Tensor, lambda t: t.to(device), (self.inputs, self.keywords))
+        return model(*args, **kwargs)
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether it can be called."""
+        return bool(self.inputs or self.keywords)
+
+
+def state_like(value: Any, parameter: nn.Parameter) -> Any:
+    """State of this kind for another parameter: one value an element, or as it is."""
+    if isinstance(value, Tensor):
+        if value.shape != _PROBE:
+            return value.clone()
+        form = parameter.shape, parameter.stride()  # empty_like takes ten times as long without values
+        return torch.empty_strided(*form, dtype=parameter.dtype, device=parameter.device)
+    return value
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, int, bool]]:
+    """Which tensors a model holds, and which are trained."""
+    return [(name, id(t), t.requires_grad) for name, t in (*model.named_parameters(), *model.named_buffers())]
+
+
+def _shape(model: nn.Module) -> Shape:
+    return tuple(
+        (name, weight, len(factors_of(module, weight)))
+        for name, module in model.named_modules()
+        for weight in factored_names(module)
+    )
+
+
+def copy_with(model: nn.Module, change: Callable[[str, Tensor], Tensor]) -> nn.Module:
+    """A copy whose parameters and buffers are changed ones; those with several names stay one."""
+    changed: dict[int, Any] = {}
+    for name, p in model.named_parameters():
+        changed[id(p)] = nn.Parameter(change(name, p.detach()), requires_grad=p.requires_grad)
+    for name, b in model.named_buffers():
+        changed[id(b)] = change(name, b)
+    return copy.deepcopy(model, changed)

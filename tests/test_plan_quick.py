@@ -1,0 +1,242 @@
+"""Plans are quick because much is alike: one worker stands for many, one cycle for all, one pass for a shape."""
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import thinwire
+from thinwire.cli import main
+from thinwire.methods.base import Method
+from thinwire.methods.daso import DASOMethod
+from thinwire.methods.diloco import DiLoCoMethod
+from thinwire.methods.local_sgd import LocalSGDMethod
+from thinwire.plan import foresight
+from thinwire.plan.compute import given
+from thinwire.plan.forecast import SOME_NODES, Forecast, Layout, rehearse_views
+from thinwire.plan.links import Links
+from thinwire.plan.planner import Plan, Stopwatch, make_plan, over_nodes, total
+from thinwire.plan.rehearse import Rehearsal, rehearse
+from thinwire.plan.workload import Subject
+
+STEPS = 400
+
+
+class Normed(nn.Module):
+    """Running statistics, a table, and layers that are used in another order than they were made in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.Linear(24, 5), nn.Linear(12, 32)
+        self.norm, self.middle = nn.BatchNorm1d(32), nn.Linear(32, 24)
+        self.register_buffer("table", torch.ones(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(self.norm(self.first(x))))
+
+
+def subject(**changes: Any) -> Subject:
+    settings = {"name": "normed", "model": Normed(), "optimizer": torch.optim.AdamW, "steps": STEPS}
+    return Subject(**{**settings, "inputs": (torch.randn(4, 12),), **changes})
+
+
+def every_method(steps: int = STEPS, group_size: Any = None) -> dict[str, Any]:
+    own = {"group_size": group_size}
+    return {
+        "allreduce": thinwire.AllReduce(**own),
+        "ab": thinwire.AB(total_steps=steps, **own),
+        "oialr": thinwire.OIALR(total_steps=steps, **own),
+        "daso": thinwire.DASO(total_steps=steps, steps_per_epoch=steps / 30, **own),
+        "localsgd": thinwire.LocalSGD(**own),
+        "diloco": thinwire.DiLoCo(**own),
+        "powersgd": thinwire.PowerSGD(**own),
+        "topk": thinwire.TopK(**own),
+        "onebit": thinwire.OneBit(**own),
+    }
+
+
+def counted(found: Rehearsal) -> dict[str, Any]:
+    """All that a plan takes from a rehearsal, calls in their order: seconds are sums in that order."""
+    rows = [row[:5] for row in found.ledger.state()["rows"]]
+    calls, exchanges = list(found.calls.items()), list(found.exchanges.items())
+    own = {name: getattr(found, name) for name in ("steps", "times", "decomposed", "sharers", "assumes", "state_bytes")}
+    return {"rows": rows, "calls": calls, "exchanges": exchanges, **own}
+
+
+CODED = {
+    "allreduce, int8": thinwire.AllReduce(wire="int8"),
+    "daso, int8": thinwire.DASO(total_steps=60, steps_per_epoch=5, wire="int8", wait=3),
+    "diloco, int8": thinwire.DiLoCo(every=7, fragments=2, delay=3, wire="int8"),
+}
+
+
+@pytest.mark.parametrize("name", [*every_method(60), *CODED])
+def test_a_worker_stands_for_those_that_do_the_same(name: str) -> None:
+    """Even nodes, ragged groups, and groups of several nodes."""
+    config = {**every_method(60), **CODED}[name]
+    what = subject(steps=60, inputs=())
+    for layout, size in ((Layout(workers=6, nodes=3), None), (Layout(workers=5), 2), (Layout(workers=10, nodes=5), 4)):
+        views = layout.views(size, 16)
+        together = rehearse_views(views, what, config, foresight.typical, shapes=False)
+        alone = [rehearse(what, config, view, foresight.typical) for view in views]
+        assert [counted(found) for found in together] == [counted(found) for found in alone]
+
+
+CYCLES = {
+    "localsgd": (LocalSGDMethod, thinwire.LocalSGD(every=5, warmup=3, moments="average", wire="bf16")),
+    "diloco": (DiLoCoMethod, thinwire.DiLoCo(every=6, warmup=7)),
+    "diloco, streaming": (DiLoCoMethod, thinwire.DiLoCo(every=7, fragments=3, delay=2)),
+    "diloco, int8": (DiLoCoMethod, thinwire.DiLoCo(every=7, fragments=2, delay=3, wire="int8")),
+    "daso": (DASOMethod, thinwire.DASO(total_steps=STEPS, steps_per_epoch=STEPS / 30)),
+    "daso, all wait": (DASOMethod, thinwire.DASO(total_steps=STEPS, steps_per_epoch=STEPS / 30, wait=4)),
+    "daso, int8": (DASOMethod, thinwire.DASO(total_steps=STEPS, steps_per_epoch=STEPS / 30, wire="int8", wait=3)),
+    "daso, sharded": (DASOMethod, thinwire.DASO(total_steps=STEPS, steps_per_epoch=STEPS / 30, sharded=True)),
+}
+
+
+@pytest.mark.parametrize("name", CYCLES)
+@pytest.mark.parametrize("eval_every", [None, 23])
+def test_cycles_count_as_if_they_were_taken(name: str, eval_every: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, config = CYCLES[name]
+    view = Layout(workers=6, nodes=2).topology(0, None)
+    what = subject(inputs=(), eval_every=eval_every)
+    quick, taken = _counting_steps(what, config, view, monkeypatch)
+    monkeypatch.setattr(method, "cycle", Method.cycle)
+    slow, all_of_them = _counting_steps(what, config, view, monkeypatch)
+    assert counted(quick) == counted(slow)
+    assert taken < all_of_them
+
+
+def _counting_steps(what: Subject, config: Any, view: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Rehearsal, int]:
+    taken: list[int] = []
+    with monkeypatch.context() as patched:
+        skip = Method.skip
+        patched.setattr(Method, "skip", lambda self, steps: (taken.append(steps), skip(self, steps))[1])
+        found = rehearse(what, config, view, foresight.typical)
+    return found, len(taken)
+
+
+def test_other_numbers_of_nodes_are_as_if_planned_by_themselves() -> None:
+    what = subject(steps=40, inputs=())
+    configs = {name: every_method(40)[name] for name in ("ab", "daso", "topk", "onebit")}
+    watch = Stopwatch(what, given(0.01))
+    plan = make_plan(what, configs, Layout(workers=4, nodes=2), Links(), stopwatch=watch)
+    table = over_nodes(plan, [2, 8])
+    for count in (2, 8):
+        layout = Layout(workers=2 * count, nodes=count)
+        alone = {
+            name: Forecast(what, config, layout, foresight.typical, watch, watch.decomposing, SOME_NODES)
+            for name, config in {"usual": thinwire.AllReduce(), **configs}.items()
+        }
+        seconds = {name: total(forecast, plan.links) for name, forecast in alone.items()}
+        assert table[count] == {name: seconds["usual"] / seconds[name] for name in configs}
+
+
+def gpt2() -> Subject:
+    """transformers' default, 124 M parameters, without values."""
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config())
+    model.tie_weights()
+    tokens = torch.zeros(1, 64, dtype=torch.int64)
+    return Subject(name="gpt2", model=model, optimizer=torch.optim.AdamW, steps=10_000, inputs=(tokens,))
+
+
+@pytest.mark.slow
+def test_a_large_plan_takes_few_passes_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine methods on 128 × 8 workers: a pass for each shape of layers, no copy for each worker."""
+    what, passes, copies, steps = gpt2(), [0], [0], [0]
+    deepcopy, skip = copy.deepcopy, Method.skip
+    what.without_values.register_forward_pre_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
+
+    def counting(thing: Any, memo: Any = None) -> Any:
+        copies[0] += isinstance(thing, nn.Module) and memo is None
+        return deepcopy(thing, memo)
+
+    def skipping(self: Method, count: int) -> None:
+        steps[0] += 1
+        skip(self, count)
+
+    monkeypatch.setattr(copy, "deepcopy", counting)
+    monkeypatch.setattr(Method, "skip", skipping)
+    layout, watch = Layout(workers=1024, nodes=128), Stopwatch(what, given(0.18))
+    plan = make_plan(what, every_method(10_000), layout, Links(), stopwatch=watch)
+    assert [row.method for row in plan.rows] == list(every_method())
+    assert passes[0] <= 4 and copies[0] <= 16
+    assert steps[0] < 3_000
+
+
+# The command.
+
+TINY = """
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+"""
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    (tmp_path / "tiny.py").write_text(TINY)
+    given = ["--steps", "50", "--compute", "5ms", "--workers", "4", "--nodes", "2", "--out", str(tmp_path / "out")]
+    return ["plan", "--model", f"{tmp_path / 'tiny.py'}:build", *given]
+
+
+def test_what_is_worked_on_is_said_and_rows_come_one_by_one(words: list[str]) -> None:
+    """The second method cannot be planned, and the first one's row is there all the same."""
+    result = CliRunner().invoke(main, [*words, "--methods", "allreduce,diloco:fragments=40"])
+    assert result.exit_code == 2 and "`fragments`=40" in result.stderr
+    said = [
+        "building the model",
+        "planning fp32 all-reduce",
+        "planning allreduce (1 of 2)",
+        "planning diloco:fragments=40",
+    ]
+    places = [result.stderr.index(each) for each in said]
+    assert places == sorted(places)
+    assert any(line.split()[:1] == ["allreduce"] for line in result.stdout.splitlines())
+    assert "\x1b" not in result.output
+
+
+def test_a_quiet_plan_has_rows_alone(words: list[str]) -> None:
+    result = CliRunner().invoke(main, [*words, "--methods", "allreduce,powersgd", "--quiet"])
+    assert result.exit_code == 0, result.output
+    assert result.stderr == "" and "powersgd" in result.stdout and "Speed-up over fp32" in result.stdout
+
+
+def test_json_is_all_that_is_said(words: list[str]) -> None:
+    result = CliRunner().invoke(main, [*words, "--methods", "allreduce", "--json"])
+    assert result.stderr == "" and json.loads(result.stdout)["methods"][0]["method"] == "allreduce"
+
+
+def test_a_plan_without_matplotlib_is_a_plan(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, module, None)
+    result = CliRunner().invoke(main, [*words, "--methods", "allreduce,localsgd"])
+    assert result.exit_code == 0, result.output
+    (line,) = [line for line in result.stdout.splitlines() if "no picture" in line]
+    assert "matplotlib" in line and "thinwire[plot]" in line
+    told = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert [row["method"] for row in told["methods"]] == ["allreduce", "localsgd"]
+    assert not (tmp_path / "out" / "plan.png").exists()
+
+
+def test_callers_hear_of_each_row() -> None:
+    what, heard = subject(steps=20), []
+
+    def after(plan: Plan, row: Any) -> None:
+        heard.append((row.method, len(plan.rows), plan.row_as_dict(row)["slow_bytes"] > 0))
+
+    configs = {"allreduce": thinwire.AllReduce(), "topk": thinwire.TopK()}
+    watch = Stopwatch(what, given(0.1))
+    make_plan(
+        what, configs, Layout(workers=2), Links(), stopwatch=watch, before=lambda name: heard.append(name), after=after
+    )
+    assert heard == ["allreduce", ("allreduce", 1, True), "topk", ("topk", 2, True)]
