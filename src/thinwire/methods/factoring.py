@@ -1,5 +1,6 @@
 """What methods share that turn layers into factors: which layers, in what order, and when the run is over."""
 
+import logging
 import math
 import warnings
 from collections.abc import Hashable
@@ -11,6 +12,8 @@ from thinwire.factor.convert import Layer, find_layers, warn_of_idle_patterns
 from thinwire.factor.decompose import smallest_cutoff
 from thinwire.factor.usage import OrderOfUse
 from thinwire.methods.base import Ground, Method
+
+log = logging.getLogger("thinwire")
 
 
 class Factoring(Method):
@@ -73,12 +76,11 @@ class Factoring(Method):
             return
         needed = sorted(smallest_cutoff(layer.matrix()) for layer in self.layers)
         half = math.ceil(100 * needed[len(needed) // 2]) / 100
-        warnings.warn(
-            f"none of the {len(self.layers)} weights could be factored at cutoff {cutoff} after step {self.step}: "
-            "ranks are so high that factors would be larger, so nothing becomes smaller and nothing is saved. A cutoff "
-            f"of {half:.2f} would factor half of them now; raise `cutoff`, or factor later, when training has lowered "
-            "the ranks",
-            stacklevel=3,
+        log.warning(
+            "none of the %d weights could be factored at cutoff %s after step %d: ranks are so high that factors would be "
+            "larger, so nothing becomes smaller and nothing is saved. A cutoff of %.2f would factor half of them now; "
+            "raise `cutoff`, or factor later, when training has lowered the ranks",
+            *(len(self.layers), cutoff, self.step, half),
         )
 
     def find_layers(self) -> None:
