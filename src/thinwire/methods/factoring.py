@@ -77,8 +77,8 @@ class Factoring(Method):
         needed = sorted(smallest_cutoff(layer.matrix()) for layer in self.layers)
         half = math.ceil(100 * needed[len(needed) // 2]) / 100
         log.warning(
-            "none of the %d weights could be factored at cutoff %s after step %d: ranks are so high that factors would be "
-            "larger, so nothing becomes smaller and nothing is saved. A cutoff of %.2f would factor half of them now; "
+            "none of the %d weights could be factored at cutoff %s after step %d: ranks are so high that factors would "
+            "be larger, so nothing becomes smaller and nothing is saved. A cutoff of %.2f would factor half of them now; "
             "raise `cutoff`, or factor later, when training has lowered the ranks",
             *(len(self.layers), cutoff, self.step, half),
         )
