@@ -78,7 +78,7 @@ class Factoring(Method):
         half = math.ceil(100 * needed[len(needed) // 2]) / 100
         log.warning(
             "none of the %d weights could be factored at cutoff %s after step %d: ranks are so high that factors would "
-            "be larger, so nothing becomes smaller and nothing is saved. A cutoff of %.2f would factor half of them now; "
+            "be larger, so nothing becomes smaller and nothing is saved. A cutoff of %.2f would factor half now; "
             "raise `cutoff`, or factor later, when training has lowered the ranks",
             *(len(self.layers), cutoff, self.step, half),
         )
