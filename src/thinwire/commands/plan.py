@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,8 +183,10 @@ def _plan(recipe: Recipe | None, subject: Subject, flags: dict[str, Any], progre
     for config in configs.values():
         layout.topology(0, config.group_size)
     known = computing.given(units.seconds(flags["compute"])) if flags["compute"] else None
-    watch, hears = Stopwatch(subject, known), {}
-    if progress is not None:
-        progress.expect(configs)
-        hears = {"before": progress.begin, "after": progress.add, "counts": NODES}
-    return make_plan(subject, configs, layout, links, stopwatch=watch, ranks=flags["ranks"], **hears)
+    make = partial(
+        make_plan, subject, configs, layout, links, stopwatch=Stopwatch(subject, known), ranks=flags["ranks"]
+    )
+    if progress is None:
+        return make()
+    progress.expect(configs)
+    return make(counts=NODES, before=progress.begin, after=progress.add)

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -88,8 +88,6 @@ class Plan:
     links: Links
     stopwatch: Stopwatch
     baseline: Forecast
-    over_nodes: Mapping[int, Forecast] = field(default_factory=dict)
-    """The baseline on other numbers of nodes."""
     rows: list[Row] = field(default_factory=list)
     ranks: str | None = None
     """The folder that ranks come from."""
@@ -154,22 +152,23 @@ def make_plan(
     group_size = layout_group_size(configs.values())
     over = _layouts(layout, counts, group_size)
 
-    def forecast(config: Any, foresee: foresight.Foresight, over: Mapping[int, Layout]) -> tuple[Forecast, Any]:
-        found = _forecast_all(subject, config, foresee, stopwatch, over, layout)
-        return found.pop(None), found
+    def forecast(
+        config: Any, foresee: foresight.Foresight, over: Mapping[int, Layout]
+    ) -> tuple[Forecast, dict[int, Forecast]]:
+        layouts = [*((there, SOME_NODES) for there in over.values()), (layout, ALL_NODES)]
+        *there, here = _forecast_all(subject, config, foresee, stopwatch, layouts)
+        return here, dict(zip(over, there, strict=True))
 
     usual = AllReduce(group_size=group_size)
-    plan = Plan(subject, layout, links, stopwatch, *forecast(usual, foresight.typical, {}))
-    # On other numbers of nodes all-reduce stands on nodes as the machines are.
-    plan.over_nodes = _forecast_all(subject, AllReduce(), foresight.typical, stopwatch, over)
+    plan = Plan(subject, layout, links, stopwatch, forecast(usual, foresight.typical, {})[0])
     plan.ranks = str(ranks) if ranks else None
     for name, config in configs.items():
         before(name)
         likely, there = forecast(config, recorded or foresight.typical, over)
-        bounds: list[Forecast] = []
+        lowest = highest = None
         if likely.depends_on_ranks and recorded is None:
-            bounds = [forecast(config, bound, {})[0] for bound in (foresight.lowest, foresight.highest)]
-        plan.rows.append(Row(name, likely, *bounds, over_nodes=there))
+            lowest, highest = (forecast(config, bound, {})[0] for bound in (foresight.lowest, foresight.highest))
+        plan.rows.append(Row(name, likely, lowest, highest, there))
         after(plan, plan.rows[-1])
     return plan
 
@@ -179,7 +178,8 @@ def over_nodes(plan: Plan, counts: Iterable[int]) -> dict[int, dict[str, float]]
     group_size = layout_group_size(row.forecast.config for row in plan.rows)
     recorded = foresight.Recorded(Path(plan.ranks)) if plan.ranks else foresight.typical
     fitting = _layouts(plan.layout, counts, group_size)
-    base = _on_layouts(plan, plan.over_nodes, AllReduce(), foresight.typical, fitting)
+    # On other numbers of nodes all-reduce has nodes as the machines are.
+    base = _on_layouts(plan, {}, AllReduce(), foresight.typical, fitting)
     rows = {r.method: _on_layouts(plan, r.over_nodes, r.forecast.config, recorded, fitting) for r in plan.rows}
     return {n: {name: base[n] / its[n] for name, its in rows.items()} for n in fitting}
 
@@ -188,9 +188,10 @@ def _on_layouts(
     plan: Plan, known: Mapping[int, Forecast], config: Any, foresee: foresight.Foresight, layouts: Mapping[int, Layout]
 ) -> dict[int, float]:
     """Seconds of the whole run on each layout."""
-    lacking = {count: layout for count, layout in layouts.items() if count not in known}
-    found = {**known, **_forecast_all(plan.subject, config, foresee, plan.stopwatch, lacking)}
-    return {count: total(found[count], plan.links) for count in layouts}
+    lacking = {count: (layout, SOME_NODES) for count, layout in layouts.items() if count not in known}
+    found = _forecast_all(plan.subject, config, foresee, plan.stopwatch, list(lacking.values()))
+    forecasts = {**known, **dict(zip(lacking, found, strict=True))}
+    return {count: total(forecasts[count], plan.links) for count in layouts}
 
 
 def _layouts(layout: Layout, counts: Iterable[int], group_size: int | None) -> dict[int, Layout]:
@@ -204,21 +205,17 @@ def _forecast_all(
     config: Any,
     foresee: foresight.Foresight,
     watch: Stopwatch,
-    over: Mapping[int, Layout],
-    whole: Layout | None = None,
-) -> dict[int | None, Forecast]:
-    """A method on all of these layouts in as few rehearsals as can be, from a few nodes each; from all on `whole`."""
-    layouts: dict[int | None, tuple[Layout, int]] = {count: (layout, SOME_NODES) for count, layout in over.items()}
-    if whole is not None:
-        layouts[None] = whole, ALL_NODES
+    layouts: Sequence[tuple[Layout, int]],
+) -> list[Forecast]:
+    """A method on all of these layouts, each from so many nodes at most, in as few rehearsals as can be."""
     subject = subject.suited_to(config)
-    views = {key: layout.views(config.group_size, most) for key, (layout, most) in layouts.items()}
-    flat = [view for own in views.values() for view in own]
+    views = [layout.views(config.group_size, most) for layout, most in layouts]
+    flat = [view for own in views for view in own]
     found = iter(rehearse_views(flat, subject, config, foresee, shapes=watch.given is None))
-    return {
-        key: Forecast(subject, config, layouts[key][0], list(islice(found, len(own))), watch, watch.decomposing)
-        for key, own in views.items()
-    }
+    return [
+        Forecast(subject, config, layout, list(islice(found, len(own))), watch, watch.decomposing)
+        for (layout, _), own in zip(layouts, views, strict=True)
+    ]
 
 
 def total(forecast: Forecast, links: Links) -> float:

@@ -212,7 +212,8 @@ class _Stage:
         epoch = self._next_epoch(step)
         taken = max(1, min(quiet_until, next_evaluation, epoch, steps) - step - 1)
         after = step + taken
-        return _Turn(place, taken, after == epoch, bool(every) and (after % every == 0 or after == steps))
+        evaluates = every is not None and (after % every == 0 or after == steps)
+        return _Turn(place, taken, after == epoch, evaluates)
 
     def _next_epoch(self, step: int) -> int:
         """The next step that ends an epoch, as a loop over data counts them; the last one where no method cares."""
