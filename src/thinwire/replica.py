@@ -190,8 +190,9 @@ class Replica(nn.Module):
         self.module._compiled_call_impl = None
         self.module = to_plain(self.module)
         self._finished = True
-        sizes, ranks = (self._full, _count(self.module)), self.finished_ranks.values()
-        say_finished(self._method, sizes, ranks, self.baseline()["allreduce_fp32"])
+        if not self.wire.is_dry:
+            sizes, ranks = (self._full, _count(self.module)), self.finished_ranks.values()
+            say_finished(self._method, sizes, ranks, self.baseline()["allreduce_fp32"])
         return self.module
 
     def detach(self) -> None:

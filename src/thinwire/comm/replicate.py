@@ -46,6 +46,9 @@ class Replicated:
         self.members: Ranks = ()
         self._ddp: DistributedDataParallel | None = None
         self._watches: list[RemovableHandle] = []
+        self._norms: list[nn.SyncBatchNorm] = []
+        self._trained = 0
+        self._dry_buffers: list[torch.Tensor] | None = None
         self.after_backward: Callable[[], None] | None = None
         """Called at the end of each backward pass that averages, when the group's gradients are there; set before
         `wrap`. In a group of one, too."""
@@ -68,13 +71,17 @@ class Replicated:
         """Average gradients over `members` from now on; whoever was there before is let go."""
         self.unwrap()
         self.members, self._buckets, self._backwards = members, [], 0
+        # Looked up once: a walk through all modules at every step takes milliseconds.
+        self._norms = [module for module in self.model.modules() if isinstance(module, nn.SyncBatchNorm)]
+        self._trained = sum(p.requires_grad for p in self.model.parameters())
+        self._dry_buffers = list(self.model.buffers()) if self.wire.is_dry else None
         if self.wire.topology.world_size == 1 or self.wire.is_dry:
             return
         self._named = dict(self.model.named_parameters())
         self._flags = [_flags(p) for p in self._named.values()]
         group = self.wire.process_group(members)
         process_groups.held_by(self)
-        for module in self._synced_norms():
+        for module in self._norms:
             # By itself it is the world, even while groups train apart.
             module.process_group = self.wire.process_group(self.norm_members or members)
         if self.after_backward is not None:
@@ -104,7 +111,7 @@ class Replicated:
     def let_go(self) -> None:
         """Hold no process group any more; the process ends."""
         self.unwrap()
-        for module in self._synced_norms():
+        for module in self._norms:
             module.process_group = None
 
     def refuse_other_flags(self, step: int) -> None:
@@ -159,9 +166,10 @@ class Replicated:
         """Whether the next backward pass averages gradients, or would if the group had other members."""
         return not self._accumulating
 
-    def hand_on_buffers(self) -> None:
-        """Overwrite buffers by the first member's, as DDP does before a forward pass."""
-        self.wire.broadcast(list(self.model.buffers()), "buffers", self.members)
+    def hand_on_buffers(self, members: Ranks = ()) -> None:
+        """Overwrite buffers by the first member's, as DDP does before a forward pass; a rehearsal's never change."""
+        buffers = list(self.model.buffers()) if self._dry_buffers is None else self._dry_buffers
+        self.wire.broadcast(buffers, "buffers", members or self.members)
 
     def _rehearse_backward(self) -> None:
         """There will be no backward pass."""
@@ -262,9 +270,6 @@ class Replicated:
         reals = torch.view_as_real(parameter) if parameter.is_complex() else parameter
         return size_of(parameter) if self.rounding == "fp32" else reals.numel() * WIRES[self.rounding].itemsize
 
-    def _synced_norms(self) -> list[nn.SyncBatchNorm]:
-        return [module for module in self.model.modules() if isinstance(module, nn.SyncBatchNorm)]
-
     @property
     def _over_norms(self) -> int:
         return len(self.norm_members or self.members)
@@ -272,7 +277,7 @@ class Replicated:
     def _count_norms(self) -> None:
         """SyncBatchNorm gathers mean, deviation and count going forward, and sums two gradients coming back."""
         topology, members = self.wire.topology, self.norm_members or self.members
-        for norm in self._synced_norms():
+        for norm in self._norms:
             sent = topology.gather_ring(members, 4 * (2 * norm.num_features + 1))
             sent += topology.all_reduce(members, 4 * 2 * norm.num_features)
             self.wire.count("batch statistics", sent, calls=2)
@@ -281,11 +286,10 @@ class Replicated:
         """Gradients, and what DDP itself sends: the order of buckets, once, before the second pass; used flags."""
         self._backwards += 1
         self.wire.count_overlapped("gradients", self._exchange())
-        trained = sum(p.requires_grad for p in self.model.parameters())
         if self._finds_unused:
-            self.wire.count("control", self.wire.topology.all_reduce(self.members, 4 * trained))
+            self.wire.count("control", self.wire.topology.all_reduce(self.members, 4 * self._trained))
         elif self._backwards == 2:
-            order = bucket_order(self.wire.topology, self.members, trained, len(self._exchange()))
+            order = bucket_order(self.wire.topology, self.members, self._trained, len(self._exchange()))
             self.wire.count("control", order, calls=2)
 
     @property

@@ -162,7 +162,7 @@ def _subject(recipe: Recipe | None, model: str | None, flags: dict[str, Any]) ->
         raise click.UsageError("--data is for recipes; the function of --model loads its own")
     if flags["epochs"] is not None:
         raise click.UsageError("--epochs is for recipes; give --steps with --model")
-    return of_function(model, flags["steps"], flags["optimizer"])
+    return of_function(model, flags["steps"], flags["optimizer"], values=flags["compute"] is None)
 
 
 def _plan(recipe: Recipe | None, subject: Subject, flags: dict[str, Any], progress: Progress | None = None) -> Plan:

@@ -100,7 +100,7 @@ class Compressing(Method):
             self.commit()
         self._staged = self._updated = False
         self.step += 1
-        self.wire.broadcast(list(self.model.buffers()), "buffers")
+        self.replicated.hand_on_buffers(self.topology.world)
         if self.step == self.plain_steps:
             self.check_counters()
             self._wrap()

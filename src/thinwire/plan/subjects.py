@@ -1,6 +1,7 @@
 """What a plan is for: a recipe, or a model that a user's function builds."""
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from thinwire.errors import ConfigError, unknown
+from thinwire.plan.still import Undrawn
 from thinwire.plan.workload import Subject
 from thinwire.recipes import Recipe, call_function, model_without_values
 from thinwire.train.data.source import check_share
@@ -43,13 +45,17 @@ def of_recipe(recipe: Recipe, workers: int, data: Path | None = None) -> Subject
     )
 
 
-def of_function(text: str, steps: int | None, optimizer: str = "adamw") -> Subject:
-    """The model that FILE.py:FUNCTION returns, alone or with the inputs of one worker's batch."""
+def of_function(text: str, steps: int | None, optimizer: str = "adamw", *, values: bool = True) -> Subject:
+    """The model that FILE.py:FUNCTION returns, alone or with the inputs of one worker's batch.
+
+    Without `values` it draws no first ones, where no step is timed with them.
+    """
     if steps is None:
         raise ConfigError(f"a plan for the model of {text} needs the steps of a run; give --steps")
     if optimizer not in OPTIMIZERS:
         raise unknown("optimizer", optimizer, OPTIMIZERS)
-    built = call_function(text, "model")
+    with nullcontext() if values else Undrawn():
+        built = call_function(text, "model")
     model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, ())
     if not isinstance(model, nn.Module):
         raise ConfigError(
