@@ -86,7 +86,9 @@ def _rank(pid: int) -> int | None:
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("unbroken") / "run"
-    return out, _thinwire(*_ab(out, "--json"))
+    result = CliRunner().invoke(main, [str(word) for word in _ab(out, "--json")])
+    assert result.exit_code == 0, result.output
+    return out, result.stdout
 
 
 def _compare_as_workers(rank: int, out: str, port: int) -> str:
