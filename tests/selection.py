@@ -11,6 +11,12 @@ def slow_but(quick: Collection[str], cases: Iterable[str]) -> list[Any]:
     return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
+def first_of(cases: Iterable[Any]) -> list[Any]:
+    """The cases, all but the first marked slow; a tuple is several arguments."""
+    first, *rest = cases
+    return [first, *(pytest.param(*(c if isinstance(c, tuple) else (c,)), marks=pytest.mark.slow) for c in rest)]
+
+
 def needs_root(why_not: str | None) -> Callable[[Any], Any]:
     """A decorator for what needs root and network namespaces, and is skipped with the reason where there are none."""
     skip = pytest.mark.skipif(why_not is not None, reason=f"hosts cannot be made here: {why_not}")

@@ -161,6 +161,7 @@ def _bytes(traffic: dict) -> dict:
     return {purpose: amount for purpose, amount in sent.items() if purpose != "control"}
 
 
+@pytest.mark.slow
 def test_a_killed_worker_ends_the_run_and_other_settings_are_not_resumed(tmp_path):
     out = tmp_path / "run"
     process = _start(tmp_path / "said", *_ab(out))
@@ -203,6 +204,7 @@ def test_compare_sets_methods_side_by_side(compared):
     assert "allreduce" in printed and f"picture: {out / 'comparison.png'}" in printed
 
 
+@pytest.mark.slow
 def test_compare_keeps_variants_of_a_method_apart(tmp_path):
     words = ["compare", "digits", "--workers", "1", "--steps", "12", "--set", "group_steps=4", "--no-model"]
     words += ["--seeds", "2", "--out", str(tmp_path)]

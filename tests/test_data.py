@@ -15,6 +15,7 @@ from thinwire.errors import ConfigError
 from thinwire.train import data
 from thinwire.train.data import Ahead, Batches, share
 from thinwire.train.data.crops import TRIES, _in_bytes, random_box
+from thinwire.train.data.source import read_whole
 from thinwire.train.draws import Draws
 
 
@@ -386,3 +387,14 @@ def test_an_interrupt_is_heard_while_a_batch_is_waited_for():
         finally:
             heard.set()
     assert not _threads()
+
+
+def test_an_interpreter_that_stumbles_is_asked_again() -> None:
+    answers = iter([SystemError("AST constructor recursion depth mismatch"), None])
+
+    def read() -> str:
+        if (error := next(answers)) is not None:
+            raise error
+        return "whole"
+
+    assert read_whole(read) == "whole"

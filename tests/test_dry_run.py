@@ -49,6 +49,7 @@ def thinwire(*words, expect=0) -> str:
     return result.stdout if expect == 0 else result.output
 
 
+@pytest.mark.slow
 def test_real_workers_take_a_step_and_the_rest_is_planned(place):
     words = ["run", "digits", "--method", "ab", *SETTINGS, "--workers", 2, "--out", place / "mine"]
     told = json.loads(thinwire(*words, "--dry-run", "--json"))

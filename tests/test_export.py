@@ -22,6 +22,7 @@ from torch.nn.utils import prune
 import gang
 import small
 import thinwire
+from selection import first_of
 from test_hugging_face import Encoder, encoder, gpt2
 from thinwire.cli import main
 from thinwire.commands import sources
@@ -69,7 +70,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=first_of(MODELS))
 def written(request, tmp_path_factory) -> SimpleNamespace:
     """A model, what became of it, and the folder where it lies."""
     model, x = MODELS[request.param]()

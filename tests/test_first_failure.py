@@ -19,6 +19,7 @@ import gang
 import small
 import thinwire
 from patience import until
+from selection import first_of
 from thinwire.cli import main
 from thinwire.comm import missing, process_groups
 from thinwire.errors import ConfigError, MissingRankError, ThinwireError
@@ -42,6 +43,7 @@ def full_disk(tmp_path):
     subprocess.run(["umount", tmp_path], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_the_only_thing_that_is_said(full_disk):
     words = ["run", "digits", "--method", "allreduce", "--workers", 2, "--steps", 8, "--save-every", 4, "--quiet"]
     result = CliRunner().invoke(main, [str(word) for word in [*words, "--out", full_disk / "run"]])
@@ -168,7 +170,7 @@ def _uneven(rank: int, config: Any) -> dict[str, str]:
     return {}
 
 
-@pytest.mark.parametrize("config", [thinwire.AllReduce(), thinwire.LocalSGD(every=4)])
+@pytest.mark.parametrize("config", first_of([thinwire.AllReduce(), thinwire.LocalSGD(every=4)]))
 def test_ranks_with_different_numbers_of_batches_hear_of_it(config):
     early, late = gang.run(_uneven, 2, config, patience=4)
     assert "finish() is collective: every rank must call it, and rank 1 did not" in early["error"]

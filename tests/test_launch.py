@@ -181,6 +181,7 @@ def _launch(out: str, seats: tuple[Seat, ...], paths: str) -> None:
         sys.exit(1)
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_a_worker_killed_on_one_host_is_named_and_ends_the_others(seats, tmp_path):
     out = tmp_path / "run"
@@ -228,6 +229,7 @@ def test_a_recipe_of_ones_own_runs_from_its_file(tmp_path, monkeypatch):
     assert json.loads(result.stdout) == summary
 
 
+@pytest.mark.slow
 def test_workers_load_it_too_and_what_only_they_can_see_is_said_once(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(thinwire.__file__).parents[1]))  # whole, as the folder changes
     monkeypatch.chdir(tmp_path)

@@ -228,7 +228,13 @@ def traces_of(workers: int) -> list[dict[str, list[tuple[str, bool, int, int, st
     return gang.run(trajectories, workers, workers)
 
 
-@pytest.mark.parametrize(("workers", "case"), [(workers, case) for workers, cases in CASES.items() for case in cases])
+_LAYOUTS = [(workers, case) for workers, cases in CASES.items() for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("workers", "case"),
+    [pytest.param(*each, marks=[] if each[0] <= 2 else pytest.mark.slow) for each in _LAYOUTS],
+)
 def test_workers_agree_in_every_layout_with_every_merge_and_wire(workers: int, case: str) -> None:
     assert_agreement([worker[case] for worker in traces_of(workers)])
 
@@ -464,6 +470,7 @@ def test_the_ledger_counts_what_sockets_send(name: str, over_sockets: list[dict[
         assert counted <= sent <= 1.03 * counted + 50_000
 
 
+@pytest.mark.slow
 @needs_root(hosts.why_not())
 @pytest.mark.parametrize("name", WIRES)
 def test_the_ledger_counts_what_the_kernel_sends(name: str, over_loopback: list[dict[str, tuple[int, int]]]) -> None:

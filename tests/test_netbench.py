@@ -105,6 +105,7 @@ def test_a_flat_ring_over_pairs_puts_one_and_a_half_of_the_gradients_on_every_li
     assert plain["traffic"]["by_purpose"]["gradients"]["slow_bytes"] == 1.5 * 4 * plain["parameters_full"] * STEPS
 
 
+@pytest.mark.slow
 @needs_hosts
 def test_the_command_measures_and_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(SOURCES))
@@ -143,6 +144,7 @@ def long_bench(out: str, name: str) -> None:
     main(["netbench", "digits", "--out", out, *words])
 
 
+@pytest.mark.slow
 @needs_hosts
 def test_killed_while_workers_train_it_leaves_nothing(tmp_path: Path) -> None:
     name = f"twkill{os.getpid()}"

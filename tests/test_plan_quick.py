@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from torch import nn
 
 import thinwire
+from selection import slow_but
 from thinwire.cli import main
 from thinwire.methods.base import Method
 from thinwire.methods.daso import DASOMethod
@@ -76,7 +77,7 @@ CODED = {
 }
 
 
-@pytest.mark.parametrize("name", [*every_method(60), *CODED])
+@pytest.mark.parametrize("name", slow_but(("allreduce", "ab", "localsgd", "topk"), [*every_method(60), *CODED]))
 def test_a_worker_stands_for_those_that_do_the_same(name: str) -> None:
     """Even nodes, ragged groups, and groups of several nodes."""
     config = {**every_method(60), **CODED}[name]

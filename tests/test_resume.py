@@ -82,7 +82,7 @@ def every_method(rank: int, group_size: Any, folder: str) -> dict[str, tuple[lis
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("workers", "group_size"), [(1, None), (2, 1), slow(3, 2), slow(4, 2)])
+@pytest.mark.parametrize(("workers", "group_size"), [(2, 1), slow(1, None), slow(3, 2), slow(4, 2)])
 def test_resuming_equals_never_having_stopped(tmp_path: Path, workers: int, group_size: Any) -> None:
     found = gang.run(every_method, workers, group_size, str(tmp_path))
     for method, (unbroken, resumed, phases) in (item for worker in found for item in worker.items()):
@@ -193,6 +193,7 @@ def move(rank: int, folder: str) -> dict[Any, tuple[int, int, dict[str, Any]]]:
     }
 
 
+@pytest.mark.slow
 def test_other_groups_go_on_from_what_was_compressed(tmp_path: Path) -> None:
     for name in COMPRESSING:
         save_compressing(0, name, None, f"{tmp_path}/{name}-alone")

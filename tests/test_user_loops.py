@@ -438,6 +438,7 @@ def by_optimizer() -> list[dict[str, Any]]:
     return gang.run(every_optimizer, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_optimizers_agree_after_every_merge(kind: str, by_optimizer: list[dict[str, Any]]) -> None:
     found = [worker[kind] for worker in by_optimizer]
@@ -574,6 +575,7 @@ def test_a_save_in_a_group_phase_keeps_every_workers_scale(tmp_path: Any) -> Non
     assert [worker[0][0]["scale"] for worker in found] == [1024.0, 512.0]
 
 
+@pytest.mark.slow
 def test_a_script_that_never_leaves_has_left_when_the_interpreter_ends() -> None:
     """A thread of a process group that wants Python after its end would abort the process, now and then."""
     ways = ["finish", "unfinished", "own group"]

@@ -15,7 +15,7 @@ import torch
 
 from thinwire.errors import ConfigError
 from thinwire.train.data.images import Images
-from thinwire.train.data.source import damaged
+from thinwire.train.data.source import damaged, read_whole
 
 Arrays = tuple[np.ndarray, np.ndarray]
 """uint8 pixels (examples, 3, 32, 32) and classes (examples,)."""
@@ -103,7 +103,7 @@ def _choose(
 def _checked(read: Callable[[Path], Arrays], path: Path, classes: int) -> Arrays:
     """What `read` finds in a file, in the shape of images and of so many classes."""
     try:
-        x, y = read(path)
+        x, y = read_whole(lambda: read(path))
     except ConfigError:
         raise
     except Exception as error:  # a damaged archive or pickle can raise anything

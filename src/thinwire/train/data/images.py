@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.train.data.source import damaged, locate, rows_on
+from thinwire.train.data.source import damaged, locate, read_whole, rows_on
 from thinwire.train.draws import Draws
 
 _SPLIT_SEED = 1797
@@ -51,12 +51,16 @@ class Images:
         return self.x[chosen], self.y[chosen]
 
 
+def _arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    with path.open("rb") as held, np.load(held) as file:  # numpy would leave a damaged file open
+        return file["x"], file["y"]
+
+
 def digits(folder: Path | None = None) -> Images:
     """1,797 handwritten digits of 8×8 pixels: 1,257 to train on and 540 held out, by a fixed permutation."""
     path = locate("digits8x8.npz", folder)
     try:
-        with path.open("rb") as held, np.load(held) as file:  # numpy would leave a damaged file open
-            x, y = file["x"], file["y"]
+        x, y = read_whole(lambda: _arrays(path))
     except Exception as error:  # a damaged archive can raise anything
         raise damaged(path, f"{type(error).__name__}: {error}") from error
     order = np.random.default_rng(_SPLIT_SEED).permutation(len(x))

@@ -9,11 +9,11 @@ from __future__ import annotations
 import gzip
 import shlex
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -73,6 +73,21 @@ def unpacked_text(path: Path) -> str:
         return unpacked(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"`{path}` is not UTF-8 ({error}); convert it or download it again") from error
+
+
+T = TypeVar("T")
+
+
+def read_whole(read: Callable[[], T]) -> T:
+    """What `read` gives; once more if the interpreter itself stumbles, which says nothing of the file.
+
+    numpy parses a file's header as Python, and Python 3.11's parser now and then loses count when garbage is collected
+    in its midst (SystemError).
+    """
+    try:
+        return read()
+    except SystemError:
+        return read()
 
 
 def damaged(path: Path, why: str) -> ConfigError:
