@@ -13,8 +13,8 @@ def slow_but(quick: Collection[str], cases: Iterable[str]) -> list[Any]:
 
 def first_of(cases: Iterable[Any]) -> list[Any]:
     """The cases, all but the first marked slow; a tuple is several arguments."""
-    first, *rest = cases
-    return [first, *(pytest.param(*(c if isinstance(c, tuple) else (c,)), marks=pytest.mark.slow) for c in rest)]
+    several = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*case, marks=pytest.mark.slow if number else ()) for number, case in enumerate(several)]
 
 
 def needs_root(why_not: str | None) -> Callable[[Any], Any]:

@@ -156,6 +156,7 @@ def test_half_precision_leaves_the_transform_alone() -> None:
     assert (half - model(x)).abs().mean() < 0.05
 
 
+@pytest.mark.slow
 def test_it_can_be_exported() -> None:
     model = small().eval()
     x, _ = example(5)

@@ -461,6 +461,7 @@ def stay_away(rank: int, call: str, absent: int, folder: str) -> str | None:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_collective_calls_say_who_is_missing(tmp_path: Any) -> None:
     cases = [("save()", 1), ("finish()", 2), ("merged()", 0)]
     with ThreadPoolExecutor() as pool:

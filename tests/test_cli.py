@@ -189,6 +189,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path):
     assert not _processes(str(out))
 
 
+@pytest.mark.slow
 def test_the_package_is_a_command():
     done = subprocess.run([sys.executable, "-m", "thinwire", "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "count every byte" in done.stdout
@@ -248,6 +249,7 @@ def test_report_and_export_read_folders(compared, unbroken, tmp_path):
     assert "without `--no-model`" in _thinwire("export", compared[0] / "ab-seed0", "--out", tmp_path / "x", expect=2)
 
 
+@pytest.mark.slow
 def test_one_process_needs_nothing_else(tmp_path):
     out = tmp_path / "run"
     words = [
@@ -284,6 +286,7 @@ def _without_matplotlib(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
 
 
+@pytest.mark.slow
 def test_a_picture_never_costs_a_result(tmp_path, monkeypatch):
     """Without matplotlib everything else is written and printed, and one line says what to install."""
     _without_matplotlib(monkeypatch)

@@ -10,7 +10,6 @@ from torch import nn
 import gang
 import small
 import thinwire
-from selection import first_of
 
 
 def sharpen(replica: Any, number: int) -> None:
@@ -54,7 +53,8 @@ def three_cycles(rank: int, way: str) -> dict[str, Any]:
     return {"plain": plain, "compiled": train(rank, way, count), "graphs": graphs}
 
 
-@pytest.mark.parametrize("way", first_of(["compile=", "torch.compile"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["compile=", "torch.compile"])
 def test_three_cycles_with_changing_ranks(way: str) -> None:
     found = gang.run(three_cycles, 2, way)
     assert found[0]["compiled"]["bits"] == found[1]["compiled"]["bits"]

@@ -215,7 +215,7 @@ def ragged() -> list[dict[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", ROUTES)
-@pytest.mark.parametrize("layout", ["pairs", "ragged"])
+@pytest.mark.parametrize("layout", first_of(["ragged", "pairs"]))
 def test_after_the_cool_down_all_workers_are_identical(layout: str, name: str, request: Any) -> None:
     everyone = [mine[name] for mine in request.getfixturevalue(layout)]
     for step, seen in enumerate(zip(*(mine["seen"] for mine in everyone), strict=True), start=1):

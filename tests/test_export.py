@@ -369,6 +369,7 @@ def pause(rank: int, folder: str) -> dict[str, tuple[Tensor, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_paused_run_is_merged_as_its_config_says(tmp_path):
     """Three groups, two of which train A; and two, one of two workers."""
     finished = gang.run(pause, 3, str(tmp_path))[0]

@@ -381,6 +381,7 @@ def every_save(rank: int, folder: str) -> dict[str, Any]:
     return found | {"unsaved": [unsaved(rank, SAVED["stream"]), unsaved(rank, SAVED["coded"])]}
 
 
+@pytest.mark.slow
 def test_resuming_equals_never_having_stopped(tmp_path: Path) -> None:
     for found in gang.run(every_save, 3, str(tmp_path)):
         for name in SAVED:

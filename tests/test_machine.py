@@ -70,6 +70,7 @@ def test_it():
 """
 
 
+@pytest.mark.slow
 def test_a_test_with_such_a_warning_passes_and_shows_it(tmp_path) -> None:
     """As pytest runs it, with this project's settings, started by a job of two that has a GPU."""
     here = Path(__file__).parent

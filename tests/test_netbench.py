@@ -39,7 +39,7 @@ needs_hosts = needs_root(hosts.why_not())
 EXTRA = """allreduce:wire=bf16 allreduce:wire=int8 ab:wire=bf16 powersgd:rank=16 localsgd:every=6:wire=bf16
     diloco:every=6:wire=int8 daso:max_skips=4 daso:wire=int8:max_skips=4:wait=2:sharded=true topk:density=0.2"""
 VARIANTS = [*METHODS, *(label for label in EXTRA.split() if label.split(":")[0] in METHODS)]
-QUICK = ("allreduce", "ab", "localsgd", "daso")
+QUICK = ("ab",)
 STEPS = 16
 
 

@@ -15,7 +15,6 @@ from torch import nn
 import gang
 import small
 import thinwire
-from selection import first_of
 
 
 def run(config: Any, model: nn.Module | None = None) -> Any:
@@ -90,9 +89,10 @@ thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), thinwire.All
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setup", "heard"),
-    first_of([("", True), ("; import logging; logging.getLogger('thinwire').setLevel(logging.WARNING)", False)]),
+    [("", True), ("; import logging; logging.getLogger('thinwire').setLevel(logging.WARNING)", False)],
 )
 def test_a_script_without_logging_hears_it_and_can_silence_it(setup: str, heard: bool, tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -363,6 +363,7 @@ def test_the_command_line_looks_draws_and_compares(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_looking_changes_nothing_and_begins_anew_after_a_resume(tmp_path):
     watched, plain = tmp_path / "watched", tmp_path / "plain"
     flags = ["--method", "allreduce", "--quiet", "--no-model", "--save-every", 5]
