@@ -99,6 +99,7 @@ def test_the_ledger_counts_what_leaves_each_host(label: str, summaries: Any) -> 
     assert plan.ledger.slow_bytes == traffic["slow_bytes"]
 
 
+@pytest.mark.slow
 @needs_hosts
 def test_a_flat_ring_over_pairs_puts_one_and_a_half_of_the_gradients_on_every_link(summaries: Any) -> None:
     _, plain = summaries("allreduce")

@@ -1,5 +1,6 @@
 """Several optimizers for one model, wrapped ones, and ones that step without being attached."""
 
+import gc
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -326,3 +327,14 @@ def test_a_wrapped_optimizer_is_followed(wrap: Callable[[Optimizer], Any]) -> No
 def test_what_is_no_optimizer_is_refused_with_a_remedy() -> None:
     with pytest.raises(ConfigError, match=r"Plain is not a torch.optim.Optimizer.*give the torch optimizer"):
         attached(lambda model: Plain(model.parameters()))
+
+
+def test_replicas_may_be_collected_in_the_middle_of_a_step() -> None:
+    """torch walks through the hooks of all optimizers, and garbage is collected whenever it likes."""
+    model, other = small.mlp(), small.mlp()
+    thinwire.attach(model, small.sgd(model), thinwire.AllReduce())
+    del model
+    optimizer = small.sgd(other)
+    optimizer.register_step_pre_hook(lambda *_: gc.collect() and None)
+    for number in range(3):
+        small.step(other, optimizer, 0, number)

@@ -4,6 +4,7 @@ A step is over when every optimizer has stepped, in whatever order. Whoever else
 torch's hook on all optimizers, or by the parameters' version counters.
 """
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,20 @@ from thinwire.factor.optimizers import Optimizers
 Release = Callable[[], None]
 _UNSEEN = 16
 """Batches in a row that may change parameters without a step; sharpness-aware loops do so once or twice a step."""
+
+
+_following: "weakref.WeakSet[Stepping]" = weakref.WeakSet()
+
+
+@functools.cache
+def _hear_of_all_optimizers() -> None:
+    """Once per process and for good: a hook that garbage collection took away would go while torch walks through them."""
+    register_optimizer_step_pre_hook(_before_any)
+
+
+def _before_any(optimizer: Optimizer, *_: Any) -> None:
+    for stepping in list(_following):
+        stepping.refuse_others(optimizer)
 
 
 class Stepping:
@@ -69,15 +84,9 @@ class Stepping:
 
     def _watch_others(self) -> Release:
         """Hear of every optimizer's steps, without keeping a replica alive that nobody holds any more."""
-        refuse = weakref.WeakMethod(self._refuse_others)
-
-        def before_any(optimizer: Optimizer, *_: Any) -> None:
-            if (alive := refuse()) is not None:
-                alive(optimizer)
-
-        release = register_optimizer_step_pre_hook(before_any).remove
-        weakref.finalize(self, release)
-        return release
+        _hear_of_all_optimizers()
+        _following.add(self)
+        return lambda: _following.discard(self)
 
     # What optimizers call.
 
@@ -159,7 +168,7 @@ class Stepping:
         for group, lr in zip(optimizer.param_groups, self._rates.pop(id(optimizer), ()), strict=False):
             group["lr"] = lr
 
-    def _refuse_others(self, optimizer: Optimizer) -> None:
+    def refuse_others(self, optimizer: Optimizer) -> None:
         """Another optimizer must not step our parameters, but as a part of one of ours, which then wraps it."""
         if self._updating is not None or any(optimizer is ours for ours in self.optimizers):
             return
