@@ -25,7 +25,7 @@ _following: "weakref.WeakSet[Stepping]" = weakref.WeakSet()
 
 @functools.cache
 def _hear_of_all_optimizers() -> None:
-    """Once per process and for good: a hook that garbage collection took away would go while torch walks through them."""
+    """Once per process and for good: garbage collection must not take a hook away while torch walks through them."""
     register_optimizer_step_pre_hook(_before_any)
 
 
