@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gang
 import small
@@ -332,9 +333,13 @@ def test_what_is_no_optimizer_is_refused_with_a_remedy() -> None:
 def test_replicas_may_be_collected_in_the_middle_of_a_step() -> None:
     """torch walks through the hooks of all optimizers, and garbage is collected whenever it likes."""
     model, other = small.mlp(), small.mlp()
-    thinwire.attach(model, small.sgd(model), thinwire.AllReduce())
-    del model
     optimizer = small.sgd(other)
-    optimizer.register_step_pre_hook(lambda *_: [gc.collect(), None][1])
-    for number in range(3):
-        small.step(other, optimizer, 0, number)
+    gc.disable()
+    collects = register_optimizer_step_pre_hook(lambda *_: [gc.collect(), None][1])
+    try:
+        thinwire.attach(model, small.sgd(model), thinwire.AllReduce())
+        del model
+        small.step(other, optimizer, 0, 0)
+    finally:
+        collects.remove()
+        gc.enable()
