@@ -12,6 +12,8 @@ FILTERS = [
     ("error", r"(?s).*(deprecat|not a leaf Tensor).*\(Triggered internally at", UserWarning),
 ]
 _FROM_A_JOB = ("SLURM_", "PMI_", "TORCHELASTIC_", "THINWIRE_", "NCCL_")
+_OURS = {"THINWIRE_SWEEP"}
+"""What is said to the tests themselves."""
 _NAMES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "PYTHONWARNINGS"),
@@ -25,6 +27,7 @@ def lines() -> list[str]:
 
 def forget_surroundings() -> None:
     """Tests are no workers of the job that they are started in, write to no terminal and compute on the CPU."""
-    for name in [name for name in os.environ if name in _NAMES or name.startswith(_FROM_A_JOB)]:
+    strange = [name for name in os.environ if name in _NAMES or name.startswith(_FROM_A_JOB)]
+    for name in set(strange) - _OURS:
         del os.environ[name]
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
