@@ -45,6 +45,11 @@ def train(rank: int, port: int, how: str) -> None:
         dist.destroy_process_group()
 
 
+def say(line: str) -> None:
+    """In one piece: `print` writes a line and its end, and another process may come between."""
+    os.write(1, f"{line}\n".encode())
+
+
 def free_port() -> int:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -58,12 +63,12 @@ def fork(how: str) -> int | None:
         child = os.fork()
         if child == 0:
             # Registered first, so called last.
-            atexit.register(lambda: print(f"{how}: {threads()} {dist.is_initialized()}", flush=True))
+            atexit.register(lambda: say(f"{how}: {threads()} {dist.is_initialized()}"))
             train(rank, port, how)
             return rank
         children.append(child)
     for child in children:
-        print(f"{how} ended with {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}", flush=True)
+        say(f"{how} ended with {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}")
     return None
 
 
