@@ -45,7 +45,7 @@ def main() -> None:
     torch.manual_seed(options.seed * 1000 + replica.topology.rank)  # workers drop paths of their own
     history = cifar10.fit(replica, optimizer, scheduler, train, test, options, views=VIEWS)
     names = ("preset", *PRESETS["baseline"], "warmup_prefix", "decay")
-    cifar10.tell(replica, history, test, {name: getattr(options, name) for name in names}, steps)
+    cifar10.all_gather_object(replica, history, test, {name: getattr(options, name) for name in names}, steps)
 
 
 def _course(options: argparse.Namespace) -> Cosine:

@@ -45,7 +45,7 @@ def main() -> None:
     replica = cifar10.attach(model, optimizer, options, steps, clip=CLIP)
     history = cifar10.fit(replica, optimizer, scheduler, train, test, options, views=VIEWS, clip=CLIP)
     settings = {name: getattr(options, name) for name in ("optimizer", "lr", "decay", "warmup_epochs")}
-    cifar10.tell(replica, history, test, settings, steps)
+    cifar10.all_gather_object(replica, history, test, settings, steps)
 
 
 def _optimizer(model: nn.Module, options: argparse.Namespace) -> torch.optim.Optimizer:

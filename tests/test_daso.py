@@ -17,7 +17,7 @@ import small
 import thinwire
 from selection import first_of
 from thinwire import DASO, ConfigError, DisagreementError, DivergedError
-from thinwire.comm.codec import checksum
+from thinwire.comm.buckets import checksum
 from thinwire.methods.plateau import Plateau
 from under_way import leaves, waits
 
@@ -399,7 +399,7 @@ def paced(rank: int, losses: list[float], **fields: Any) -> Any:
         # Losses of single workers rise and fall; only their mean counts.
         replica.epoch_end(torch.tensor(loss + (10.0 * number if rank else -10.0 * number)))
         seen.append((method.every, method.wait))
-    assert len({repr(told) for told in replica.wire.tell(seen)}) == 1
+    assert len({repr(told) for told in replica.wire.all_gather_object(seen)}) == 1
     return seen, replica.describe()["events"], small.model_bits(replica.finish())
 
 

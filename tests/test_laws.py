@@ -187,7 +187,7 @@ def trajectory(rank: int, settings: dict[str, Any], kind: str = "adamw") -> list
         loss = train_step(replica, optimizer, step, rank)
         replica.observe(loss)
         ranks = str(replica.ranks())
-        trace.append((replica.phase, replica.spans_world, values(replica), optimizer_values(optimizer), ranks))
+        trace.append((replica.phase, replica.in_sync, values(replica), optimizer_values(optimizer), ranks))
     return trace
 
 

@@ -257,7 +257,7 @@ def test_alone_local_sgd_is_the_bare_optimizer_bit_for_bit() -> None:
         small.step(bare, bare_optimizer, 0, number)
         small.step(replica, optimizer, 0, number)
         assert small.model_bits(bare) == small.model_bits(model)
-    assert replica.phase == "local" and replica.spans_world
+    assert replica.phase == "local" and replica.in_sync
     assert small.model_bits(replica.finish()) == small.model_bits(bare)
     assert replica.traffic.slow_bytes == replica.traffic.fast_bytes == 0
 
@@ -433,7 +433,7 @@ def change_flags(rank: int, config: Any, folder: str) -> list[str]:
     replica = thinwire.attach(model, optimizer, config)
     small.step(replica, optimizer, rank, 0)
     model[3].requires_grad_(True)
-    calls = [lambda: replica.save(folder)] + ([] if replica.spans_world else [replica.finish])
+    calls = [lambda: replica.save(folder)] + ([] if replica.in_sync else [replica.finish])
     said = [said_by(call) for call in calls]
     model[3].weight.requires_grad_(False)
     small.step(replica, optimizer, rank, 1)
@@ -540,7 +540,7 @@ def test_quiet_steps_count_as_if_they_were_taken(config: Any, monkeypatch: pytes
         quick = rehearse(subject(), config, layout, foresight.typical)
         with monkeypatch.context() as patched:
             for method in (LocalSGDMethod, DiLoCoMethod):
-                patched.setattr(method, "quiet_until", property(lambda self: self.step + 1))
+                patched.setattr(method, "next_event", property(lambda self: self.step + 1))
             slow = rehearse(subject(), config, layout, foresight.typical)
         assert quick.calls == slow.calls and quick.exchanges == slow.exchanges and quick.steps == slow.steps
         assert quick.state_bytes == slow.state_bytes

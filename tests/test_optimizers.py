@@ -63,7 +63,7 @@ def train_by_two(rank: int, kind: str, folder: str) -> dict[str, Any]:
         together = []
         for number in range(small.STEPS):
             two_step(replica, optimizers, rank, number)
-            if replica.spans_world:
+            if replica.in_sync:
                 together.append([small.model_bits(model), *map(small.optimizer_bits, optimizers)])
             if number == 5:
                 replica.save(Path(folder) / name)

@@ -189,12 +189,12 @@ def test_quiet_steps_count_as_if_they_were_taken() -> None:
     from thinwire.methods.ab import ABMethod
 
     quick = rehearse(subject(), ab(), arrange(0, [0, 0], None), foresight.typical)
-    kept = ABMethod.quiet_until
-    ABMethod.quiet_until = property(lambda self: self.step + 1)  # type: ignore[assignment]
+    kept = ABMethod.next_event
+    ABMethod.next_event = property(lambda self: self.step + 1)  # type: ignore[assignment]
     try:
         slow = rehearse(subject(), ab(), arrange(0, [0, 0], None), foresight.typical)
     finally:
-        ABMethod.quiet_until = kept  # type: ignore[method-assign]
+        ABMethod.next_event = kept  # type: ignore[method-assign]
     assert without_seconds(quick.ledger.summary()) == without_seconds(slow.ledger.summary())
     assert quick.steps == slow.steps and quick.calls == slow.calls and quick.exchanges == slow.exchanges
 

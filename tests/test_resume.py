@@ -12,7 +12,7 @@ import torch
 import gang
 import thinwire
 from thinwire import ConfigError, ThinwireError
-from thinwire.comm.codec import checksum
+from thinwire.comm.buckets import checksum
 from thinwire.store import atomic_folder, newest
 from worlds import ab, adamw, optimizer_values, small_model, train_step, values
 

@@ -124,9 +124,9 @@ def check_same_data(told: Sequence[str], wire: Wire) -> None:
 
 
 def _check_same(own: Sequence[str], wire: Wire, what: str, remedy: str) -> None:
-    if len(set(wire.tell(_digest(own)))) == 1:
+    if len(set(wire.all_gather_object(_digest(own)))) == 1:
         return
-    told = wire.tell(list(own))
+    told = wire.all_gather_object(list(own))
     differing = [rank for rank, other in enumerate(told) if other != told[0]]
     here, there = told[0], told[differing[0]]
     place = next((i for i, (x, y) in enumerate(zip(here, there, strict=False)) if x != y), min(len(here), len(there)))

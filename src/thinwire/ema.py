@@ -19,7 +19,7 @@ from thinwire.factor.export import to_plain
 from thinwire.factor.hooked import copy_of
 from thinwire.factor.layers import factored_names, mark_as_read, rebuilt
 from thinwire.factor.usage import forget_watch
-from thinwire.methods.merging import average_buffers, average_parameters
+from thinwire.methods.merging import average, average_buffers
 from thinwire.replica import Replica
 
 
@@ -75,7 +75,7 @@ class EMA(AveragedModel):
         if len(wire.topology.groups) == 1 or wire.agree([*parameters, *self.module.buffers()], "checksums"):
             return
         weight = len(wire.topology.group) / wire.topology.world_size
-        average_parameters(wire, parameters, [weight] * len(parameters), "fp32", ())
+        average(wire, parameters, weight, "merge")
         average_buffers(wire, self.module.buffers(), weight)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from thinwire.comm.codec import all_finite
+from thinwire.comm.buckets import all_finite
 from thinwire.comm.wrappers import wrapper_around, wrapper_inside
 from thinwire.errors import ConfigError, DisagreementError, DivergedError, ThinwireError
 from thinwire.methods.base import Method
@@ -76,7 +76,7 @@ def check_parameters(method: Method, call: str, *, everywhere: bool = False, fin
     """
     named = list(method.model.named_parameters())
     bad = next((i + 1 for i, (_, p) in enumerate(named) if finite and not all_finite([p])), 0)
-    rows = method.wire.everyone([bad, *method.wire.checksum([p for _, p in named])], "checksums")
+    rows = method.wire.all_gather_scalars([bad, *method.wire.checksum([p for _, p in named])], "checksums")
     if worst := [(rank, int(row[0]) - 1) for rank, row in enumerate(rows) if row[0]]:
         rank, index = worst[0]
         raise DivergedError(
@@ -84,14 +84,14 @@ def check_parameters(method: Method, call: str, *, everywhere: bool = False, fin
             "a checkpoint and lower the learning rate"
         )
     topology = method.topology
-    parts = [topology.world] if everywhere or method.spans_world else topology.groups
+    parts = [topology.world] if everywhere or method.in_sync else topology.groups
     _refuse_different(method, call, [rank for part in parts for rank in part if rows[rank] != rows[part[0]]])
 
 
 def agree_on_buffers(method: Method) -> None:
     """One set of buffers on all workers: each may have run batches of its own since the last step; collective."""
     buffers = list(method.model.buffers())
-    rows = method.wire.everyone(method.wire.checksum(buffers), "checksums") if buffers else []
+    rows = method.wire.all_gather_scalars(method.wire.checksum(buffers), "checksums") if buffers else []
     if any(row != rows[0] for row in rows):
         average_buffers(method.wire, buffers, len(method.topology.group) / method.topology.world_size)
 

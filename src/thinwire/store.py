@@ -126,3 +126,27 @@ def like(value: Any, current: Any) -> Any:
 
 def _beside(path: Path, ending: str) -> Path:
     return path.with_name(path.name + ending)
+
+
+def apart(state: Any, place: str = "") -> tuple[Any, dict[str, Tensor]]:
+    """A tree of plain values and tensors as a plain one, with {"tensor": PLACE} for each, and the tensors by place."""
+    if isinstance(state, Tensor):
+        return {"tensor": place}, {place: state.contiguous()}
+    if not isinstance(state, dict | list | tuple):
+        return state, {}
+    pairs = list(state.items()) if isinstance(state, dict) else list(enumerate(state))
+    found = {key: apart(value, f"{place}.{key}" if place else str(key)) for key, value in pairs}
+    tensors = {name: t for _, own in found.values() for name, t in own.items()}
+    plain = {key: value for key, (value, _) in found.items()}
+    return (plain if isinstance(state, dict) else list(plain.values())), tensors
+
+
+def together(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The tree again."""
+    if isinstance(plain, dict):
+        if plain.keys() == {"tensor"}:
+            if plain["tensor"] not in tensors:
+                raise DamagedError(f"the save is damaged, it lacks the tensor {plain['tensor']!r}; {REMEDY}")
+            return tensors[plain["tensor"]]
+        return {key: together(value, tensors) for key, value in plain.items()}
+    return [together(value, tensors) for value in plain] if isinstance(plain, list) else plain

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.comm import missing, process_groups
-from thinwire.comm.codec import by_dtype, checksum, pack, rounded, size_of, unpack_into, unrounded
+from thinwire.comm.buckets import by_dtype, checksum, pack, rounded, size_of, unpack_into, unrounded
 from thinwire.comm.ledger import Ledger, mean_over_nodes
 from thinwire.comm.sent import Ranks, Sent, side_by_side
 from thinwire.comm.topology import Topology, discover
@@ -45,7 +45,7 @@ class Pending:
 class Wire:
     """What a method may do with the other workers."""
 
-    is_dry = False
+    is_simulated = False
     """Whether it only counts, for workers that are not there."""
 
     def __init__(self, topology: Topology, ledger: Ledger) -> None:
@@ -109,7 +109,7 @@ class Wire:
         finally:
             self.topology = before
 
-    def deal(self, parts: Tensor, purpose: str) -> Pending:
+    def all_to_all(self, parts: Tensor, purpose: str) -> Pending:
         """Row g of `parts` to group g, from each member that carries a share to the one there that carries the same.
 
         All workers call it, to count it; nothing comes of those that carry no share.
@@ -123,7 +123,7 @@ class Wire:
             purpose,
         )
 
-    def collect(self, payload: Tensor, purpose: str, sizes: Sequence[int] | None = None) -> Pending:
+    def all_gather(self, payload: Tensor, purpose: str, sizes: Sequence[int] | None = None) -> Pending:
         """The payloads of all groups as rows, from each member that carries a share to those that carry the same.
 
         All workers call it, to count it. `sizes` are the bytes of each share, where they are not those of this one.
@@ -150,7 +150,7 @@ class Wire:
             self._broadcast(flat, members[0], self.process_group(members), sent, purpose)
             unpack_into(flat, bucket)
 
-    def share_out(self, tensors: Sequence[Tensor], owner: int, purpose: str) -> None:
+    def broadcast_in_group(self, tensors: Sequence[Tensor], owner: int, purpose: str) -> None:
         """Overwrite tensors inside this worker's group with those of its member `owner`."""
         group = self.topology.group
         if len(group) == 1:
@@ -169,11 +169,11 @@ class Wire:
         """The largest value over all workers, element by element."""
         return self._reduce(tensor, dist.ReduceOp.MAX, purpose)
 
-    def everyone(self, values: Sequence[float], purpose: str) -> list[list[float]]:
+    def all_gather_scalars(self, values: Sequence[float], purpose: str) -> list[list[float]]:
         """Each worker's few numbers, by rank, to every worker."""
-        return self.ask_everyone(values, purpose).wait().tolist()
+        return self.all_gather_scalars_async(values, purpose).wait().tolist()
 
-    def ask_everyone(self, values: Sequence[float], purpose: str) -> Pending:
+    def all_gather_scalars_async(self, values: Sequence[float], purpose: str) -> Pending:
         """The same without waiting for it: a row for each worker will be there."""
         mine = torch.tensor(values, dtype=torch.float64)
         rows = mine.repeat(self.topology.world_size, 1)
@@ -201,7 +201,7 @@ class Wire:
         """Whether all workers hold the same bits."""
         return not self.differing([tensors], purpose)
 
-    def tell(self, what: Any) -> list[Any]:
+    def all_gather_object(self, what: Any) -> list[Any]:
         """Each worker's small object, to every worker."""
         if self.topology.world_size == 1:
             return [what]
@@ -218,7 +218,7 @@ class Wire:
 
     def node_mean(self) -> Ledger:
         """The ledger as the mean over nodes, before this call's own bytes; collective."""
-        states = self.tell(self.ledger.state())
+        states = self.all_gather_object(self.ledger.state())
         return mean_over_nodes([states[node[0]] for node in self.topology.nodes])
 
     def count(self, purpose: str, sent: Sent, calls: int = 1) -> None:
@@ -282,7 +282,7 @@ class Wire:
         self._timed(cross, sent, purpose)
         for j, share in enumerate(shares):
             if len(self.topology.group) > 1 and share.numel():
-                self.share_out([share], j, purpose)
+                self.broadcast_in_group([share], j, purpose)
 
     def _broadcast(self, flat: Tensor, source: int, group: Any, sent: Sent, purpose: str) -> None:
         self._timed(lambda: dist.broadcast(flat, source, group=group), sent, purpose)

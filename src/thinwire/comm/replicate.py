@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm import process_groups
-from thinwire.comm.codec import WIRES, by_dtype, size_of
+from thinwire.comm.buckets import WIRES, by_dtype, size_of
 from thinwire.comm.collectives import Wire
 from thinwire.comm.sent import Ranks, Sent
 from thinwire.comm.topology import Topology
@@ -38,10 +38,11 @@ _OWN = {"process_group", "init_sync", "broadcast_buffers", "device_mesh", "mixed
 class Replicated:
     """A model whose gradients are averaged inside one group of workers, which may change."""
 
-    def __init__(self, model: nn.Module, wire: Wire, rounding: str, options: dict[str, Any] | None = None) -> None:
+    def __init__(self, model: nn.Module, wire: Wire, options: dict[str, Any] | None = None) -> None:
         self.model = model
         self.wire = wire
-        self.rounding = rounding
+        self.rounding = "fp32"
+        """What gradients are rounded to while they travel; set before `wrap`."""
         self.options = dict(options or {})
         self.members: Ranks = ()
         self._ddp: DistributedDataParallel | None = None
@@ -74,8 +75,8 @@ class Replicated:
         # Looked up once: a walk through all modules at every step takes milliseconds.
         self._norms = [module for module in self.model.modules() if isinstance(module, nn.SyncBatchNorm)]
         self._trained = sum(p.requires_grad for p in self.model.parameters())
-        self._dry_buffers = list(self.model.buffers()) if self.wire.is_dry else None
-        if self.wire.topology.world_size == 1 or self.wire.is_dry:
+        self._dry_buffers = list(self.model.buffers()) if self.wire.is_simulated else None
+        if self.wire.topology.world_size == 1 or self.wire.is_simulated:
             return
         self._named = dict(self.model.named_parameters())
         self._flags = [_flags(p) for p in self._named.values()]
@@ -142,9 +143,9 @@ class Replicated:
         """The model's forward pass, prepared for a backward pass that averages gradients."""
         self._averages, self._is_due = self.syncs, False
         if self._ddp is None:
-            if self.wire.is_dry and self.syncs:
+            if self.wire.is_simulated and self.syncs:
                 self._rehearse_backward()
-            elif self._over_norms > 1 and not self.wire.is_dry:
+            elif self._over_norms > 1 and not self.wire.is_simulated:
                 self._count_norms()
             return self.model(*args, **kwargs)
         self._awaits_backward = self._awaits_backward or self.syncs
@@ -185,7 +186,7 @@ class Replicated:
 
         A parameter's gradient may come in a pass within the pass, as checkpoints have them, which ends too early.
         """
-        if self.after_backward is not None and not self.wire.is_dry:
+        if self.after_backward is not None and not self.wire.is_simulated:
             see = self._see_output if self._averages else self._see_local_output
             for t in tree_leaves(outputs):
                 if isinstance(t, torch.Tensor) and t.requires_grad:

@@ -75,13 +75,13 @@ def plan(
         click.echo(json.dumps(made.as_dict(), indent=2))
         return
     with Progress(quiet=quiet) as progress:
-        progress.tell("building the model")
+        progress.all_gather_object("building the model")
         made = _plan(chosen, _subject(chosen, model, flags), flags, progress)
         told = progress.end(made)
         folder = out or Path("runs") / f"plan-{made.subject.name}"
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder, told)
-        progress.tell("drawing")
+        progress.all_gather_object("drawing")
         missing = _draw(made, told, folder)
     click.echo(missing or f"picture and figures: {folder / 'plan.png'}, {folder / 'plan.json'}")
 
@@ -118,7 +118,7 @@ class Progress:
         if self._status is not None:
             self._status.stop()
 
-    def tell(self, what: str) -> None:
+    def all_gather_object(self, what: str) -> None:
         """What comes next."""
         if self._status is not None:
             self._status.update(f"{what} …")
@@ -129,11 +129,11 @@ class Progress:
         """The methods that will be planned."""
         self._methods = list(methods)
         self._rows = Rows(self.console, self._methods)
-        self.tell("planning fp32 all-reduce, which the others are held against")
+        self.all_gather_object("planning fp32 all-reduce, which the others are held against")
 
     def begin(self, method: str) -> None:
         """A method is being planned."""
-        self.tell(f"planning {method} ({self._methods.index(method) + 1} of {len(self._methods)})")
+        self.all_gather_object(f"planning {method} ({self._methods.index(method) + 1} of {len(self._methods)})")
 
     def add(self, plan: Plan, row: Row) -> None:
         """A row is there."""

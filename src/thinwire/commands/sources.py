@@ -109,7 +109,7 @@ def unfinished(folder: Path, saved: Path, recipe: str | None, data: Path | None)
     except (ValueError, RuntimeError) as error:
         raise _misfit(f"the save in `{folder}`", _said(trained, source), error) from error
     told = f"{folder}: not finished; saved at step {position['step']} of {about['steps']} by {state['method_name']}"
-    if not state["spans_world"]:
+    if not state["in_sync"]:
         told += f", amid a group phase: {merged_save.how(state)}"
     config = state["config"]
     cuts = METHODS[state["method_name"]].method.cuts_at_end

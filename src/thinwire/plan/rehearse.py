@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.admission import check_optimizers, check_same_architecture, check_same_data, spread_first_values
-from thinwire.comm.codec import size_of
-from thinwire.comm.dry import Booked, Call, DryWire, Exchange
+from thinwire.comm.buckets import size_of
+from thinwire.comm.simulated import Booked, Call, SimulatedWire, Exchange
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.topology import Topology
 from thinwire.factor.convert import Layer
@@ -73,7 +73,7 @@ def rehearse_together(
     subject: Subject, config: Any, views: Sequence[Topology], foresee: Foresight, *, shapes: bool = True
 ) -> list[Rehearsal]:
     """Go through a whole run once as several workers that do the same; `shapes` keeps those of the model."""
-    wire = DryWire(views)
+    wire = SimulatedWire(views)
     found = Rehearsal(Ledger(), Counter(), Counter(), sharers=decomposers(wire.topology))
     with subject.borrowed() as model:
         method = _make(subject, config, model, wire, foresee, found)
@@ -86,12 +86,12 @@ def rehearse_together(
     return [replace(found, **_counts(wire, view)) for view in range(len(views))]
 
 
-def _counts(wire: DryWire, view: int) -> dict[str, Any]:
+def _counts(wire: SimulatedWire, view: int) -> dict[str, Any]:
     return dict(zip(("ledger", "calls", "exchanges"), wire.booked.seen_from(view), strict=True))
 
 
 def _make(
-    subject: Subject, config: Any, model: nn.Module, wire: DryWire, foresee: Foresight, found: Rehearsal
+    subject: Subject, config: Any, model: nn.Module, wire: SimulatedWire, foresee: Foresight, found: Rehearsal
 ) -> Method:
     """Attach the method to a model, as `attach` does."""
     optimizers = Optimizers(subject.optimizer(model.parameters()))
@@ -136,7 +136,7 @@ class _Stage:
     subject: Subject
     method: Method
     replica: Replica
-    wire: DryWire
+    wire: SimulatedWire
     found: Rehearsal
     shapes: bool
     known: dict[_Turn, _Taken] = field(default_factory=dict)
@@ -170,7 +170,7 @@ class _Stage:
     def _take(self, is_quiet: bool) -> None:
         """One turn; what it came to is kept where the method may come to the same place again."""
         step, cycle = self.replica.step, self.method.cycle
-        until = self.method.quiet_until
+        until = self.method.next_event
         turn = self._turn(step, cycle.place if cycle else None, until if is_quiet else step + 1)
         with self.wire.booking() as booked:
             self._step(turn.steps)
@@ -178,7 +178,7 @@ class _Stage:
                 # A plan believes in losses that fall: when they stop is not known before.
                 self.replica.epoch_end(-(2.0 ** (1000 * self.replica.step / self.subject.steps)))
             if turn.evaluates:
-                with Still(), nullcontext() if self.replica.spans_world else self.replica.merged():
+                with Still(), nullcontext() if self.replica.in_sync else self.replica.merged():
                     self._sum_of_evaluation()
         after = self.method.cycle
         if is_quiet and cycle and after and not (turn.ends_epoch and self.subject.epochs > _FALLING):
@@ -205,12 +205,12 @@ class _Stage:
         self.found.steps[self.replica.phase] += steps
         self.method.shift(steps)
 
-    def _turn(self, step: int, place: Hashable, quiet_until: int) -> _Turn:
+    def _turn(self, step: int, place: Hashable, next_event: int) -> _Turn:
         """The next one; the step before a change is taken alone: the change happens at its end."""
         steps, every = self.subject.steps, self.subject.eval_every
         next_evaluation = (step // every + 1) * every if every else steps
         epoch = self._next_epoch(step)
-        taken = max(1, min(quiet_until, next_evaluation, epoch, steps) - step - 1)
+        taken = max(1, min(next_event, next_evaluation, epoch, steps) - step - 1)
         after = step + taken
         evaluates = every is not None and (after % every == 0 or after == steps)
         return _Turn(place, taken, after == epoch, evaluates)

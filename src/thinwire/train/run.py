@@ -83,7 +83,7 @@ class Run:
         if self.shape != (shape := (replica.phase, replica.decompositions)):
             self.shape = shape
             self.counts.look(replica)
-        self.counts.count(together=replica.spans_world, full=not replica.ranks())
+        self.counts.count(together=replica.in_sync, full=not replica.ranks())
 
     def note_stability(self) -> None:
         """One line whenever the bases were compared."""

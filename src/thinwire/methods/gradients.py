@@ -1,0 +1,222 @@
+"""Engine 1: the gradients of every step, averaged exactly inside a group and in a code between groups.
+
+In fp32 and bf16 DistributedDataParallel does it over the whole world. In other codes it averages inside the group, over
+the fast link; at the end of the backward pass, before anybody clips or steps, groups exchange the means in the code, and
+every worker's `.grad` holds the same values. With one group nothing is coded.
+
+What a code leaves out is kept for the next step. It changes only when a step is taken: an exchange whose gradients are
+thrown away by `zero_grad()`, or whose step a GradScaler skips, leaves no trace.
+
+A gradient that is not finite is not coded. Its worker says so with what it sends, so that all workers know at once:
+without a GradScaler the run stops and names the worker and the layer; with one, all skip the step.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from thinwire.comm.aggregate import Aggregator
+from thinwire.comm.codes import aggregator
+from thinwire.comm.collectives import Wire
+from thinwire.comm.replicate import Replicated
+from thinwire.comm.sent import Ranks
+from thinwire.config.codes import parse_code
+from thinwire.errors import ConfigError, DivergedError
+from thinwire.methods.context import MethodContext
+
+Make = Callable[[Wire, Sequence[Tensor]], Aggregator]
+"""Builds an aggregator for parameters like these."""
+
+_BUCKET = 25 << 20
+
+
+class GradientAveraging:
+    """How gradients are averaged now: by the world in a code, or by each group alone."""
+
+    def __init__(self, context: MethodContext) -> None:
+        self.context = context
+        self.wire = context.wire
+        self.topology = context.wire.topology
+        self.replicated = Replicated(context.model, context.wire, context.ddp)
+        self.code: str | None = None
+        """None while groups train alone."""
+        self.buckets: list[Aggregator] = []
+        self._places: list[list[int]] = []
+        self.makers: dict[str, Make] = {}
+        """Aggregators of the method's own, by the code they are for."""
+        self.prepare: Callable[[Sequence[Tensor]], None] | None = None
+        """Called with the group's mean gradients before they are exchanged in a code."""
+        self._trained: list[nn.Parameter] = []
+        self._names: list[str] = []
+        self.scale = 1.0
+        """What losses were multiplied by when residuals were left."""
+        self._staged = False  # gradients were exchanged for a step that is not taken yet
+        self._updated = False
+        context.after_update.append(self._note_update)
+
+    def together(self, code: str) -> None:
+        """From now on the world averages, in a code, which starts without residuals."""
+        self.check(code)
+        self.code = code
+        self.buckets, self._places, self.scale, self._staged = [], [], 1.0, False
+        if self._is_coded:
+            self._make_buckets()
+        self._wrap()
+
+    def apart(self) -> None:
+        """From now on each group averages by itself."""
+        self.code, self.buckets, self._staged = None, [], False
+        if self.replicated.members != self.topology.group or self.replicated.rounding != "fp32":
+            self._wrap()  # a lone group continues with its wrapper as it is
+
+    def check(self, code: str) -> None:
+        """Refuse what a code cannot carry: at once, not in the first backward pass."""
+        if parse_code(code).is_exact or len(self.topology.groups) == 1:
+            return
+        for name, p in self.context.model.named_parameters():
+            if p.is_complex() and p.requires_grad:
+                raise ConfigError(
+                    f"{code!r} cannot carry the gradient of the complex parameter {name!r}; use 'fp32' or 'bf16', or "
+                    "hold both parts as two parameters"
+                )
+
+    @property
+    def members(self) -> Ranks:
+        """Who holds the same model after a step."""
+        return self.topology.group if self.code is None else self.topology.world
+
+    @property
+    def _is_coded(self) -> bool:
+        return self.code is not None and len(self.topology.groups) > 1 and not parse_code(self.code).is_exact
+
+    def _wrap(self) -> None:
+        replicated, coded = self.replicated, self._is_coded
+        replicated.after_backward = self._exchange if coded else None
+        replicated.before_backward = self._see_zeroed if coded else None
+        replicated.norm_members = self.members
+        replicated.rounding = "bf16" if self.code == "bf16" else "fp32"
+        replicated.wrap(self.topology.group if coded else self.members)
+
+    def rewrap(self) -> None:
+        """Wrap the model again, as a checkpoint does on both of its sides."""
+        self.replicated.wrap(self.replicated.members)
+
+    def _make_buckets(self) -> None:
+        """Aggregators of some 25 MB of parameters each, from the last layer on, as gradients arrive."""
+        named = [(name, p) for name, p in self.context.model.named_parameters() if p.requires_grad]
+        self._names, self._trained = [name for name, _ in named], [p for _, p in named]
+        places: list[list[int]] = [[]]
+        for i in reversed(range(len(named))):
+            size = sum(self._trained[j].numel() for j in places[0]) + self._trained[i].numel()
+            if places[0] and 4 * size > _BUCKET:
+                places.insert(0, [])
+            places[0].insert(0, i)
+        self._places = places[::-1]
+        code = self.code or ""
+        make = self.makers.get(code) or (lambda wire, like: aggregator(code, wire, like, "gradients"))
+        self.buckets = [make(self.wire, [self._trained[i].detach() for i in place]) for place in self._places]
+
+    # A step.
+
+    def _see_zeroed(self, parameter: Tensor | None = None) -> None:
+        """Whoever set gradients to zero without a step has thrown away what the last exchange put there."""
+        if self._staged:
+            others = (p.grad for p in self._trained if p.grad is not None and p is not parameter)
+            self._staged = any(bool(gradient.any()) for gradient in others)
+
+    def _note_update(self, optimizer: Optimizer) -> None:
+        self._updated = True
+
+    def end_step(self) -> None:
+        """Keep what the exchanges of this step left out, unless the step was skipped; agree on buffers."""
+        if self._staged and self._updated:
+            for bucket in self.buckets:
+                bucket.commit()
+        self._staged = self._updated = False
+        self.replicated.hand_on_buffers(self.members)
+
+    def _exchange(self) -> None:
+        device = self._trained[0].device.type
+        # The user's backward pass may stand in an autocast, which would round products here.
+        with torch.no_grad(), torch.autocast("cpu" if device == "meta" else device, enabled=False):
+            self._fill_gradients()
+            self._follow_scale()
+            gradients = self.gradients
+            bad, again = self._first_bad(gradients), self._staged
+            parts = [(bucket, [gradients[i] for i in place]) for bucket, place in zip(self.buckets, self._places, strict=True)]
+            for bucket, part in parts if again else ():
+                bucket.take_back(part)
+            if self.prepare is not None and bad is None:
+                self.prepare(gradients)
+            self._staged = all([bucket.run(part, healthy=bad is None, again=again) for bucket, part in parts])
+            if not self._staged:
+                self._refuse(bad)
+
+    def _fill_gradients(self) -> None:
+        """What was not used here counts as zero: others may have used it."""
+        for name, p in zip(self._names, self._trained, strict=True):
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            elif p.grad.is_sparse:
+                raise ConfigError(f"{name!r} has a sparse gradient, which cannot be coded: give it sparse=False")
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """Every trained parameter's."""
+        return [p.grad for p in self._trained if p.grad is not None]
+
+    def _first_bad(self, gradients: Sequence[Tensor]) -> int | None:
+        """The first parameter whose gradient is not finite."""
+        if gradients[0].is_meta:
+            return None
+        norms = torch.stack(torch._foreach_norm(list(gradients)))
+        suspects = torch.nonzero(~torch.isfinite(norms)).flatten().tolist()  # or finite, but too large to be squared
+        return next((i for i in suspects if not bool(torch.isfinite(gradients[i]).all())), None)
+
+    def _follow_scale(self) -> None:
+        """What is kept is in units of the scaled gradient."""
+        scale = self.context.scale()
+        if scale != self.scale:
+            for bucket in self.buckets:
+                for t in bucket.residuals():
+                    t.mul_(scale / self.scale)
+            self.scale = scale
+
+    def _refuse(self, bad: int | None) -> None:
+        if self.context.has_scaler:
+            for g in self.gradients:
+                g.fill_(float("inf"))  # the scaler of every worker skips this step
+            return
+        found = self.wire.all_gather_scalars([-1 if bad is None else bad], "control")
+        which = [(rank, self._names[int(row[0])]) for rank, row in enumerate(found) if row[0] >= 0]
+        where = "; ".join(f"rank {rank} has one in {name!r}" for rank, name in which)
+        raise DivergedError(
+            f"a gradient is not finite at step {self.wire.ledger.times.begun}, so nothing was sent or applied: {where}; "
+            "lower the learning rate or go back to a checkpoint; if a GradScaler is to skip such steps, pass it to "
+            "attach(…, scaler=scaler)"
+        )
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The code, and what it left out so far."""
+        shared = {"code": self.code, "scale": self.scale, "buckets": [b.shared() for b in self.buckets]}
+        return {"shared": shared, "local": {"buckets": [b.local() for b in self.buckets]}}
+
+    def load_state_dict(self, shared: dict[str, Any], everyone: Sequence[dict[str, Any]], own: int | None) -> None:
+        """Continue from a state of this worker, which is number `own`, or of another world (None)."""
+        if shared["code"] is None:
+            self.apart()
+        else:
+            self.together(shared["code"])
+        self.scale = shared["scale"]
+        kept = shared["buckets"] or [{}] * len(self.buckets)
+        for i, bucket in enumerate(self.buckets):
+            if own is not None:
+                bucket.load(kept[i], everyone[own]["gradients"]["buckets"][i])
+            else:
+                others = [worker["gradients"]["buckets"] for worker in everyone]
+                bucket.adopt(kept[i], [buckets[i] if buckets else {} for buckets in others])
