@@ -19,7 +19,7 @@ from patience import LIMIT_S, until
 from thinwire.cli import main
 
 STEPS, SAVE_EVERY = 60, 8
-COMPARED = ["--steps", "20", "--set", "group_steps=5", "--no-model"]  # a field that one of the two methods has
+COMPARED = ["--steps", "20", "--set", "every=5", "--no-model"]  # a field that one of the two methods has
 SUMMARY_FIELDS = """
     recipe method config seed world_size groups steps accuracy accuracy_before_truncation loss wall_s traffic
     traffic_vs_allreduce_fp32 traffic_vs_ideal_fp32 parameters_full parameters_final compression kept_full
@@ -207,7 +207,7 @@ def test_compare_sets_methods_side_by_side(compared):
 
 @pytest.mark.slow
 def test_compare_keeps_variants_of_a_method_apart(tmp_path):
-    words = ["compare", "digits", "--workers", "1", "--steps", "12", "--set", "group_steps=4", "--no-model"]
+    words = ["compare", "digits", "--workers", "1", "--steps", "12", "--set", "every=4", "--no-model"]
     words += ["--seeds", "2", "--out", str(tmp_path)]
     result = CliRunner().invoke(main, [*words, "--methods", "allreduce,ab:cutoff=0.2,ab:cutoff=0.5"])
     assert result.exit_code == 0, result.output
@@ -290,7 +290,7 @@ def _without_matplotlib(monkeypatch):
 def test_a_picture_never_costs_a_result(tmp_path, monkeypatch):
     """Without matplotlib everything else is written and printed, and one line says what to install."""
     _without_matplotlib(monkeypatch)
-    words = ["--workers", 1, "--steps", 12, "--set", "group_steps=4", "--stability", 4]
+    words = ["--workers", 1, "--steps", 12, "--set", "every=4", "--stability", 4]
     missing = "thinwire: no picture: drawing needs matplotlib: pip install 'thinwire[plot]'"
     told = _thinwire("run", "digits", "--method", "ab", *words, "--out", tmp_path / "run")
     assert told.count(missing) == 1 and "summary.json and model/ are in" in told

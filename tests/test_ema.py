@@ -18,7 +18,7 @@ from thinwire.errors import ConfigError, ThinwireError
 METHODS: dict[str, Callable[[], Any]] = {
     "allreduce": thinwire.AllReduce,
     "ab": small.ab,
-    "oialr": lambda: thinwire.OIALR(total_steps=small.STEPS, delay=4, frequency=5, cutoff=0.3),
+    "oialr": lambda: thinwire.OIALR(total_steps=small.STEPS, factor_at=4, redecompose=5, cutoff=0.3),
     "localsgd": lambda: thinwire.LocalSGD(every=4),
 }
 DECAY = 0.8

@@ -383,7 +383,7 @@ def test_a_paused_run_is_merged_as_its_config_says(tmp_path):
 
 def test_three_factors_to_a_weight_are_multiplied_out(tmp_path):
     recipe = named("digits", steps=6)
-    config = thinwire.OIALR(total_steps=6, delay=2, frequency=2, cutoff=0.7, layer_fraction=1.0)
+    config = thinwire.OIALR(total_steps=6, factor_at=2, redecompose=2, cutoff=0.7, layer_fraction=1.0)
     fit(recipe, config, out=tmp_path / "run", save_every=5, model=False)
     (tmp_path / "run" / "summary.json").unlink()
     model = recipe.model(recipe.source(None))

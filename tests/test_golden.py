@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from every_method import STEPS, WAYS
 
 import gang
 import small
 import thinwire
+from every_method import STEPS, WAYS
 
 FOLDER = Path(__file__).parent / "golden"
 LAYOUTS = {"2 groups of 2": (4, 2), "3 groups of 1": (3, 1)}

@@ -234,7 +234,7 @@ def test_workers_load_it_too_and_what_only_they_can_see_is_said_once(tmp_path, m
     monkeypatch.setenv("PYTHONPATH", str(Path(thinwire.__file__).parents[1]))  # whole, as the folder changes
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(MY_RECIPE)
-    words = ["run", "mine.py:tiny", "--method", "ab", "--set", "group_steps=2", "--set", "keep=*"]
+    words = ["run", "mine.py:tiny", "--method", "ab", "--set", "every=2", "--set", "keep=*"]
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 2 and "nothing to factor" in result.output
     assert "Traceback" not in result.output and result.output.count("thinwire: ") <= 2

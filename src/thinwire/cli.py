@@ -17,7 +17,7 @@ from rich.table import Table
 from thinwire.comm.process_groups import failed
 from thinwire.comm.topology import place
 from thinwire.commands import options, pictures
-from thinwire.commands.dry_run import rehearse
+from thinwire.commands.dry_run import simulate
 from thinwire.commands.export import export
 from thinwire.commands.netbench import netbench
 from thinwire.commands.plan import plan
@@ -122,7 +122,7 @@ def run(recipe: str, method: str, dry_run: bool, as_json: bool, quiet: bool, out
         job.refuse_occupied()
     job.check()
     if dry_run:
-        rehearse(job, speaks=_speaks(), as_json=as_json, quiet=quiet)
+        simulate(job, speaks=_speaks(), as_json=as_json, quiet=quiet)
         return
     summary = _execute(job, chosen.label, quiet=quiet or as_json)
     if as_json and _speaks():

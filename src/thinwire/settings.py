@@ -81,5 +81,12 @@ def _describe(hint: Any) -> str:
         return " or ".join(repr(value) for value in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
         return "names separated by commas"
-    names = {Nesterov: "an outer step as LR/MOMENTUM, such as 1.0/0.5", str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
+    names = {
+        Nesterov: "an outer step as LR/MOMENTUM, such as 1.0/0.5",
+        str: "text",
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        type(None): "none",
+    }
     return names.get(hint, str(hint))

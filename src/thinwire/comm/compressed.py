@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.comm.quantize import Quantizer, Rows, cut, elements
 from thinwire.comm.collectives import Pending, Wire
+from thinwire.comm.quantize import Quantizer, Rows, cut, elements
 
 _FLAG = 4
 

@@ -144,7 +144,7 @@ class Replicated:
         self._averages, self._is_due = self.syncs, False
         if self._ddp is None:
             if self.wire.is_simulated and self.syncs:
-                self._rehearse_backward()
+                self._simulate_backward()
             elif self._over_norms > 1 and not self.wire.is_simulated:
                 self._count_norms()
             return self.model(*args, **kwargs)
@@ -168,11 +168,11 @@ class Replicated:
         return not self._accumulating
 
     def hand_on_buffers(self, members: Ranks = ()) -> None:
-        """Overwrite buffers by the first member's, as DDP does before a forward pass; a rehearsal's never change."""
+        """Overwrite buffers by the first member's, as DDP does before a forward pass; a simulation's never change."""
         buffers = list(self.model.buffers()) if self._dry_buffers is None else self._dry_buffers
         self.wire.broadcast(buffers, "buffers", members or self.members)
 
-    def _rehearse_backward(self) -> None:
+    def _simulate_backward(self) -> None:
         """There will be no backward pass."""
         if self._over_norms > 1:
             self._count_norms()

@@ -112,7 +112,7 @@ def unfinished(folder: Path, saved: Path, recipe: str | None, data: Path | None)
     if not state["in_sync"]:
         told += f", amid a group phase: {merged_save.how(state)}"
     config = state["config"]
-    cuts = METHODS[state["method_name"]].method.cuts_at_end
+    cuts = getattr(METHODS[state["method_name"]].method, "cuts_at_end", False)
     own: dict[str, Any] = {"cutoff": config["cutoff"] if cuts else _ROUNDING, "keep": _kept(config)}
     return Found(model=model, told=told, **_sizes(model), **own, **_judged(trained, source))
 

@@ -121,11 +121,7 @@ class AB:
                 f"`total_steps`={self.total_steps} is too small for one cycle: warm-up takes {self.warmup_length} "
                 f"steps (`warmup`={self.warmup}) and a group phase {self.group_length} "
                 f"(`every`={self.every}), together {needed}; "
-                + (
-                    f"a warm-up of at most {room} steps fits"
-                    if room >= 0
-                    else "shorten the group phase, as every=1"
-                )
+                + (f"a warm-up of at most {room} steps fits" if room >= 0 else "shorten the group phase, as every=1")
             )
 
 
@@ -146,6 +142,9 @@ class OIALR:
 
     redecompose: float = 0.0333
     """Steps from then on between two updates of the bases, in which ranks may fall."""
+
+    updates_from: float | None = None
+    """The step from which on that is counted, where it is not `factor_at`."""
 
     cutoff: float = 0.1
     """Singular values up to this share of the largest are dropped at an update."""
@@ -199,6 +198,8 @@ class OIALR:
             check_bool(self, "match_rate")
         check_group_size(self.group_size)
         object.__setattr__(self, "keep", patterns(self.keep))
+        if self.updates_from is not None:
+            check_fraction(self, "updates_from")
         if self.warmup_length >= self.total_steps:
             raise ConfigError(
                 f"`factor_at`={self.factor_at} leaves nothing of `total_steps`={self.total_steps} for training at low rank; "
@@ -209,6 +210,11 @@ class OIALR:
     def warmup_length(self) -> int:
         """Full-rank training in steps."""
         return length(self.factor_at, self.total_steps)
+
+    @property
+    def updates_start(self) -> int:
+        """The step from which on updates are counted."""
+        return self.warmup_length if self.updates_from is None else length(self.updates_from, self.total_steps)
 
     @property
     def update_length(self) -> int:

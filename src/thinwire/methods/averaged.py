@@ -84,9 +84,7 @@ class AveragedTensors:
 
     # An average.
 
-    def send(
-        self, step: int, overlap: int, *, keep_own: bool = False, weights: Sequence[float] | None = None
-    ) -> None:
+    def send(self, step: int, overlap: int, *, keep_own: bool = False, weights: Sequence[float] | None = None) -> None:
         """Send how far this group came; the mean is due `overlap` steps later.
 
         `weights` are this group's for each tensor and add up to 1 over groups; by default by its number of workers.

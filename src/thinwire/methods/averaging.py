@@ -132,7 +132,12 @@ class LocalTraining(Method):
             # An outer step must not move what a lone worker has frozen meanwhile.
             self.fragments.append(
                 AveragedTensors(
-                    self.wire, current, config.wire, self.step, outer=config.outer, is_fixed=lambda p: not p.requires_grad
+                    self.wire,
+                    current,
+                    config.wire,
+                    self.step,
+                    outer=config.outer,
+                    is_fixed=lambda p: not p.requires_grad,
                 )
             )
 
@@ -225,7 +230,11 @@ class LocalTraining(Method):
         return state
 
     def load_state_dict(
-        self, shared: dict[str, Any], everyone: Sequence[dict[str, Any]], own: int | None, load_values: Callable[[], None]
+        self,
+        shared: dict[str, Any],
+        everyone: Sequence[dict[str, Any]],
+        own: int | None,
+        load_values: Callable[[], None],
     ) -> None:
         """What is under way is dropped; a save of one group may have agreed on nothing but the model."""
         for fragment in self.fragments:

@@ -101,7 +101,11 @@ class Method(ABC):
         }
 
     def load_state_dict(
-        self, shared: dict[str, Any], everyone: Sequence[dict[str, Any]], own: int | None, load_values: Callable[[], None]
+        self,
+        shared: dict[str, Any],
+        everyone: Sequence[dict[str, Any]],
+        own: int | None,
+        load_values: Callable[[], None],
     ) -> None:
         """Continue from what all workers' `state_dict` gave.
 

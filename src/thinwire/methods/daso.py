@@ -300,7 +300,11 @@ class DASOMethod(Method):
         return state
 
     def load_state_dict(
-        self, shared: dict[str, Any], everyone: Sequence[dict[str, Any]], own: int | None, load_values: Callable[[], None]
+        self,
+        shared: dict[str, Any],
+        everyone: Sequence[dict[str, Any]],
+        own: int | None,
+        load_values: Callable[[], None],
     ) -> None:
         """What is under way is dropped; a save of one node has agreed on nothing but the model."""
         if self._counters is not None:

@@ -146,7 +146,10 @@ class GradientAveraging:
             self._follow_scale()
             gradients = self.gradients
             bad, again = self._first_bad(gradients), self._staged
-            parts = [(bucket, [gradients[i] for i in place]) for bucket, place in zip(self.buckets, self._places, strict=True)]
+            parts = [
+                (bucket, [gradients[i] for i in place])
+                for bucket, place in zip(self.buckets, self._places, strict=True)
+            ]
             for bucket, part in parts if again else ():
                 bucket.take_back(part)
             if self.prepare is not None and bad is None:

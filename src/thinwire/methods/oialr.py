@@ -99,9 +99,11 @@ class OIALRMethod(Factoring):
     @property
     def next_event(self) -> int:
         """The next update, or the end of the full-rank steps."""
-        start, every = self.config.warmup_length, self.config.update_length
+        start, every = self.config.updates_start, self.config.update_length
+        if self.phase == "warmup":
+            return self.config.warmup_length
         if self.step < start:
-            return start
+            return start + every
         following = start + ((self.step - start) // every + 1) * every
         return following if following < self.config.total_steps else sys.maxsize
 
@@ -132,7 +134,7 @@ class OIALRMethod(Factoring):
     @property
     def _is_due(self) -> bool:
         # An update at the very end would cut what nothing trains again; `finish` cuts there anyway.
-        since = self.step - self.config.warmup_length
+        since = self.step - self.config.updates_start
         return since > 0 and since % self.config.update_length == 0 and self.step < self.config.total_steps
 
     def _begin(self) -> None:
@@ -196,7 +198,11 @@ class OIALRMethod(Factoring):
         return state
 
     def load_state_dict(
-        self, shared: dict[str, Any], everyone: Sequence[dict[str, Any]], own: int | None, load_values: Callable[[], None]
+        self,
+        shared: dict[str, Any],
+        everyone: Sequence[dict[str, Any]],
+        own: int | None,
+        load_values: Callable[[], None],
     ) -> None:
         """Give the model the shape it had."""
 

@@ -73,7 +73,11 @@ class TopKMethod(CodedGradients):
         torch._foreach_mul_(list(gradients), (limit / (norm + 1e-6)).clamp(max=1.0))
 
     def load_state_dict(
-        self, shared: dict[str, Any], everyone: Sequence[dict[str, Any]], own: int | None, load_values: Callable[[], None]
+        self,
+        shared: dict[str, Any],
+        everyone: Sequence[dict[str, Any]],
+        own: int | None,
+        load_values: Callable[[], None],
     ) -> None:
         """The save may be from before momentum was taken over."""
         self.handover.give_back()

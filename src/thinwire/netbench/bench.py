@@ -95,7 +95,7 @@ class Bench:
         layout = Layout(workers=self.base.workers, nodes=self.hosts)
 
         def planned(configs: dict[str, Any], ranks: Path | None = None) -> list[dict[str, Any]]:
-            plan = make_plan(known.stopwatch.subject, configs, layout, links, stopwatch=known.stopwatch, ranks=ranks)
+            plan = make_plan(known.stopwatch.workload, configs, layout, links, stopwatch=known.stopwatch, ranks=ranks)
             return plan.as_dict()["methods"]
 
         rows = []

@@ -13,7 +13,7 @@ from thinwire.netbench.hosts import Hosts, Probe
 from thinwire.plan import compute
 from thinwire.plan.links import Links
 from thinwire.plan.planner import Stopwatch
-from thinwire.plan.subjects import of_recipe
+from thinwire.plan.workloads import of_recipe
 from thinwire.report.records import BASELINE, read_records
 
 CALIBRATION = "calibration"
@@ -52,11 +52,11 @@ def calibrate(base: Job, lab: Hosts, say: Callable[[str], None]) -> Calibration:
     job = replace(job, out=base.out / CALIBRATION)
     traffic = job.run(say)["traffic"]
     computing, waiting = _second_half(job)
-    subject = of_recipe(base.trained, base.workers, base.data)
-    slowdown = computing / compute.measure(subject).seconds
+    workload = of_recipe(base.trained, base.workers, base.data)
+    slowdown = computing / compute.measure(workload).seconds
     moving = 8 * traffic["slow_bytes"] / steps / probe.bits_per_second
     overhead = max(0.0, waiting - moving) * steps / max(1, traffic["slow_calls"])
-    return Calibration(Stopwatch(subject, slowdown=slowdown), slowdown, overhead)
+    return Calibration(Stopwatch(workload, slowdown=slowdown), slowdown, overhead)
 
 
 def _second_half(job: Job) -> tuple[float, float]:

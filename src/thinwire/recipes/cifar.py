@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import AdamW
 
+from thinwire.config import Nesterov
 from thinwire.recipes import tables
 from thinwire.recipes.sizes import checked, for_images
 from thinwire.train import data, models
@@ -49,11 +50,11 @@ def vgg16(**sizes: Any) -> Recipe:
         eval_every=_steps(2),
         suited={
             "ab": tables.ab(tables.VGG16),
-            "daso": Suited({"compensate": True}),
+            "daso": Suited({"warmup": 4 / 30, "cooldown": 4 / 30, "compensate": True}),
             "localsgd": Suited({"every": 24, "warmup": 0.05}),
-            "diloco": Suited({"every": 24, "outer_momentum": 0.5, "warmup": 0.05}),
-            "powersgd": Suited({"rank": 16, "start_step": 0.05}),
-            "topk": Suited({"warmup": 0.05}),
+            "diloco": Suited({"every": 24, "outer": Nesterov(0.7, 0.5), "warmup": 0.05}),
+            "powersgd": Suited({"rank": 16, "warmup": 0.05}),
+            "topk": Suited({"ramp": 0.05}),
             "onebit": Suited({"warmup": 0.05}),
         },
     )
@@ -97,10 +98,10 @@ def mini_vit(**sizes: Any) -> Recipe:
         eval_every=_steps(5),
         suited={
             "ab": Suited({"merge": "trained"}),
-            "oialr": Suited({"delay": 4000 / _steps(125), "frequency": 1000 / _steps(125), "cutoff": 0.2}),
+            "oialr": Suited({"factor_at": 4000 / _steps(125), "redecompose": 1000 / _steps(125), "cutoff": 0.2}),
             "localsgd": Suited({"every": 24, "warmup": 0.05}),
             "diloco": Suited({"every": 24, "warmup": 0.05}),
-            "powersgd": Suited({"rank": 16, "start_step": 0.05}),
+            "powersgd": Suited({"rank": 16, "warmup": 0.05}),
         },
     )
 

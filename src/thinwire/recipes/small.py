@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from torch.optim import AdamW
 
+from thinwire.config import Nesterov
 from thinwire.recipes.sizes import checked, for_images
 from thinwire.train import data, models
 from thinwire.train.task import CLASSIFY, PREDICT, Recipe, Suited
@@ -32,20 +33,20 @@ def digits(**sizes: Any) -> Recipe:
         clip=1.0,
         eval_every=25,
         suited={
-            "oialr": Suited({"delay": 0.1, "cutoff": 0.2}),
+            "oialr": Suited({"factor_at": 0.1, "cutoff": 0.2}),
             "daso": Suited(
                 {
-                    "max_skips": 32,
-                    "warmup_epochs": 1,
-                    "cooldown_epochs": 1,
+                    "every": 32,
+                    "warmup": 1 / 30,
+                    "cooldown": 1 / 30,
                     "compensate": True,
                     "plateau_patience": None,
                 }
             ),
             "powersgd": Suited({"rank": 1}),
             "localsgd": Suited({"every": 48}),
-            "diloco": Suited({"every": 24, "outer_lr": 0.4, "warmup": 0.05}),
-            "topk": Suited({"density": 0.001, "warmup": 0.05}),
+            "diloco": Suited({"every": 24, "outer": Nesterov(0.4, 0.9), "warmup": 0.05}),
+            "topk": Suited({"density": 0.001, "ramp": 0.05}),
         },
     )
 
@@ -70,12 +71,12 @@ def shakespeare(**sizes: Any) -> Recipe:
         eval_every=100,
         suited={
             "ab": Suited({"merge": "trained"}),
-            "oialr": Suited({"delay": 0.8, "layer_fraction": 0.25}),
-            "daso": Suited({"compensate": True}),
-            "powersgd": Suited({"rank": 16, "start_step": 0.05}),
+            "oialr": Suited({"factor_at": 0.8, "layer_fraction": 0.25}),
+            "daso": Suited({"warmup": 4 / 30, "cooldown": 4 / 30, "compensate": True}),
+            "powersgd": Suited({"rank": 16, "warmup": 0.05}),
             "localsgd": Suited({"every": 4, "warmup": 0.05}),
-            "diloco": Suited({"every": 12, "outer_momentum": 0.5, "warmup": 0.05}),
-            "topk": Suited({"density": 0.05, "warmup": 0.05}),
+            "diloco": Suited({"every": 12, "outer": Nesterov(0.7, 0.5), "warmup": 0.05}),
+            "topk": Suited({"density": 0.05, "ramp": 0.05}),
             "onebit": Suited({"warmup": 0.05}),
         },
     )

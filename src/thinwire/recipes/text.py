@@ -8,6 +8,7 @@ from typing import Any, cast
 from torch import nn
 from torch.optim import AdamW
 
+from thinwire.config import Nesterov
 from thinwire.recipes.sizes import checked
 from thinwire.train import data, models
 from thinwire.train.schedule import Cosine
@@ -59,11 +60,11 @@ def _wikitext2(name: str, summary: str, sizes: dict[str, Any], *, lr: float, epo
         eval_every=max(1, steps // 20),
         suited={
             "ab": Suited({"merge": "trained"}),
-            "oialr": Suited({"delay": 0.5, "layer_fraction": 0.25}),
+            "oialr": Suited({"factor_at": 0.5, "layer_fraction": 0.25}),
             "localsgd": Suited({"every": 8, "warmup": 0.05}),
-            "diloco": Suited({"every": 12, "outer_momentum": 0.5, "warmup": 0.05}),
-            "powersgd": Suited({"rank": 16, "start_step": 0.05}),
-            "topk": Suited({"density": 0.05, "warmup": 0.05}),
+            "diloco": Suited({"every": 12, "outer": Nesterov(0.7, 0.5), "warmup": 0.05}),
+            "powersgd": Suited({"rank": 16, "warmup": 0.05}),
+            "topk": Suited({"density": 0.05, "ramp": 0.05}),
             "onebit": Suited({"warmup": 0.05}),
         },
     )

@@ -220,11 +220,8 @@ class Recipe:
     def defaults(self, method: str, schedule: str | None = None) -> dict[str, Any]:
         """Fields of a method's config that hold unless a user sets them, by one of its schedules."""
         own = self.suited.get(method, Suited())
-        length = {"total_steps": self.steps, "steps_per_epoch": self.steps_per_epoch}
-        phase = min(4, self.epochs / 4)  # a run of few epochs still has room for what lies between
-        phases = {"warmup_epochs": phase, "cooldown_epochs": phase}
         timed = self._schedule(method, own, schedule)
-        return {"clip": self.suited_to(method).clip, **phases, **own.settings, **timed, **length}
+        return {"clip": self.suited_to(method).clip, **own.settings, **timed, "total_steps": self.steps}
 
     def _schedule(self, method: str, own: Suited, name: str | None) -> Mapping[str, Any]:
         if name is None:
