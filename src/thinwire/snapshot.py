@@ -22,6 +22,7 @@ from thinwire.factor.moments import LINEAR, QUADRATIC
 from thinwire.factor.optimizers import Optimizers
 from thinwire.files import read_json, write_json
 from thinwire.methods.base import Method
+from thinwire.methods.context import Saved
 from thinwire.methods.registry import name_of
 from thinwire.settings import describe
 from thinwire.store import apart, atomic_folder, like, newest, read_tensors, together, write_tensors
@@ -75,7 +76,7 @@ def load(method: Method, scaler: Any, folder: Path | str, averages: Sequence[nn.
     workers = _Workers(method, folder, state["world_size"])
     same = state["groups"] == _groups(method)
     own = method.topology.rank if same else None
-    method.load_state_dict(shared, workers, own, load_values)
+    method.load_state_dict(Saved(shared, workers, own, load_values))
     _load_ledger(method, scaler, state, folder)
     for number, average in enumerate(averages):
         _load_average(method, state, folder / f"average{number}", average)
@@ -139,13 +140,13 @@ class _Workers(Sequence[dict[str, Any]]):
     """The local parts of a save by rank, read when they are looked at: most workers need only their own."""
 
     def __init__(self, method: Method, folder: Path, count: int) -> None:
-        self.method, self.folder, self.count = method, folder, count
+        self.method, self.folder, self.workers = method, folder, count
 
     def __len__(self) -> int:
-        return self.count
+        return self.workers
 
     def __getitem__(self, rank: Any) -> Any:
-        if not 0 <= rank < self.count:
+        if not 0 <= rank < self.workers:
             raise IndexError(rank)
         tensors = _on_device(self.method, self.folder / f"worker-rank{rank}.safetensors")
         return together(read_json(self.folder / f"worker-rank{rank}.json")["method"], tensors)

@@ -50,10 +50,10 @@ class Aggregator(ABC):
     def end(self, out: Sequence[Tensor]) -> bool:
         """Write the mean; False if any worker was unhealthy, and then `out` is undefined."""
 
-    def take_back(self, tensors: Sequence[Tensor]) -> None:
+    def take_back(self, tensors: Sequence[Tensor]) -> None:  # noqa: B027
         """Before one more exchange of the same step: subtract the last mean, where more than a sum is made of it."""
 
-    def middle(self) -> None:
+    def middle(self) -> None:  # noqa: B027
         """The second round, if there is one; `end` makes up for a call that was left out."""
 
     def turn(self, steps: int) -> int | None:
@@ -65,7 +65,7 @@ class Aggregator(ABC):
         self.begin(tensors, healthy=healthy, again=again)
         return self.end(tensors)
 
-    def commit(self) -> None:
+    def commit(self) -> None:  # noqa: B027
         """The last mean was used: keep what it left out."""
 
     def residuals(self) -> list[Tensor]:
@@ -84,10 +84,10 @@ class Aggregator(ABC):
         """What is this worker's own."""
         return {}
 
-    def load(self, shared: State, local: State) -> None:
+    def load(self, shared: State, local: State) -> None:  # noqa: B027
         """Continue from a state."""
 
-    def adopt(self, shared: State, everyone: Sequence[State]) -> None:
+    def adopt(self, shared: State, everyone: Sequence[State]) -> None:  # noqa: B027
         """Continue from the states of all workers of another world."""
 
 

@@ -83,8 +83,8 @@ class DASO:
         check_group_size(self.group_size)
         if self.warmup_length + self.cooldown_length > self.total_steps:
             raise ConfigError(
-                f"`warmup`={self.warmup} and `cooldown`={self.cooldown} are more than `total_steps`={self.total_steps}; "
-                "lower them"
+                f"`warmup`={self.warmup} and `cooldown`={self.cooldown} are more than "
+                f"`total_steps`={self.total_steps}; lower them"
             )
 
     @property

@@ -202,8 +202,8 @@ class OIALR:
             check_fraction(self, "updates_from")
         if self.warmup_length >= self.total_steps:
             raise ConfigError(
-                f"`factor_at`={self.factor_at} leaves nothing of `total_steps`={self.total_steps} for training at low rank; "
-                "use a smaller one, such as a third"
+                f"`factor_at`={self.factor_at} leaves nothing of `total_steps`={self.total_steps} for training at low "
+                "rank; use a smaller one, such as a third"
             )
 
     @property

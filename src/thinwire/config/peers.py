@@ -86,6 +86,7 @@ class PowerSGD(_Warmed):
             )
 
 
+_PAPERS = Nesterov(lr=0.7, momentum=0.9)
 _OUTER = {"outer_lr": "outer=Nesterov(lr=…)", "outer_momentum": "outer=Nesterov(momentum=…)", "delay": "overlap"}
 
 
@@ -150,7 +151,7 @@ class DiLoCo(LocalSGD):
     every: int = 48
     """Steps between two outer steps of the same fragment of the model."""
 
-    outer: Nesterov | None = Nesterov(lr=0.7, momentum=0.9)
+    outer: Nesterov | None = _PAPERS
     """The outer step, with the paper's values; 1.0 and 0.5 are better with small `every`."""
 
 
@@ -193,4 +194,4 @@ class TopK(_Warmed):
 
 @dataclass(frozen=True, kw_only=True)
 class OneBit(_Warmed):
-    """One bit per element and two scales per column, with error feedback: 1-bit SGD (Seide et al., Interspeech 2014)."""
+    """One bit per element and two scales per column, with error feedback (1-bit SGD, Seide et al. 2014)."""

@@ -13,14 +13,14 @@ def renamed(**fields: str) -> Callable[[C], C]:
     """For a config class: each old name, and what to write instead."""
 
     def wrap(config: C) -> C:
-        init = config.__init__
+        init: Any = config.__init__  # type: ignore[misc]
 
         @functools.wraps(init)
         def checked(self: Any, *args: Any, **given: Any) -> None:
             refuse(config, given)
             init(self, *args, **given)
 
-        config.__init__ = checked
+        config.__init__ = checked  # type: ignore[misc]
         config.renamed_fields = {**getattr(config, "renamed_fields", {}), **fields}  # type: ignore[attr-defined]
         return config
 

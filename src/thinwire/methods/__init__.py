@@ -1,4 +1,4 @@
-"""One paper, one file; `base.py` is the contract they all fulfil, `gradients.py` and `averaging.py` their two engines."""
+"""One paper, one file; `base.py` is the contract they all fulfil, `gradients.py` and `averaging.py` the engines."""
 
 from thinwire.methods import ab, allreduce, daso, diloco, local_sgd, oialr, onebit, powersgd, topk
 

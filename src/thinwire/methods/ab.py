@@ -11,8 +11,9 @@ A group phase begins only if all of it fits before `total_steps`; what is left i
 
 import math
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from thinwire.factor.convert import Layer, to_factors, to_full
 from thinwire.methods.ab_timetable import timetable
 from thinwire.methods.averaged import AveragedTensors
 from thinwire.methods.averaging import role_by_codes
-from thinwire.methods.context import MethodContext
+from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.factoring import Factoring
 from thinwire.methods.merging import average_buffers, average_moments, put_back, refuse_diverged
 from thinwire.methods.registry import register
@@ -253,14 +254,9 @@ class ABMethod(Factoring):
         state["local"]["average"] = average["local"]
         return state
 
-    def load_state_dict(
-        self,
-        shared: dict[str, Any],
-        everyone: Sequence[dict[str, Any]],
-        own: int | None,
-        load_values: Callable[[], None],
-    ) -> None:
+    def load_state_dict(self, saved: Saved) -> None:
         """Go to a place in the timetable and give the model the shape it had there."""
+        shared = saved.shared
 
         def reshape_and_load() -> None:
             for layer in self.factored:
@@ -274,14 +270,14 @@ class ABMethod(Factoring):
                     self._to_factors(layer, torch.empty(m, rank), torch.empty(rank, n))
             self.lr_start = shared["lr_start"]
             self._freeze()
-            load_values()
+            saved.load_values()
 
-        super().load_state_dict(shared, everyone, own, reshape_and_load)
+        super().load_state_dict(replace(saved, load_values=reshape_and_load))
         self.average = None
         if self.phase == "groups":
             self._make_average()
-            assert self.average is not None and own is not None, "a group phase resumes in the same groups"
-            self.average.load_state_dict(shared["average"], everyone[own]["average"])
+            assert self.average is not None and saved.local is not None, "a group phase resumes in the same groups"
+            self.average.load_state_dict(shared["average"], saved.local["average"])
 
 
 def _trained_factor(topology: Topology) -> str:

@@ -238,7 +238,8 @@ class AveragedTensors:
         self.level, self.agreed, self.momentum = shared["level"], agreed, shared["momentum"]
         self.pending = None
         if shared["pending"] is not None:
-            self.pending = PendingAverage(*shared["pending"], received=True, own=shared["own"])
+            sent, overlap = shared["pending"]
+            self.pending = PendingAverage(sent, overlap, received=True, own=shared["own"])
             self.scratch = shared["received"]
         self.aggregator.load(shared["aggregator"], local)
 

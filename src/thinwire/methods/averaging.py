@@ -11,9 +11,11 @@ Every worker keeps what groups agreed on itself, with the same bits. With one gr
 
 import functools
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from thinwire.comm.topology import Topology
 from thinwire.config import DiLoCo, LocalSGD
@@ -21,7 +23,7 @@ from thinwire.config.codes import QUANTIZED, parse_code
 from thinwire.errors import DivergedError
 from thinwire.methods.averaged import AveragedTensors
 from thinwire.methods.base import Method
-from thinwire.methods.context import MethodContext
+from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.fragments import fragments_of
 from thinwire.methods.merging import average_buffers, average_moments, put_back, refuse_diverged
 
@@ -128,18 +130,14 @@ class LocalTraining(Method):
         if self.in_sync and config.outer is None:
             return
         for parameters in fragments_of(self.model, config.fragments):
-            current = functools.partial(list, parameters)
-            # An outer step must not move what a lone worker has frozen meanwhile.
-            self.fragments.append(
-                AveragedTensors(
-                    self.wire,
-                    current,
-                    config.wire,
-                    self.step,
-                    outer=config.outer,
-                    is_fixed=lambda p: not p.requires_grad,
-                )
+            current = functools.partial(list[Tensor], parameters)
+            made = AveragedTensors(
+                # An outer step must not move what a lone worker has frozen meanwhile.
+                *(self.wire, current, config.wire, self.step),
+                outer=config.outer,
+                is_fixed=lambda p: not p.requires_grad,
             )
+            self.fragments.append(made)
 
     def _until(self, index: int) -> int:
         """Steps to the next turn of a fragment; turns are spread over a round."""
@@ -229,22 +227,17 @@ class LocalTraining(Method):
         state["local"] |= {"fragments": [f["local"] for f in fragments]}
         return state
 
-    def load_state_dict(
-        self,
-        shared: dict[str, Any],
-        everyone: Sequence[dict[str, Any]],
-        own: int | None,
-        load_values: Callable[[], None],
-    ) -> None:
+    def load_state_dict(self, saved: Saved) -> None:
         """What is under way is dropped; a save of one group may have agreed on nothing but the model."""
         for fragment in self.fragments:
             fragment.drop()
-        super().load_state_dict(shared, everyone, own, load_values)
+        super().load_state_dict(saved)
+        shared, local = saved.shared, saved.local
         self.buffers_at, self.fragments = shared["buffers_at"], []
         if self.phase == "local":
             self._make_fragments()
         for i, (fragment, kept) in enumerate(zip(self.fragments, shared["fragments"], strict=False)):
-            fragment.load_state_dict(kept, {} if own is None else everyone[own]["fragments"][i])
+            fragment.load_state_dict(kept, local["fragments"][i] if local else {})
 
     @property
     def cycle(self) -> Cycle | None:

@@ -6,7 +6,7 @@
     finish(cutoff)               once, at the end: one model on all workers, as small as the method makes it
     state_dict(), load_state_dict(…)    what a checkpoint needs beyond model and optimizer
 
-    phase, in_sync, next_event   what it is doing, whether all workers hold the same model, the next step that may differ
+    phase, in_sync, next_event   what it does, whether all workers hold the same model, the next step that may differ
 
 A method changes the model and its optimizers in place, and reaches other workers only through its wire. It averages
 gradients by `self.gradients` (engine 1), parameters by `averaging.py` (engine 2). What it alone needs, such as a hook
@@ -14,7 +14,7 @@ around updates, it hangs on its context. `register` makes it known; docs/extendi
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from thinwire.factor.convert import Kept, Layer, find_layers, to_factors
 from thinwire.methods.agree import agreed_factors
-from thinwire.methods.context import MethodContext
+from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.counters import check_counters
 from thinwire.methods.gradients import GradientAveraging
 
@@ -100,25 +100,15 @@ class Method(ABC):
             },
         }
 
-    def load_state_dict(
-        self,
-        shared: dict[str, Any],
-        everyone: Sequence[dict[str, Any]],
-        own: int | None,
-        load_values: Callable[[], None],
-    ) -> None:
-        """Continue from what all workers' `state_dict` gave.
-
-        `everyone` has the local parts by rank; this worker's is number `own`, None where groups are not as they were.
-        `load_values` fills model and optimizers, which must have their shapes by then.
-        """
-        self.step = shared["step"]
-        self.set_phase(shared["phase"])
-        local = everyone[own or 0]
+    def load_state_dict(self, saved: Saved) -> None:
+        """Continue from what all workers' `state_dict` gave; values are loaded when the model has its shape."""
+        self.step = saved.shared["step"]
+        self.set_phase(saved.shared["phase"])
+        local = saved.local or saved.everyone[0]
         self.forwards = local["forwards"]
         self.observed = torch.tensor(local["observed"], dtype=torch.float64)
-        load_values()
-        self.gradients.load_state_dict(shared["gradients"], everyone, own)
+        saved.load_values()
+        self.gradients.load_state_dict(saved)
 
     # What the replica calls, the same for all methods.
 

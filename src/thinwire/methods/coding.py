@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from thinwire.methods.context import MethodContext
 class CodedGradients(Method):
     """A warm-up in one code, then another one to the end."""
 
-    phases = ("warmup", "train")
+    phases: ClassVar[tuple[str, ...]] = ("warmup", "train")
 
     @classmethod
     def role(cls, config: Any, topology: Topology) -> Hashable:

@@ -1,6 +1,6 @@
 """What a method is given: the model, its optimizers, the wire, and places to hang callbacks on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,25 @@ from thinwire.comm.collectives import Wire
 from thinwire.factor.convert import Layer
 from thinwire.factor.optimizers import Optimizers
 from thinwire.methods.agree import find_basis, find_factors
+
+
+@dataclass
+class Saved:
+    """A method's part of a checkpoint."""
+
+    shared: dict[str, Any]
+    """What is the same on all workers of a group."""
+    everyone: Sequence[dict[str, Any]]
+    """Each worker's own part, by rank."""
+    own: int | None
+    """Which of these is this worker's; None where groups are not as they were."""
+    load_values: Callable[[], None]
+    """Fills model and optimizers, which must have their shapes by then."""
+
+    @property
+    def local(self) -> dict[str, Any] | None:
+        """This worker's own part, if there is one."""
+        return None if self.own is None else self.everyone[self.own]
 
 
 @dataclass
@@ -31,7 +50,7 @@ class MethodContext:
     find_factors: Callable[[Layer, float], tuple[Tensor, ...] | None] = find_factors
     """A layer's factors at a cutoff, or None where they would not be smaller; a simulation predicts them instead."""
     find_basis: Callable[[Layer, float, float], tuple[Tensor, ...]] = find_basis
-    """A layer's U, S and Vᵀ at a cutoff, with the largest share of its ranks that may be dropped; predicted likewise."""
+    """A layer's U, S and Vᵀ at a cutoff, and the largest share of its ranks that may be dropped; predicted likewise."""
 
     # What a method may set or add to, when it is built.
 

@@ -31,7 +31,7 @@ from thinwire.errors import ConfigError, DivergedError
 from thinwire.methods.averaged import AveragedTensors
 from thinwire.methods.averaging import Cycle, role_by_codes
 from thinwire.methods.base import Method
-from thinwire.methods.context import MethodContext
+from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.counters import compare_counters, gather_counters
 from thinwire.methods.merging import average_buffers, put_back, refuse_diverged
 from thinwire.methods.plateau import Plateau
@@ -189,7 +189,8 @@ class DASOMethod(Method):
         if self._counters is not None:
             rows, self._counters = self._counters.wait().tolist(), None
             compare_counters(rows, self.step, self.context.has_scaler)
-        if not all([part.receive() for part in self.averaged if part.pending is not None]):
+        sound = [part.receive() for part in self.averaged if part.pending is not None]
+        if not all(sound):
             for part in self.averaged:
                 part.pending = None
             refuse_diverged(self.wire, self.model, self.observed, self.step)
@@ -299,26 +300,21 @@ class DASOMethod(Method):
         state["local"]["averaged"] = [part["local"] for part in averaged]
         return state
 
-    def load_state_dict(
-        self,
-        shared: dict[str, Any],
-        everyone: Sequence[dict[str, Any]],
-        own: int | None,
-        load_values: Callable[[], None],
-    ) -> None:
+    def load_state_dict(self, saved: Saved) -> None:
         """What is under way is dropped; a save of one node has agreed on nothing but the model."""
         if self._counters is not None:
             self._counters.wait()
         self._counters = None
         for part in self.averaged:
             part.drop()
-        super().load_state_dict(shared, everyone, own, load_values)
+        super().load_state_dict(saved)
+        shared, local = saved.shared, saved.local
         self.every, self.overlap = shared["pace"]
         self.plateau = Plateau(**shared["plateau"])
         self.epochs, self.events, self.sent_at = shared["epochs"], shared["events"], shared["sent_at"]
         self._make_averaged(self.config.warmup_code if self.phase == "warmup" else self.config.wire)
         for i, (part, kept) in enumerate(zip(self.averaged, shared["averaged"], strict=False)):
-            part.load_state_dict(kept, {} if own is None else everyone[own]["averaged"][i])
+            part.load_state_dict(kept, local["averaged"][i] if local else {})
 
     @property
     def assumes(self) -> str:

@@ -1,8 +1,8 @@
 """Engine 1: the gradients of every step, averaged exactly inside a group and in a code between groups.
 
 In fp32 and bf16 DistributedDataParallel does it over the whole world. In other codes it averages inside the group, over
-the fast link; at the end of the backward pass, before anybody clips or steps, groups exchange the means in the code, and
-every worker's `.grad` holds the same values. With one group nothing is coded.
+the fast link. At the end of the backward pass, before anybody clips or steps, groups exchange the means in the code,
+and every worker's `.grad` holds the same values. With one group nothing is coded.
 
 What a code leaves out is kept for the next step. It changes only when a step is taken: an exchange whose gradients are
 thrown away by `zero_grad()`, or whose step a GradScaler skips, leaves no trace.
@@ -25,7 +25,7 @@ from thinwire.comm.replicate import Replicated
 from thinwire.comm.sent import Ranks
 from thinwire.config.codes import parse_code
 from thinwire.errors import ConfigError, DivergedError
-from thinwire.methods.context import MethodContext
+from thinwire.methods.context import MethodContext, Saved
 
 Make = Callable[[Wire, Sequence[Tensor]], Aggregator]
 """Builds an aggregator for parameters like these."""
@@ -154,7 +154,8 @@ class GradientAveraging:
                 bucket.take_back(part)
             if self.prepare is not None and bad is None:
                 self.prepare(gradients)
-            self._staged = all([bucket.run(part, healthy=bad is None, again=again) for bucket, part in parts])
+            healthy = [bucket.run(part, healthy=bad is None, again=again) for bucket, part in parts]
+            self._staged = all(healthy)
             if not self._staged:
                 self._refuse(bad)
 
@@ -197,9 +198,9 @@ class GradientAveraging:
         which = [(rank, self._names[int(row[0])]) for rank, row in enumerate(found) if row[0] >= 0]
         where = "; ".join(f"rank {rank} has one in {name!r}" for rank, name in which)
         raise DivergedError(
-            f"a gradient is not finite at step {self.wire.ledger.times.begun}, so nothing was sent or applied: {where}; "
-            "lower the learning rate or go back to a checkpoint; if a GradScaler is to skip such steps, pass it to "
-            "attach(…, scaler=scaler)"
+            f"a gradient is not finite at step {self.wire.ledger.times.begun}, so nothing was sent or applied: "
+            f"{where}; lower the learning rate or go back to a checkpoint; if a GradScaler is to skip such steps, pass "
+            "it to attach(…, scaler=scaler)"
         )
 
     # Checkpoints.
@@ -209,8 +210,9 @@ class GradientAveraging:
         shared = {"code": self.code, "scale": self.scale, "buckets": [b.shared() for b in self.buckets]}
         return {"shared": shared, "local": {"buckets": [b.local() for b in self.buckets]}}
 
-    def load_state_dict(self, shared: dict[str, Any], everyone: Sequence[dict[str, Any]], own: int | None) -> None:
-        """Continue from a state of this worker, which is number `own`, or of another world (None)."""
+    def load_state_dict(self, saved: Saved) -> None:
+        """Continue from this worker's state, or from those of another world."""
+        shared, local = saved.shared["gradients"], saved.local
         if shared["code"] is None:
             self.apart()
         else:
@@ -218,8 +220,8 @@ class GradientAveraging:
         self.scale = shared["scale"]
         kept = shared["buckets"] or [{}] * len(self.buckets)
         for i, bucket in enumerate(self.buckets):
-            if own is not None:
-                bucket.load(kept[i], everyone[own]["gradients"]["buckets"][i])
+            if local is not None:
+                bucket.load(kept[i], local["gradients"]["buckets"][i])
             else:
-                others = [worker["gradients"]["buckets"] for worker in everyone]
+                others = [worker["gradients"]["buckets"] for worker in saved.everyone]
                 bucket.adopt(kept[i], [buckets[i] if buckets else {} for buckets in others])

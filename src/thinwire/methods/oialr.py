@@ -10,7 +10,7 @@ Only S and what is not factored have gradients, so only they cross the wire.
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from thinwire.factor import moments
 from thinwire.factor.convert import Kept, Layer, to_factors, to_full
 from thinwire.factor.matrix import product, wide
 from thinwire.methods.agree import agreed_factors, empty_factors
-from thinwire.methods.context import MethodContext
+from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.factoring import Factoring
 from thinwire.methods.registry import register
 
@@ -197,14 +197,9 @@ class OIALRMethod(Factoring):
         state["shared"]["updates"] = self.updates
         return state
 
-    def load_state_dict(
-        self,
-        shared: dict[str, Any],
-        everyone: Sequence[dict[str, Any]],
-        own: int | None,
-        load_values: Callable[[], None],
-    ) -> None:
+    def load_state_dict(self, saved: Saved) -> None:
         """Give the model the shape it had."""
+        shared = saved.shared
 
         def reshape_and_load() -> None:
             for layer in self.factored:
@@ -217,6 +212,6 @@ class OIALRMethod(Factoring):
                 rank = shared["ranks"].get(layer.key)
                 if rank is not None:
                     self._to_basis(layer, empty_factors(layer, rank, _FORM))
-            load_values()
+            saved.load_values()
 
-        super().load_state_dict(shared, everyone, own, reshape_and_load)
+        super().load_state_dict(replace(saved, load_values=reshape_and_load))

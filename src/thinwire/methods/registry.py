@@ -11,7 +11,7 @@ M = TypeVar("M", bound=type[Method])
 
 
 class Entry(NamedTuple):
-    """A method: its config, its class, one line for `thinwire list`, and a config whose phases all happen in 20 steps."""
+    """A method: its config, its class, one line for `thinwire list`, and a config for the contract suite."""
 
     config: type
     method: type[Method]

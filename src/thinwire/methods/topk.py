@@ -6,14 +6,13 @@
     send the largest of v; where something was sent, v = 0 and (masking) u = 0
 
 Momentum and weight decay are taken over from `torch.optim.SGD`, whose own are zero from then on: applied after the
-exchange, momentum would push once more what has its momentum already. Weight decay needs no sending: its momentum is the
-same on all workers. Biases and norms travel as they are.
+exchange, momentum would push once more what has its momentum already. Weight decay needs no sending: its momentum is
+the same on all workers. Biases and norms travel as they are.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from thinwire.comm.collectives import Wire
 from thinwire.comm.sparse import Sparse
 from thinwire.config import TopK
 from thinwire.methods.coding import CodedGradients
-from thinwire.methods.context import MethodContext
+from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.handover import MomentumHandover, Settings, with_momentum
 from thinwire.methods.registry import register
 
@@ -72,17 +71,11 @@ class TopKMethod(CodedGradients):
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))))
         torch._foreach_mul_(list(gradients), (limit / (norm + 1e-6)).clamp(max=1.0))
 
-    def load_state_dict(
-        self,
-        shared: dict[str, Any],
-        everyone: Sequence[dict[str, Any]],
-        own: int | None,
-        load_values: Callable[[], None],
-    ) -> None:
+    def load_state_dict(self, saved: Saved) -> None:
         """The save may be from before momentum was taken over."""
         self.handover.give_back()
         self.context.users_optimizers = nullcontext
-        super().load_state_dict(shared, everyone, own, load_values)
+        super().load_state_dict(saved)
 
     def after_step(self) -> None:
         """The density may have a new stage."""

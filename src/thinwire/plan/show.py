@@ -47,8 +47,8 @@ class Rows:
         """The title and the columns' names."""
         links = plan.links
         title = (
-            f"{plan.workload.name}, {plan.workload.steps} steps, {plan.layout.workers} workers on {plan.baseline.nodes} "
-            f"nodes, {units.rate(links.bandwidth)} and {units.time(links.latency)} between them"
+            f"{plan.workload.name}, {plan.workload.steps} steps, {plan.layout.workers} workers on "
+            f"{plan.baseline.nodes} nodes, {units.rate(links.bandwidth)} and {units.time(links.latency)} between them"
         )
         self._console.print(title, style="italic", highlight=False)
         self._console.print(self._table(with_names=True))
