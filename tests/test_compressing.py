@@ -20,8 +20,8 @@ from selection import first_of
 from small import batch as images
 from small import mlp, net
 from thinwire.comm.codec import checksum
-from thinwire.comm.coders import Bits, Int8, Rows, cut, elements, pack_signs, unpack_signs
 from thinwire.comm.compressed import unsent
+from thinwire.comm.quantize import Int8Quantizer, OneBitQuantizer, Rows, cut, elements, pack_signs, unpack_signs
 from thinwire.methods.largest import largest
 from worlds import batch, optimizer_values, small_model, train_step, values
 
@@ -57,7 +57,7 @@ def test_packed_bits_unpack_to_the_same_signs(width: int) -> None:
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
 def test_int8_is_off_by_at_most_half_a_scale(size: float) -> None:
-    rows, coder = [Rows(300, 256), Rows(1, 10)], Int8()
+    rows, coder = [Rows(300, 256), Rows(1, 10)], Int8Quantizer()
     x = torch.randn(elements(rows)) * size
     x[256:512] = 0.0
     left, payload = x.clone(), torch.zeros(coder.size(rows), dtype=torch.uint8)
@@ -72,7 +72,7 @@ def test_int8_is_off_by_at_most_half_a_scale(size: float) -> None:
 
 
 def test_a_bit_says_the_mean_of_its_side() -> None:
-    coder, rows = Bits(), [Rows(2, 4), Rows(1, 3)]
+    coder, rows = OneBitQuantizer(), [Rows(2, 4), Rows(1, 3)]
     x = torch.tensor([1.0, 3.0, -2.0, 0.0, -1.0, -1.0, -3.0, -3.0, 5.0, 5.0, 5.0])
     left, payload, said = x.clone(), torch.zeros(coder.size(rows), dtype=torch.uint8), torch.empty(11)
     coder.encode(left, rows, payload)

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.comm.coders import Coder, Rows, cut, elements
 from thinwire.comm.collectives import Pending, Wire
+from thinwire.comm.quantize import Quantizer, Rows, cut, elements
 
 _FLAG = 4
 
@@ -27,7 +27,7 @@ class CompressedSum:
         self,
         wire: Wire,
         rows: Sequence[Rows],
-        coder: Coder,
+        coder: Quantizer,
         device: torch.device,
         purpose: str,
         result: Tensor | None = None,

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.comm.codec import WIRES, all_finite, size_of
-from thinwire.comm.coders import Int8, Rows
 from thinwire.comm.collectives import Pending, Wire
 from thinwire.comm.compressed import CompressedSum
 from thinwire.comm.dry import DryWire
+from thinwire.comm.quantize import Int8Quantizer, Rows
 from thinwire.comm.sent import Sent
 
 _BLOCK = 256
@@ -116,7 +116,7 @@ class CodedTransfer(Transfer):
     def __init__(self, wire: Wire, size: int, device: torch.device, purpose: str, room: Tensor | None = None) -> None:
         super().__init__(wire, "int8", purpose)
         self.size = size
-        self.sum = CompressedSum(wire, [Rows(-(-size // _BLOCK), _BLOCK)], Int8(), device, purpose, room)
+        self.sum = CompressedSum(wire, [Rows(-(-size // _BLOCK), _BLOCK)], Int8Quantizer(), device, purpose, room)
         self._steps = 0
         self._halfway = False
 

@@ -4,7 +4,7 @@ from collections.abc import Hashable
 
 from torch import nn
 
-from thinwire.comm.coders import Coder, Int8, Rows
+from thinwire.comm.quantize import Int8Quantizer, Quantizer, Rows
 from thinwire.comm.topology import Topology
 from thinwire.config import AllReduce
 from thinwire.methods.compressing import Coded
@@ -45,6 +45,6 @@ class AllReduceMethod(Coded):
         """Blocks, without regard to where a parameter ends."""
         return [Rows(-(-sum(p.numel() for p in coded) // _BLOCK), _BLOCK)]
 
-    def coder(self) -> Coder:
+    def coder(self) -> Quantizer:
         """A byte an element."""
-        return Int8()
+        return Int8Quantizer()

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.comm.codec import unpack_into
-from thinwire.comm.coders import Coder, Rows
 from thinwire.comm.collectives import Wire
 from thinwire.comm.compressed import CompressedSum
+from thinwire.comm.quantize import Quantizer, Rows
 from thinwire.comm.topology import Topology
 from thinwire.errors import ConfigError, DivergedError
 from thinwire.methods.base import Ground, Method
@@ -192,7 +192,7 @@ class Coded(Compressing):
         return len(topology.groups), topology.group_index
 
     @abstractmethod
-    def coder(self) -> Coder:
+    def coder(self) -> Quantizer:
         """How they are written."""
 
     @abstractmethod

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from thinwire.comm.coders import Bits, Coder, Rows
+from thinwire.comm.quantize import OneBitQuantizer, Quantizer, Rows
 from thinwire.config import OneBit
 from thinwire.methods.compressing import Coded
 
@@ -25,6 +25,6 @@ class OneBitMethod(Coded):
         """What goes into one output unit, the paper's column."""
         return [Rows(p.shape[0], p.numel() // p.shape[0]) for p in coded]
 
-    def coder(self) -> Coder:
+    def coder(self) -> Quantizer:
         """A bit an element."""
-        return Bits()
+        return OneBitQuantizer()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.codec import unpack_into
-from thinwire.comm.coders import Rows, cut, elements
+from thinwire.comm.quantize import Rows, cut, elements
 from thinwire.comm.topology import Topology
 from thinwire.config import TopK
 from thinwire.methods.base import Ground

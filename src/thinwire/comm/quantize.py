@@ -48,7 +48,7 @@ def cut(rows: Sequence[Rows], parts: int) -> list[list[Rows]]:
     return found
 
 
-class Coder(ABC):
+class Quantizer(ABC):
     """Writes rows of values as bytes: all scales first, then all codes."""
 
     scales: int
@@ -104,7 +104,7 @@ class Coder(ABC):
         """What the codes say."""
 
 
-class Int8(Coder):
+class Int8Quantizer(Quantizer):
     """A byte an element: the row's largest value is 127; nothing is off by more than half a scale."""
 
     scales = 1
@@ -129,7 +129,7 @@ class Int8(Coder):
 _GATHER_BITS = 0x0102040810204080
 
 
-class Bits(Coder):
+class OneBitQuantizer(Quantizer):
     """A bit an element: the mean of the row's values from zero on, or of those below."""
 
     scales = 2
