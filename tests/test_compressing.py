@@ -21,7 +21,7 @@ from small import batch as images
 from small import mlp, net
 from thinwire.comm.codec import checksum
 from thinwire.comm.compressed import unsent
-from thinwire.comm.quantize import Int8Quantizer, OneBitQuantizer, Rows, cut, elements, pack_signs, unpack_signs
+from thinwire.comm.quantize import Int8Quantizer, OneBitQuantizer, Rows, cut, elements
 from thinwire.methods.largest import largest
 from worlds import batch, optimizer_values, small_model, train_step, values
 
@@ -45,14 +45,6 @@ def backward(replica: nn.Module, rank: int, step: int) -> None:
 
 
 # Codes.
-
-
-@pytest.mark.parametrize("width", [1, 7, 8, 64, 1000])
-def test_packed_bits_unpack_to_the_same_signs(width: int) -> None:
-    signs = torch.rand(5, width) < 0.5
-    packed = pack_signs(signs)
-    assert packed.shape == (5, -(-width // 8)) and packed.dtype == torch.uint8
-    assert torch.equal(unpack_signs(packed, width).bool(), signs)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
