@@ -17,7 +17,9 @@ def packed_width(width: int, bits: int) -> int:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack rows of codes (n, width), one per byte, into (n, packed_width)."""
+    """Pack rows of codes (n, width), one per byte, into (n, packed_width); 8 bits are packed as they are."""
+    if bits == 8:
+        return codes
     spare = -codes.shape[1] % (8 // bits)
     padded = F.pad(codes, (0, spare)) if spare else codes.contiguous()
     # One multiplication adds up shifted copies such that code i lands at bit `bits * i` of the top byte; bits that
@@ -30,6 +32,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def unpack(packed: Tensor, bits: int, width: int) -> Tensor:
     """Unpack to rows of codes (n, width), one per byte."""
+    if bits == 8:
+        return packed
     words = packed.to(_WORDS[bits])
     # Move the upper half of the codes to the upper half of the word, then the same within each half, and so on.
     size, kept = 32 // bits, 4

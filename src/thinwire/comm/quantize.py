@@ -17,7 +17,7 @@ from thinwire.errors import unknown
 
 # On a CPU several passes over a piece that stays in the cache beat one pass each over everything; on other devices
 # large pieces bound the memory of intermediate results.
-_CPU_PIECE = 1 << 16
+_CPU_PIECE = 1 << 18
 _DEVICE_PIECE = 1 << 24
 
 _SMALLEST = 1e-35
@@ -107,16 +107,23 @@ class Quantizer(ABC):
                 )
                 place, row, code = place + n * run.width, row + n, code + n * width
 
-    @abstractmethod
     def encode_block(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
         """Write the scales (n, words) and codes (n, bytes) of x (n, width), and leave the error in x."""
+        code = self.choose(x, scales)
+        codes.copy_(pack(code, self.bits))
+        x.sub_(self.values(code, scales, torch.empty_like(x)))
 
-    @abstractmethod
     def decode_block(self, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
         """Write the decoded values to `out` (n, width) and return it."""
+        return self.values(unpack(codes, self.bits, out.shape[1]), scales, out)
 
+    @abstractmethod
+    def choose(self, x: Tensor, scales: Tensor) -> Tensor:
+        """Write the scales (n, words) of x (n, width), and return a code for each value (n, width), one per byte."""
 
-# Errors are always computed by the operations that decode, one rounding at a time, so that both round alike.
+    @abstractmethod
+    def values(self, code: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+        """Write the values of codes (n, width) to `out`, overwriting the codes, and return it."""
 
 
 class Int8Quantizer(Quantizer):
@@ -125,83 +132,69 @@ class Int8Quantizer(Quantizer):
     scales = 1
     bits = 8
 
-    def encode_block(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
-        """Round to the nearest level."""
+    def choose(self, x: Tensor, scales: Tensor) -> Tensor:
+        """The nearest level."""
         torch.div(x.abs().amax(1, keepdim=True), 127, out=scales).clamp_(max=_LARGEST / 127)
-        steps = torch.mul(x, _inverse(scales)).round_()
-        codes.view(torch.int8).copy_(steps)
-        x.sub_(steps.mul_(scales))
+        return _to_bytes(torch.mul(x, _inverse(scales)).round_())
 
-    def decode_block(self, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-        """Codes times scales."""
-        return out.copy_(codes.view(torch.int8)).mul_(scales)
+    def values(self, code: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+        """Levels times scales."""
+        return out.copy_(code.view(torch.int8)).mul_(scales)
 
 
 class Int4Quantizer(Quantizer):
     """15 levels, denser near zero: ±k (k + 4) for k = 0 … 7, where 77 is the row's largest magnitude.
 
-    Gradients have many small and few large values. On recorded ones these levels have two thirds of the squared error
-    of uniform levels, clipped or not.
+    Gradients have many small and few large values: on recorded ones these levels have two thirds of the squared error
+    of uniform levels, clipped or not. A code is ±k in two's complement.
     """
 
     scales = 1
     bits = 4
 
-    def encode_block(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
-        """Round to the nearest level; k is in two's complement."""
+    def choose(self, x: Tensor, scales: Tensor) -> Tensor:
+        """The nearest level."""
         size = x.abs()
         torch.div(size.amax(1, keepdim=True), 77, out=scales).clamp_(max=_LARGEST / 77)
-        # k and k + 1 are equally near at k² + 5k + 2.5 = (k + 2.5)² − 3.75.
+        # Levels k and k + 1 are equally near at k² + 5k + 2.5 = (k + 2.5)² − 3.75.
         k = size.mul_(_inverse(scales)).add_(3.75).sqrt_().sub_(1.5).floor_()
-        signed = torch.copysign(k, x)
-        codes.copy_(pack(signed.to(torch.int8).view(torch.uint8).bitwise_and_(15), 4))
-        x.sub_(signed.mul_(k.add_(4)).mul_(scales))
+        return _to_bytes(k.copysign_(x)).bitwise_and_(15)
 
-    def decode_block(self, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+    def values(self, code: Tensor, scales: Tensor, out: Tensor) -> Tensor:
         """Levels times scales."""
-        signed = unpack(codes, 4, out.shape[1]).view(torch.int8)
-        signed = signed.bitwise_left_shift_(4).bitwise_right_shift_(4)  # extends the sign
-        return out.copy_(signed.abs().add_(4).mul_(signed)).mul_(scales)
+        k = code.bitwise_left_shift_(4).view(torch.int8).bitwise_right_shift_(4)  # extends the sign
+        return out.copy_(k.abs().add_(4).mul_(k)).mul_(scales)
 
 
 class Int2Quantizer(Quantizer):
     """Four levels per row, ±inner and ±outer: the mean magnitudes below and above a threshold.
 
     The best threshold (Lloyd-Max) is 0.78 · mean(x²) / mean(|x|) for a Gaussian and 0.80 for a Laplace distribution;
-    on recorded gradients 0.75 has the smallest error. Zeros do not move it.
+    0.75 has the smallest error on recorded gradients. Zeros do not move it. A code is 1 for outer plus 2 for negative.
     """
 
     scales = 1
     bits = 2
 
-    def encode_block(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
-        """Choose by threshold, then take the means; a code is 1 for outer plus 2 for negative."""
+    def choose(self, x: Tensor, scales: Tensor) -> Tensor:
+        """By threshold and sign."""
         size = x.abs()
         largest = size.amax(1, keepdim=True)
         size.mul_(_inverse(largest))  # so that squares stay in range
-        total = size.sum(1, keepdim=True)
+        total = size.sum(1, keepdim=True)  # at least 1, except in rows of zeros
         squares = torch.linalg.vector_norm(size, dim=1, keepdim=True).square_()
-        # `total` is at least 1, except in rows of zeros.
         outer = torch.ge(size, squares.mul_(0.75).div_(total.clamp(min=1)), out=torch.empty_like(x))
         count = outer.sum(1, keepdim=True)
         above = size.mul_(outer).sum(1, keepdim=True)
-        low = total.sub_(above).div_((x.shape[1] - count).clamp_(min=1))
-        _write_halves(scales, low.mul_(largest).clamp_(min=0), above.div_(count.clamp_(min=1)).mul_(largest))
-        negative = torch.lt(x, 0, out=size)
-        codes.copy_(pack(torch.add(outer, negative, alpha=2).to(torch.int8).view(torch.uint8), 2))
-        x.sub_(self._values(outer, negative, scales))
+        low = total.sub_(above).clamp_(min=0).div_((x.shape[1] - count).clamp_(min=1))
+        _write_pair(scales, low.mul_(largest), above.div_(count.clamp_(min=1)).mul_(largest))
+        return _to_bytes(outer.add_(torch.lt(x, 0, out=size), alpha=2))
 
-    def decode_block(self, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+    def values(self, code: Tensor, scales: Tensor, out: Tensor) -> Tensor:
         """One of the four levels."""
-        code = unpack(codes, 2, out.shape[1])
-        negative = torch.empty_like(out).copy_(code.bitwise_right_shift(1))
-        return self._values(out.copy_(code.bitwise_and_(1)), negative, scales)
-
-    @staticmethod
-    def _values(outer: Tensor, negative: Tensor, scales: Tensor) -> Tensor:
-        """Levels by two numbers that are 0 or 1, both overwritten."""
-        low, gap = _read_halves(scales)
-        return outer.mul_(gap).add_(low).mul_(negative.mul_(-2).add_(1))
+        low, gap = _read_pair(scales)
+        sign = code.bitwise_and(2).view(torch.int8).neg_().add_(1).to(out.dtype)
+        return out.copy_(code.bitwise_and_(1)).mul_(gap).add_(low).mul_(sign)
 
 
 class OneBitQuantizer(Quantizer):
@@ -210,24 +203,22 @@ class OneBitQuantizer(Quantizer):
     scales = 2
     bits = 1
 
-    def encode_block(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
-        """Write the signs and both means."""
+    def choose(self, x: Tensor, scales: Tensor) -> Tensor:
+        """1 from zero on."""
         signs = torch.ge(x, 0, out=torch.empty_like(x))  # as numbers: comparing to truth values is slow on a CPU
         above = signs.sum(1, keepdim=True)
         high = x.clamp(min=0).sum(1, keepdim=True)
         low = (x.sum(1, keepdim=True) - high).div_((x.shape[1] - above).clamp_(min=1))
         self.write_means(scales, low, high.div_(above.clamp_(min=1)))
-        codes.copy_(pack(signs.to(torch.int8).view(torch.uint8), 1))
-        low, gap = self.read_means(scales)
-        x.sub_(signs.mul_(gap).add_(low))
+        return _to_bytes(signs)
 
-    def decode_block(self, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+    def values(self, code: Tensor, scales: Tensor, out: Tensor) -> Tensor:
         """One mean or the other."""
         low, gap = self.read_means(scales)
-        return out.copy_(unpack(codes, 1, out.shape[1])).mul_(gap).add_(low)
+        return out.copy_(code).mul_(gap).add_(low)
 
     def write_means(self, scales: Tensor, low: Tensor, high: Tensor) -> None:
-        """The lower mean, and the distance of the upper one from it."""
+        """Store the lower mean and the distance of the upper one from it."""
         low, high = _bounded(low), _bounded(high)
         torch.cat([low, high.sub_(low)], 1, out=scales)
 
@@ -242,12 +233,12 @@ class BitQuantizer(OneBitQuantizer):
     scales = 1
 
     def write_means(self, scales: Tensor, low: Tensor, high: Tensor) -> None:
-        """Both in one word."""
-        _write_halves(scales, low, high)
+        """Store both in one word."""
+        _write_pair(scales, low, high)
 
     def read_means(self, scales: Tensor) -> tuple[Tensor, Tensor]:
         """The lower mean and the distance."""
-        return _read_halves(scales)
+        return _read_pair(scales)
 
 
 _QUANTIZERS: dict[str, type[Quantizer]] = {
@@ -270,17 +261,22 @@ def _inverse(scales: Tensor) -> Tensor:
     return torch.where(scales > _SMALLEST, scales.reciprocal(), 0.0)
 
 
+def _to_bytes(whole: Tensor) -> Tensor:
+    """Whole numbers −128 … 127 as bytes in two's complement; on a CPU this is faster than to unsigned bytes."""
+    return whole.to(torch.int8).view(torch.uint8)
+
+
 def _bounded(means: Tensor) -> Tensor:
     """Finite means whose differences are finite too, even if the sums they come from overflowed."""
     return means.nan_to_num_(nan=0.0).clamp_(-_LARGEST / 4, _LARGEST / 4)
 
 
-def _write_halves(scales: Tensor, low: Tensor, high: Tensor) -> None:
+def _write_pair(scales: Tensor, low: Tensor, high: Tensor) -> None:
     """Store two numbers per row as bf16, which has the range of fp32, in one word (n, 1)."""
     scales.view(torch.bfloat16).copy_(torch.cat([_bounded(low), _bounded(high)], 1))
 
 
-def _read_halves(scales: Tensor) -> tuple[Tensor, Tensor]:
+def _read_pair(scales: Tensor) -> tuple[Tensor, Tensor]:
     """The first number, and the distance of the second from it."""
     low, high = scales.view(torch.bfloat16).float().split(1, 1)
     return low, high - low
