@@ -62,16 +62,10 @@ class Quantizer(ABC):
 
     scales: int
     """32-bit words of scales per row."""
-    bits: int
-    """Bits per value."""
 
     def size(self, rows: Sequence[Rows]) -> int:
         """Bytes that rows take."""
         return sum(run.number * (4 * self.scales + self.code_width(run.width)) for run in rows)
-
-    def code_width(self, width: int) -> int:
-        """Bytes that the codes of one row take."""
-        return packed_width(width, self.bits)
 
     def encode(self, values: Tensor, rows: Sequence[Rows], out: Tensor) -> None:
         """Write the code of flat `values` to `out`, and leave exactly values − decoded in `values`."""
@@ -107,14 +101,37 @@ class Quantizer(ABC):
                 )
                 place, row, code = place + n * run.width, row + n, code + n * width
 
+    @abstractmethod
+    def code_width(self, width: int) -> int:
+        """Bytes that the codes of one row take."""
+
+    @abstractmethod
     def encode_block(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
         """Write the scales (n, words) and codes (n, bytes) of x (n, width), and leave the error in x."""
+
+    @abstractmethod
+    def decode_block(self, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+        """Write the decoded values to `out` (n, width) and return it."""
+
+
+class PackedQuantizer(Quantizer):
+    """A code of the same few bits for every value. The error is computed as decoding does it, so both round alike."""
+
+    bits: int
+    """Bits per value: 1, 2, 4 or 8."""
+
+    def code_width(self, width: int) -> int:
+        """Packed without gaps."""
+        return packed_width(width, self.bits)
+
+    def encode_block(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
+        """Choose, pack and subtract."""
         code = self.choose(x, scales)
         codes.copy_(pack(code, self.bits))
         x.sub_(self.values(code, scales, torch.empty_like(x)))
 
     def decode_block(self, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-        """Write the decoded values to `out` (n, width) and return it."""
+        """Unpack and look up."""
         return self.values(unpack(codes, self.bits, out.shape[1]), scales, out)
 
     @abstractmethod
@@ -123,10 +140,10 @@ class Quantizer(ABC):
 
     @abstractmethod
     def values(self, code: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-        """Write the values of codes (n, width) to `out`, overwriting the codes, and return it."""
+        """Write the values of codes (n, width) to `out` and return it; codes below 8 bits may be overwritten."""
 
 
-class Int8Quantizer(Quantizer):
+class Int8Quantizer(PackedQuantizer):
     """Uniform levels −127 … 127, where 127 is the row's largest magnitude; errors are at most half a step."""
 
     scales = 1
@@ -142,7 +159,7 @@ class Int8Quantizer(Quantizer):
         return out.copy_(code.view(torch.int8)).mul_(scales)
 
 
-class Int4Quantizer(Quantizer):
+class Int4Quantizer(PackedQuantizer):
     """15 levels, denser near zero: ±k (k + 4) for k = 0 … 7, where 77 is the row's largest magnitude.
 
     Gradients have many small and few large values: on recorded ones these levels have two thirds of the squared error
@@ -166,7 +183,7 @@ class Int4Quantizer(Quantizer):
         return out.copy_(k.abs().add_(4).mul_(k)).mul_(scales)
 
 
-class Int2Quantizer(Quantizer):
+class Int2Quantizer(PackedQuantizer):
     """Four levels per row, ±inner and ±outer: the mean magnitudes below and above a threshold.
 
     The best threshold (Lloyd-Max) is 0.78 · mean(x²) / mean(|x|) for a Gaussian and 0.80 for a Laplace distribution;
@@ -197,7 +214,7 @@ class Int2Quantizer(Quantizer):
         return out.copy_(code.bitwise_and_(1)).mul_(gap).add_(low).mul_(sign)
 
 
-class OneBitQuantizer(Quantizer):
+class OneBitQuantizer(PackedQuantizer):
     """The mean of the row's values from zero on, or the mean of those below; in fp32, for rows of any width."""
 
     scales = 2
