@@ -20,8 +20,8 @@ from selection import first_of
 from small import batch as images
 from small import mlp, net
 from thinwire.comm.buckets import checksum
-from thinwire.comm.coders import Bits, Int8, Rows, cut, elements, pack_signs, unpack_signs
 from thinwire.comm.compressed import unsent
+from thinwire.comm.quantize import Int8Quantizer, OneBitQuantizer, Rows, cut, elements
 from thinwire.methods.largest import largest
 from worlds import batch, optimizer_values, small_model, train_step, values
 
@@ -47,17 +47,9 @@ def backward(replica: nn.Module, rank: int, step: int) -> None:
 # Codes.
 
 
-@pytest.mark.parametrize("width", [1, 7, 8, 64, 1000])
-def test_packed_bits_unpack_to_the_same_signs(width: int) -> None:
-    signs = torch.rand(5, width) < 0.5
-    packed = pack_signs(signs)
-    assert packed.shape == (5, -(-width // 8)) and packed.dtype == torch.uint8
-    assert torch.equal(unpack_signs(packed, width).bool(), signs)
-
-
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
 def test_int8_is_off_by_at_most_half_a_scale(size: float) -> None:
-    rows, coder = [Rows(300, 256), Rows(1, 10)], Int8()
+    rows, coder = [Rows(300, 256), Rows(1, 10)], Int8Quantizer()
     x = torch.randn(elements(rows)) * size
     x[256:512] = 0.0
     left, payload = x.clone(), torch.zeros(coder.size(rows), dtype=torch.uint8)
@@ -72,7 +64,7 @@ def test_int8_is_off_by_at_most_half_a_scale(size: float) -> None:
 
 
 def test_a_bit_says_the_mean_of_its_side() -> None:
-    coder, rows = Bits(), [Rows(2, 4), Rows(1, 3)]
+    coder, rows = OneBitQuantizer(), [Rows(2, 4), Rows(1, 3)]
     x = torch.tensor([1.0, 3.0, -2.0, 0.0, -1.0, -1.0, -3.0, -3.0, 5.0, 5.0, 5.0])
     left, payload, said = x.clone(), torch.zeros(coder.size(rows), dtype=torch.uint8), torch.empty(11)
     coder.encode(left, rows, payload)
@@ -473,7 +465,7 @@ def test_density_falls_in_four_stages() -> None:
     for step in range(10):
         method.step = step
         seen.append(round(method.density, 5))
-        until.append(method.next_event)
+        until.append(method.quiet_until)
     assert seen == [0.25, 0.25, 0.06287, 0.06287, 0.01581, 0.01581, 0.00398, 0.00398, 0.001, 0.001]
     assert until[:8] == [2, 2, 4, 4, 6, 6, 8, 8] and until[8] > 10**9
 

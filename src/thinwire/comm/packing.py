@@ -11,6 +11,11 @@ _WORDS = {1: torch.int64, 2: torch.int32, 4: torch.int16}
 """By bits per code: the integer that holds a byte's codes with one code per byte."""
 
 
+def to_bytes(whole: Tensor) -> Tensor:
+    """Whole numbers −128 … 127 as bytes in two's complement; on a CPU this is faster than to unsigned bytes."""
+    return whole.to(torch.int8).view(torch.uint8)
+
+
 def packed_width(width: int, bits: int) -> int:
     """Bytes for `width` codes."""
     return -(-width * bits // 8)

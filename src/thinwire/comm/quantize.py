@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.comm.packing import pack, packed_width, unpack
+from thinwire.comm.packing import pack, packed_width, to_bytes, unpack
 from thinwire.errors import unknown
 
 # On a CPU several passes over a piece that stays in the cache beat one pass each over everything; on other devices
@@ -62,16 +62,10 @@ class Quantizer(ABC):
 
     scales: int
     """32-bit words of scales per row."""
-    bits: int
-    """Bits per value."""
 
     def size(self, rows: Sequence[Rows]) -> int:
         """Bytes that rows take."""
         return sum(run.number * (4 * self.scales + self.code_width(run.width)) for run in rows)
-
-    def code_width(self, width: int) -> int:
-        """Bytes that the codes of one row take."""
-        return packed_width(width, self.bits)
 
     def encode(self, values: Tensor, rows: Sequence[Rows], out: Tensor) -> None:
         """Write the code of flat `values` to `out`, and leave exactly values − decoded in `values`."""
@@ -107,14 +101,37 @@ class Quantizer(ABC):
                 )
                 place, row, code = place + n * run.width, row + n, code + n * width
 
+    @abstractmethod
+    def code_width(self, width: int) -> int:
+        """Bytes that the codes of one row take."""
+
+    @abstractmethod
     def encode_block(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
         """Write the scales (n, words) and codes (n, bytes) of x (n, width), and leave the error in x."""
+
+    @abstractmethod
+    def decode_block(self, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+        """Write the decoded values to `out` (n, width) and return it."""
+
+
+class PackedQuantizer(Quantizer):
+    """A code of the same few bits for every value. The error is computed as decoding does it, so both round alike."""
+
+    bits: int
+    """Bits per value: 1, 2, 4 or 8."""
+
+    def code_width(self, width: int) -> int:
+        """Packed without gaps."""
+        return packed_width(width, self.bits)
+
+    def encode_block(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
+        """Choose, pack and subtract."""
         code = self.choose(x, scales)
         codes.copy_(pack(code, self.bits))
         x.sub_(self.values(code, scales, torch.empty_like(x)))
 
     def decode_block(self, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-        """Write the decoded values to `out` (n, width) and return it."""
+        """Unpack and look up."""
         return self.values(unpack(codes, self.bits, out.shape[1]), scales, out)
 
     @abstractmethod
@@ -123,10 +140,10 @@ class Quantizer(ABC):
 
     @abstractmethod
     def values(self, code: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-        """Write the values of codes (n, width) to `out`, overwriting the codes, and return it."""
+        """Write the values of codes (n, width) to `out` and return it; codes below 8 bits may be overwritten."""
 
 
-class Int8Quantizer(Quantizer):
+class Int8Quantizer(PackedQuantizer):
     """Uniform levels −127 … 127, where 127 is the row's largest magnitude; errors are at most half a step."""
 
     scales = 1
@@ -135,18 +152,18 @@ class Int8Quantizer(Quantizer):
     def choose(self, x: Tensor, scales: Tensor) -> Tensor:
         """The nearest level."""
         torch.div(x.abs().amax(1, keepdim=True), 127, out=scales).clamp_(max=_LARGEST / 127)
-        return _to_bytes(torch.mul(x, _inverse(scales)).round_())
+        return to_bytes(torch.mul(x, _inverse(scales)).round_())
 
     def values(self, code: Tensor, scales: Tensor, out: Tensor) -> Tensor:
         """Levels times scales."""
         return out.copy_(code.view(torch.int8)).mul_(scales)
 
 
-class Int4Quantizer(Quantizer):
+class Int4Quantizer(PackedQuantizer):
     """15 levels, denser near zero: ±k (k + 4) for k = 0 … 7, where 77 is the row's largest magnitude.
 
-    Gradients have many small and few large values: on recorded ones these levels have two thirds of the squared error
-    of uniform levels, clipped or not. A code is ±k in two's complement.
+    Gradients have many small and few large values: on recorded ones these levels have about three quarters of the
+    squared error of the best uniform levels, clipped ones included. A code is ±k in two's complement.
     """
 
     scales = 1
@@ -158,7 +175,7 @@ class Int4Quantizer(Quantizer):
         torch.div(size.amax(1, keepdim=True), 77, out=scales).clamp_(max=_LARGEST / 77)
         # Levels k and k + 1 are equally near at k² + 5k + 2.5 = (k + 2.5)² − 3.75.
         k = size.mul_(_inverse(scales)).add_(3.75).sqrt_().sub_(1.5).floor_()
-        return _to_bytes(k.copysign_(x)).bitwise_and_(15)
+        return to_bytes(k.copysign_(x)).bitwise_and_(15)
 
     def values(self, code: Tensor, scales: Tensor, out: Tensor) -> Tensor:
         """Levels times scales."""
@@ -166,11 +183,12 @@ class Int4Quantizer(Quantizer):
         return out.copy_(k.abs().add_(4).mul_(k)).mul_(scales)
 
 
-class Int2Quantizer(Quantizer):
+class Int2Quantizer(PackedQuantizer):
     """Four levels per row, ±inner and ±outer: the mean magnitudes below and above a threshold.
 
-    The best threshold (Lloyd-Max) is 0.78 · mean(x²) / mean(|x|) for a Gaussian and 0.80 for a Laplace distribution;
-    0.75 has the smallest error on recorded gradients. Zeros do not move it. A code is 1 for outer plus 2 for negative.
+    The threshold is 0.75 · mean(x²) / mean(|x|), which zeros do not move. The best factor (Lloyd-Max) is 0.78 for a
+    Gaussian and 0.80 for a Laplace distribution, 0.65 to 0.8 for recorded gradients, where the error hardly depends
+    on it. A code is 1 for outer plus 2 for negative.
     """
 
     scales = 1
@@ -188,7 +206,7 @@ class Int2Quantizer(Quantizer):
         above = size.mul_(outer).sum(1, keepdim=True)
         low = total.sub_(above).clamp_(min=0).div_((x.shape[1] - count).clamp_(min=1))
         _write_pair(scales, low.mul_(largest), above.div_(count.clamp_(min=1)).mul_(largest))
-        return _to_bytes(outer.add_(torch.lt(x, 0, out=size), alpha=2))
+        return to_bytes(outer.add_(torch.lt(x, 0, out=size), alpha=2))
 
     def values(self, code: Tensor, scales: Tensor, out: Tensor) -> Tensor:
         """One of the four levels."""
@@ -197,7 +215,7 @@ class Int2Quantizer(Quantizer):
         return out.copy_(code.bitwise_and_(1)).mul_(gap).add_(low).mul_(sign)
 
 
-class OneBitQuantizer(Quantizer):
+class OneBitQuantizer(PackedQuantizer):
     """The mean of the row's values from zero on, or the mean of those below; in fp32, for rows of any width."""
 
     scales = 2
@@ -210,7 +228,7 @@ class OneBitQuantizer(Quantizer):
         high = x.clamp(min=0).sum(1, keepdim=True)
         low = (x.sum(1, keepdim=True) - high).div_((x.shape[1] - above).clamp_(min=1))
         self.write_means(scales, low, high.div_(above.clamp_(min=1)))
-        return _to_bytes(signs)
+        return to_bytes(signs)
 
     def values(self, code: Tensor, scales: Tensor, out: Tensor) -> Tensor:
         """One mean or the other."""
@@ -259,11 +277,6 @@ def quantizer(name: str) -> Quantizer:
 def _inverse(scales: Tensor) -> Tensor:
     """1 / scales; 0 where that would overflow, so that tiny rows become zeros and stay in the error."""
     return torch.where(scales > _SMALLEST, scales.reciprocal(), 0.0)
-
-
-def _to_bytes(whole: Tensor) -> Tensor:
-    """Whole numbers −128 … 127 as bytes in two's complement; on a CPU this is faster than to unsigned bytes."""
-    return whole.to(torch.int8).view(torch.uint8)
 
 
 def _bounded(means: Tensor) -> Tensor:
