@@ -171,7 +171,7 @@ def test_a_killed_worker_ends_the_run_and_other_settings_are_not_resumed(tmp_pat
     process.join(LIMIT_S)
     err = (tmp_path / "said").read_text()
     assert process.exitcode == 1
-    assert "thinwire: worker 1 was ended by SIGKILL; the other workers were stopped\n" in err
+    assert "thinwire: worker 1 was killed by SIGKILL; the other workers were stopped\n" in err
     assert "Traceback" not in err
     assert not _processes(str(out))
     said = _thinwire(*_ab(out, "--resume", "--quiet", "--set", "cutoff=0.3"), expect=2)

@@ -23,8 +23,9 @@ from selection import first_of
 from thinwire.cli import main
 from thinwire.comm import missing, process_groups
 from thinwire.errors import ConfigError, MissingRankError, ThinwireError
+from thinwire.failures import TorchrunLog, WorkerError, _report_and_exit, first_cause
 from thinwire.jobs import Job
-from thinwire.launch import Seat, WorkerError, _Heard, _leave_note, _reason
+from thinwire.launch import HostSpec
 
 RUN = {"recipe": "digits", "method": "allreduce", "steps": 8, "save_every": 4, "workers": 2}
 
@@ -54,9 +55,9 @@ def test_a_full_disk_is_the_only_thing_that_is_said(full_disk):
 
 
 def test_a_file_that_no_worker_may_write_is_the_only_thing_that_is_said(tmp_path):
-    limited = Seat(prefix=("bash", "-c", 'ulimit -f 300; exec "$@"', "bash"))
+    limited = HostSpec(prefix=("bash", "-c", 'ulimit -f 300; exec "$@"', "bash"))
     with pytest.raises(WorkerError) as found:
-        Job(out=tmp_path / "run", seats=(limited,), **RUN).run(lambda line: None)
+        Job(out=tmp_path / "run", hosts=(limited,), **RUN).run(lambda line: None)
     assert str(found.value).startswith(f"worker 0 failed: File too large: {tmp_path}")
     assert str(found.value).count("\n") == 0 and not list(tmp_path.glob("run/checkpoint*"))
 
@@ -184,8 +185,8 @@ def test_ranks_with_different_numbers_of_batches_hear_of_it(config):
 # The launcher.
 
 
-def _noted(box: Path, rank: int, when: int, kind: str) -> None:
-    (box / f"{rank}.json").write_text(json.dumps({"time": when, "kind": kind, "message": f"{kind} of {rank}"}))
+def _noted(error_dir: Path, rank: int, when: int, kind: str) -> None:
+    (error_dir / f"{rank}.json").write_text(json.dumps({"time": when, "kind": kind, "message": f"{kind} of {rank}"}))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ def _noted(box: Path, rank: int, when: int, kind: str) -> None:
 def test_the_first_cause_by_time_wins(notes, wanted, tmp_path):
     for note in notes:
         _noted(tmp_path, *note)
-    assert str(_reason(tmp_path, _Heard(2), 1)) == wanted
+    assert str(first_cause(tmp_path, TorchrunLog(2), 1)) == wanted
 
 
 def test_a_worker_without_room_for_its_note_prints_it(tmp_path, monkeypatch, capsys):
@@ -209,7 +210,8 @@ def test_a_worker_without_room_for_its_note_prints_it(tmp_path, monkeypatch, cap
     _noted(tmp_path, 1, 5, "lost")
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setattr(os, "_exit", lambda code: None)
-    _leave_note(tmp_path / "0.json", {"time": 7, "kind": "cause", "message": "No space left on device"})
-    heard = _Heard(3)
-    assert not any(heard.take(0, line) and line.strip() for line in capsys.readouterr().out.splitlines(keepends=True))
-    assert str(_reason(tmp_path, heard, 1)) == "No space left on device"
+    _report_and_exit(tmp_path / "0.json", {"time": 7, "kind": "cause", "message": "No space left on device"})
+    log = TorchrunLog(3)
+    printed = capsys.readouterr().out.splitlines(keepends=True)
+    assert not any(log.read_line(0, line) and line.strip() for line in printed)
+    assert str(first_cause(tmp_path, log, 1)) == "No space left on device"

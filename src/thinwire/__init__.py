@@ -1,11 +1,11 @@
 """Thinwire trains a PyTorch model over a thin wire."""
 
+from thinwire.compress import Compressed, compress
 from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, OneBit, PowerSGD, TopK
 from thinwire.ema import EMA
 from thinwire.errors import ConfigError, DisagreementError, DivergedError, ThinwireError
 from thinwire.factor.stability import Stability
 from thinwire.replica import Replica, attach
-from thinwire.squeeze import Compressed, compress
 
 __version__ = "0.1.0"
 

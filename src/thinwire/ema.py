@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from thinwire.admission import spread_first_values
 from thinwire.checks import is_number
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.factor.convert import layer_of, to_factors, to_full
@@ -20,6 +19,7 @@ from thinwire.factor.hooked import copy_of
 from thinwire.factor.layers import factored_names, mark_as_read, rebuilt
 from thinwire.factor.usage import forget_watch
 from thinwire.methods.merging import average_buffers, average_parameters
+from thinwire.preflight import spread_first_values
 from thinwire.replica import Replica
 
 

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from thinwire.comm.process_groups import leave
 from thinwire.comm.topology import arrange, place
 from thinwire.errors import ConfigError, unknown
+from thinwire.failures import as_worker
 from thinwire.files import read_json
-from thinwire.launch import Seat, as_worker, inside_job, launch, share
+from thinwire.launch import HostSpec, inside_job, launch, workers_per_host
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, model_without_values, named
 from thinwire.settings import from_strings
@@ -69,7 +70,7 @@ class Job:
     """Looks between the two states that are compared."""
     first_step: bool = False
     """Take the first step alone, and write to `out` what it showed instead of a run."""
-    seats: tuple[Seat, ...] = (Seat(),)
+    hosts: tuple[HostSpec, ...] = (HostSpec(),)
     """Where the workers run, an equal part on each."""
 
     @cached_property
@@ -100,7 +101,7 @@ class Job:
         """Raise what is wrong with it, as far as one process can know; without `data` the folder is not read."""
         _ = self.trained, self.config
         if not inside_job():
-            each = share(self.workers, self.seats)
+            each = workers_per_host(self.workers, self.hosts)
             arrange(0, [rank // each for rank in range(self.workers)], self.config.group_size)
             check_share(self.trained.batch, self.workers)
             if data:
@@ -117,8 +118,8 @@ class Job:
         """Train and return the summary: here if this is a worker or the only one, else by workers."""
         if self.resume and (finished := self.finished()):
             return finished
-        if (self.workers > 1 or self.seats != (Seat(),)) and not inside_job():
-            launch(self.arguments(), self.workers, say, self.seats)
+        if (self.workers > 1 or self.hosts != (HostSpec(),)) and not inside_job():
+            launch(self.arguments(), self.workers, say, self.hosts)
             told = self.out / (FIRST_STEP if self.first_step else "summary.json")
             if self.until and not told.is_file():
                 stands = read_json(self.out / "checkpoint" / "position.json")

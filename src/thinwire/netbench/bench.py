@@ -16,8 +16,8 @@ from thinwire import units
 from thinwire.comm.counters import HEADERS
 from thinwire.errors import ConfigError
 from thinwire.jobs import Job, Variant
-from thinwire.launch import Seat
-from thinwire.netbench.calibrate import CALIBRATION, Calibration, calibrate, seats
+from thinwire.launch import HostSpec
+from thinwire.netbench.calibrate import CALIBRATION, Calibration, calibrate, host_specs
 from thinwire.netbench.hosts import Hosts, check
 from thinwire.netbench.links import Counters
 from thinwire.plan.forecast import Layout
@@ -53,8 +53,8 @@ class Bench:
                 f"{self.base.workers} workers cannot be spread evenly over {self.hosts} hosts; "
                 f"use a multiple of {self.hosts}"
             )
-        seats = (Seat(),) * self.hosts
-        for _, job in self.jobs("check", seats):
+        specs = (HostSpec(),) * self.hosts
+        for _, job in self.jobs("check", specs):
             job.check()
 
     def refuse_occupied(self) -> None:
@@ -66,11 +66,11 @@ class Bench:
         if not self.base.overwrite:
             refuse_occupied(self.base.out, [result] if result.exists() else [])
 
-    def jobs(self, rate: str, seats: tuple[Seat, ...]) -> Iterator[tuple[Variant, Job]]:
+    def jobs(self, rate: str, hosts: tuple[HostSpec, ...]) -> Iterator[tuple[Variant, Job]]:
         """One job a method."""
         for v in self.variants:
             out = self.base.out / rate.replace(" ", "").replace("/s", "") / v.folder
-            yield v, replace(self.base, method=v.method, settings=v.settings, out=out, seats=seats)
+            yield v, replace(self.base, method=v.method, settings=v.settings, out=out, hosts=hosts)
 
     def run(self, say: Callable[[str], None]) -> dict[str, Any]:
         """Everything; returns what `netbench.json` holds."""
@@ -91,7 +91,7 @@ class Bench:
         probe = lab.probe()
         label = _label(rate)
         links = known.links(rate, probe)
-        jobs = list(self.jobs(label, seats(lab)))
+        jobs = list(self.jobs(label, host_specs(lab)))
         layout = Layout(workers=self.base.workers, nodes=self.hosts)
 
         def planned(configs: dict[str, Any], ranks: Path | None = None) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from thinwire.comm.counters import VARIABLE
 from thinwire.jobs import Job
-from thinwire.launch import Seat
+from thinwire.launch import HostSpec
 from thinwire.netbench.hosts import Hosts, Probe
 from thinwire.plan import compute
 from thinwire.plan.links import Links
@@ -48,8 +48,8 @@ def calibrate(base: Job, lab: Hosts, say: Callable[[str], None]) -> Calibration:
     lab.shape(None)
     probe = lab.probe()
     steps = min(_STEPS, base.trained.steps)
-    job = replace(base, method=BASELINE, group_size=None, steps=steps, eval_every=max(1, steps // 2), seats=seats(lab))
-    job = replace(job, out=base.out / CALIBRATION)
+    job = replace(base, method=BASELINE, group_size=None, out=base.out / CALIBRATION, hosts=host_specs(lab))
+    job = replace(job, steps=steps, eval_every=max(1, steps // 2))
     traffic = job.run(say)["traffic"]
     computing, waiting = _second_half(job)
     subject = of_recipe(base.trained, base.workers, base.data)
@@ -69,10 +69,10 @@ def _second_half(job: Job) -> tuple[float, float]:
     return (late["compute"] - early["compute"]) / steps, (late["wire"] - early["wire"]) / steps
 
 
-def seats(lab: Hosts) -> tuple[Seat, ...]:
+def host_specs(lab: Hosts) -> tuple[HostSpec, ...]:
     """Every host as a place to run, with its interface watched."""
     found = []
     for host in lab.hosts:
         environment = {"GLOO_SOCKET_IFNAME": host.interface, VARIABLE: host.interface}
-        found.append(Seat(prefix=tuple(host.command([])), address=host.address, environment=environment))
+        found.append(HostSpec(prefix=tuple(host.command([])), address=host.address, environment=environment))
     return tuple(found)

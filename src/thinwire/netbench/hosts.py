@@ -20,7 +20,7 @@ from pathlib import Path
 
 from thinwire import units
 from thinwire.errors import ConfigError, ThinwireError
-from thinwire.launch import terminable
+from thinwire.launch import sigterm_exits
 from thinwire.netbench import links
 from thinwire.netbench.links import CommandError, Counters, Host, Probe, parse_rate
 
@@ -53,7 +53,7 @@ class Hosts:
         check(len(self.hosts), self._name)
         record = _Record.mine(self._name, [self._switch, *(host.namespace for host in self.hosts)], keep=False)
         with ExitStack() as stack:
-            stack.enter_context(terminable())
+            stack.enter_context(sigterm_exits())
             with _locked():
                 _sweep(_records())
                 _make_room(record)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from thinwire.admission import check_optimizers, check_same_architecture, check_same_data, spread_first_values
 from thinwire.comm.codec import size_of
 from thinwire.comm.dry import Booked, Call, DryWire, Exchange
 from thinwire.comm.ledger import Ledger
@@ -27,6 +26,7 @@ from thinwire.methods.registry import make
 from thinwire.plan.foresight import Foresight, basis, factors
 from thinwire.plan.still import Still
 from thinwire.plan.workload import Subject, state_like
+from thinwire.preflight import check_optimizers, check_same_architecture, check_same_data, spread_first_values
 from thinwire.replica import Replica
 
 # DDP sends the order of its buckets with the second backward pass after it was wrapped.
