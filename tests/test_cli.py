@@ -291,7 +291,7 @@ def test_a_picture_never_costs_a_result(tmp_path, monkeypatch):
     """Without matplotlib everything else is written and printed, and one line says what to install."""
     _without_matplotlib(monkeypatch)
     words = ["--workers", 1, "--steps", 12, "--set", "group_steps=4", "--stability", 4]
-    missing = "thinwire: no picture: drawing needs matplotlib: pip install 'thinwire[plot]'"
+    missing = "thinwire: no picture: plotting needs matplotlib: pip install 'thinwire[plot]'"
     told = _thinwire("run", "digits", "--method", "ab", *words, "--out", tmp_path / "run")
     assert told.count(missing) == 1 and "summary.json and model/ are in" in told
     told = _thinwire("export", tmp_path / "run", "--out", tmp_path / "small")

@@ -199,7 +199,7 @@ def test_without_ip(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "sentence"),
     [
         (("digits", "--rates", "50Gbit"), "unshaped"),
-        (("digits", "--rates", "fast"), "is no rate"),
+        (("digits", "--rates", "fast"), "is not a valid rate"),
         (("digits", "--rates", ","), "names no rate"),
         (("digits", "--hosts", "1"), "no link between them"),
         (("digits", "--hosts", "2", "--workers", "3"), "spread evenly over 2 hosts"),

@@ -1,4 +1,4 @@
-"""What netbench found, for people."""
+"""Tables of netbench's results."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from thinwire import units
 from thinwire.report.tables import size
 
 _CAPTION = (
-    "Bytes a host, mean over hosts. Ledger is what Thinwire counted, kernel what the interface sent; left is the "
-    "kernel's count without 66 bytes of headers a packet and the ledger's. Wire is the share of time waited for it."
+    "Bytes per host, mean over hosts. Ledger is what Thinwire counted, kernel what the interface sent; left is the "
+    "kernel's count minus 66 bytes of headers per packet and the ledger's. Wire is the share of time spent waiting."
 )
-# Below this the left-over is told in bytes: of next to nothing, a percentage says nothing.
+# Below this the remainder is shown in bytes: a percentage of very little means nothing.
 _LITTLE = 100_000
-_HEADINGS = ("a step", "planned", "speed-\nup", "planned", "wire", "ledger", "kernel", "headers", "left")
+_HEADINGS = ("per step", "planned", "speed-\nup", "planned", "wire", "ledger", "kernel", "headers", "left")
 
 
 def tables(found: dict[str, Any]) -> Iterator[Table]:
-    """One a rate."""
+    """One table per rate."""
     for at in found["rates"]:
         each = found["workers"] // found["hosts"]
         link = f"{at['rate']} ({units.rate(at['probe_bits'])} of payload measured)"
