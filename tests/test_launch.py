@@ -1,4 +1,4 @@
-"""Workers on several hosts (real ones where namespaces can be made), and recipes that workers load from a file."""
+"""Workers on several hosts (network namespaces where possible), and recipes that workers load from a file."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from thinwire.launch import HostSpec, launch
 # Without hosts.
 
 
-def test_workers_that_do_not_divide_and_hosts_nobody_can_reach():
+def test_uneven_workers_and_unreachable_hosts():
     far = HostSpec(address="10.0.0.1")
     with pytest.raises(ConfigError, match="3 workers cannot be divided evenly over 2 hosts; use a multiple of 2"):
         launch([], 3, print, [far, far])
@@ -44,7 +44,7 @@ def test_a_job_of_two_hosts_has_two_nodes():
         Job(recipe="digits", method="ab", out=Path("x"), workers=4, group_size="3", hosts=hosts).check()
 
 
-def test_a_prefix_that_fails_ends_the_job_with_its_own_words():
+def test_a_failing_prefix_ends_the_job_with_its_output():
     said: list[str] = []
     with pytest.raises(WorkerError, match="the workers exited with code 3: no way there"):
         launch([], 1, said.append, [HostSpec(prefix=("sh", "-c", "echo no way there; exit 3"))])
@@ -65,7 +65,7 @@ E1115 06:50:21.577000 9 torch/distributed/elastic/multiprocessing/api.py:2 faile
     ("kind", "code", "pid", "wanted"),
     [
         ("lost", -9, 11, "worker 3 was killed by SIGKILL; the other workers were stopped"),
-        ("lost", -15, 12, "the note"),  # torchrun's own signal is no reason
+        ("lost", -15, 12, "the note"),  # stopped by torchrun: not the cause
         ("lost", 1, 11, "the note"),
         ("consequence", -9, 11, "worker 3 was killed by SIGKILL; the other workers were stopped"),
         ("consequence", 1, 11, "the note"),
@@ -75,7 +75,7 @@ E1115 06:50:21.577000 9 torch/distributed/elastic/multiprocessing/api.py:2 faile
         (None, 7, 11, "the workers exited with code 1"),
     ],
 )
-def test_the_first_real_reason_is_told(kind, code, pid, wanted, tmp_path):
+def test_the_first_cause_is_reported(kind, code, pid, wanted, tmp_path):
     log = TorchrunLog(workers_per_host=2)
     passed = [line for line in TABLE.format(code=code, pid=pid).splitlines() if log.read_line(1, line)]
     assert passed == [] and log.read_line(0, "another host still speaks")
@@ -83,9 +83,9 @@ def test_the_first_real_reason_is_told(kind, code, pid, wanted, tmp_path):
         other = "the note" if kind == "lost" else "another note"
         (tmp_path / "0.json").write_text(json.dumps({"time": 1, "kind": "lost", "message": other}))
         (tmp_path / "1.json").write_text(json.dumps({"time": 2, "kind": kind, "message": "the note"}))
-    reason = first_cause(tmp_path, log, 1)
-    assert str(reason) == wanted
-    assert isinstance(reason, ConfigError if kind == "config" else WorkerError)
+    error = first_cause(tmp_path, log, 1)
+    assert str(error) == wanted
+    assert isinstance(error, ConfigError if kind == "config" else WorkerError)
 
 
 def _wait_for_a_host(file: str) -> None:
@@ -96,7 +96,7 @@ def _written(file: Path) -> str:
     return until(lambda: file.exists() and file.read_text().strip(), "the process")
 
 
-def _told_while_it_starts_one(file: str) -> None:
+def _terminated_while_starting_one(file: str) -> None:
     begin = subprocess.Popen.__init__
 
     def and_then(*args: Any, **kwargs: Any) -> None:
@@ -108,8 +108,8 @@ def _told_while_it_starts_one(file: str) -> None:
     _wait_for_a_host(file)
 
 
-@pytest.mark.parametrize("how", [_wait_for_a_host, _told_while_it_starts_one])
-def test_a_launcher_that_is_told_to_end_takes_its_processes_along(how, tmp_path):
+@pytest.mark.parametrize("how", [_wait_for_a_host, _terminated_while_starting_one])
+def test_a_terminated_launcher_leaves_no_processes(how, tmp_path):
     process = gang.start(how, str(tmp_path / "pid"))
     number = _written(tmp_path / "pid")
     if how is _wait_for_a_host:
@@ -173,7 +173,7 @@ def _workers(mark: str) -> dict[int, int]:
 
 
 def _launch(out: str, hosts: tuple[HostSpec, ...], paths: str) -> None:
-    """A launcher of a long run; why it ended goes to a file."""
+    """Launch a long run; the error goes to a file."""
     os.environ["PYTHONPATH"] = paths
     try:
         _job(Path(out), hosts, steps=100000).run(print)
@@ -204,7 +204,7 @@ def test_a_host_that_fails_to_start_ends_those_that_wait_for_it(hosts, tmp_path,
     assert not _workers(str(tmp_path))
 
 
-# Recipes of one's own.
+# Recipes from a file.
 
 MY_RECIPE = """
 from dataclasses import replace
@@ -218,7 +218,7 @@ def broken():
 """
 
 
-def test_a_recipe_of_ones_own_runs_from_its_file(tmp_path, monkeypatch):
+def test_a_recipe_runs_from_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my").mkdir()
     (tmp_path / "my" / "recipe.py").write_text(MY_RECIPE)
@@ -231,7 +231,7 @@ def test_a_recipe_of_ones_own_runs_from_its_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_workers_load_it_too_and_what_only_they_can_see_is_said_once(tmp_path, monkeypatch):
+def test_workers_load_it_too_and_their_error_is_printed_once(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(thinwire.__file__).parents[1]))  # whole, as the folder changes
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(MY_RECIPE)
@@ -256,7 +256,7 @@ def test_workers_load_it_too_and_what_only_they_can_see_is_said_once(tmp_path, m
         ("empty.py:tiny", "`empty.py` has no functions; write `tiny` there, which returns the recipe"),
     ],
 )
-def test_a_recipe_of_ones_own_that_fails_is_one_clear_sentence(recipe, wanted, tmp_path, monkeypatch):
+def test_a_failing_recipe_file_is_one_clear_sentence(recipe, wanted, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(MY_RECIPE)
     (tmp_path / "bad.py").write_text("import no_such_thing\n")

@@ -2,10 +2,10 @@
 
 Workers write one JSON file each into a folder of the launcher's (`error_dir`). What torchrun itself knows, who was
 killed by a signal, is read from its log. `torch.distributed.launcher.api.elastic_launch` was tried instead: its
-`ChildFailedError` also lists the workers that torchrun stopped and does not mark them, so a worker that somebody
-killed looks like one that had to be stopped, and its times are whole seconds, too coarse to tell which error came
-first. It also runs in the launcher's own process, where it replaces signal handlers for good, passes on the
-launcher's stdin and stdout, and cannot reach a host through a prefix.
+`ChildFailedError` also lists the workers that torchrun stopped and does not mark them, so a killed worker
+looks like one that torchrun stopped; its timestamps are whole seconds, too coarse to order errors. It runs in the
+launcher's process, where it replaces signal handlers for good, shares stdin and stdout with the workers, and cannot
+reach a host behind a prefix. So it would need the same reports, plus a process per host, and say less.
 """
 
 from __future__ import annotations

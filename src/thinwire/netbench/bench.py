@@ -14,7 +14,6 @@ from typing import Any
 
 from thinwire import units
 from thinwire.comm.counters import HEADERS
-from thinwire.errors import ConfigError
 from thinwire.jobs import Job, Variant
 from thinwire.launch import HostSpec
 from thinwire.netbench.calibrate import CALIBRATION, Calibration, calibrate, host_specs
@@ -48,13 +47,7 @@ class Bench:
     def check(self) -> None:
         """Raise for anything invalid, before anything is created."""
         check(self.hosts, self.name, max(1, self.base.workers // max(1, self.hosts)))
-        if self.base.workers % self.hosts:
-            raise ConfigError(
-                f"{self.base.workers} workers cannot be divided evenly over {self.hosts} hosts; "
-                f"use a multiple of {self.hosts}"
-            )
-        specs = (HostSpec(),) * self.hosts
-        for _, job in self.jobs("check", specs):
+        for _, job in self.jobs("check", (HostSpec(),) * self.hosts):
             job.check()
 
     def refuse_occupied(self) -> None:
