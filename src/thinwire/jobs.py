@@ -168,16 +168,7 @@ class Job:
 
     def arguments(self) -> list[str]:
         """The command line of one worker."""
-        words = [
-            "run",
-            self.recipe,
-            "--method",
-            self.method,
-            "--seed",
-            str(self.seed),
-            "--out",
-            str(self.out),
-        ]
+        words = ["run", self.recipe, "--method", self.method, "--seed", str(self.seed), "--out", str(self.out)]
         optional = {
             "--steps": self.steps,
             "--epochs": self.epochs,
@@ -269,8 +260,8 @@ def _has_field(method: str, field: str, scheduled: Container[str]) -> bool:
     return field in {own.name for own in dataclasses.fields(METHODS[method].config)}
 
 
-def _group_size(text: str | None) -> int | str | None:
-    if text is None or text == "world":
+def _group_size(text: str) -> int | str:
+    if text == "world":
         return text
     if not text.isdecimal():
         raise ConfigError(f'`--group-size`={text!r} must be a whole number of workers, or "world"')

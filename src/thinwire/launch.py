@@ -15,11 +15,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TextIO
+from typing import Any, TextIO
 
 from thinwire.comm.topology import place
 from thinwire.errors import ConfigError
@@ -135,33 +135,30 @@ def _stopped_at_exit(running: list[subprocess.Popen[str]]) -> Iterator[None]:
 @contextmanager
 def _signals_deferred() -> Iterator[None]:
     """Handle signals afterwards: one that came between starting a process and listing it would leave it behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     received: list[int] = []
-    before = {
-        number: signal.signal(number, lambda n, _: received.append(n)) for number in (signal.SIGTERM, signal.SIGINT)
-    }
     try:
-        yield
+        with _signal_handler(lambda number, _: received.append(number), signal.SIGTERM, signal.SIGINT):
+            yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         if received:
             signal.raise_signal(received[0])
 
 
-@contextmanager
-def sigterm_exits() -> Iterator[None]:
+def sigterm_exits() -> AbstractContextManager[None]:
     """Let SIGTERM raise SystemExit, so that cleanup runs as it does after Ctrl-C."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    return _signal_handler(lambda number, _: sys.exit(128 + number), signal.SIGTERM)
+
+
+@contextmanager
+def _signal_handler(handler: Callable[[int, Any], Any], *numbers: int) -> Iterator[None]:
+    """Use this handler inside; only the main thread can set one, others leave signals alone."""
+    in_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in numbers if in_main}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def _relay_output(running: list[subprocess.Popen[str]], log: TorchrunLog, on_line: Callable[[str], None]) -> int:

@@ -34,14 +34,8 @@ def tables(found: dict[str, Any]) -> Iterator[Table]:
             out.add_row(*_cells(row))
             if row.get("planned_with_ranks"):
                 again = row["planned_with_ranks"]
-                cells = [
-                    "  with its own ranks",
-                    "",
-                    units.time(again["seconds_per_step"]),
-                    "",
-                    f"{again['speedup']:.2f}",
-                ]
-                out.add_row(*cells, style="dim")
+                planned = units.time(again["seconds_per_step"])
+                out.add_row("  with its own ranks", "", planned, "", f"{again['speedup']:.2f}", style="dim")
             for phase, part in row["phases"].items():
                 out.add_row(f"  {phase}", *[""] * 5, *_bytes(part), style="dim")
         yield out
