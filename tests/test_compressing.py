@@ -465,7 +465,7 @@ def test_density_falls_in_four_stages() -> None:
     for step in range(10):
         method.step = step
         seen.append(round(method.density, 5))
-        until.append(method.quiet_until)
+        until.append(method.next_event)
     assert seen == [0.25, 0.25, 0.06287, 0.06287, 0.01581, 0.01581, 0.00398, 0.00398, 0.001, 0.001]
     assert until[:8] == [2, 2, 4, 4, 6, 6, 8, 8] and until[8] > 10**9
 
