@@ -35,7 +35,7 @@ def refuse_diverged(wire: Wire, model: nn.Module, observed: Tensor, step: int) -
 
 
 def average_model(wire: Wire, model: nn.Module, observed: Tensor, step: int) -> None:
-    """All parameters that are trained, and buffers, by their mean over groups, exactly; refuses groups that diverged."""
+    """Trained parameters and buffers by their exact mean over groups; refuses groups that diverged."""
     refuse_diverged(wire, model, observed, step)
     weight = len(wire.topology.group) / wire.topology.world_size
     average(wire, [p for p in model.parameters() if p.requires_grad], weight, "merge")
