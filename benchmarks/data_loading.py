@@ -17,7 +17,7 @@ from measure import Figure, alternate, arguments, figure, median_clock, report, 
 from torch import nn
 
 from thinwire.recipes import named
-from thinwire.train.feed import Feed
+from thinwire.train.batcher import Batcher
 
 TARGET = "<= 0.1"
 BLOCK = 20
@@ -36,11 +36,11 @@ def main() -> None:
 
 
 def _share(name: str, data: Path, batch: int, device: str, pairs: int) -> Figure:
-    recipe = named(name).but(batch=batch)
+    recipe = named(name).replace(batch=batch)
     source, place = recipe.source(data), torch.device(device)
     model = recipe.model(source).to(place)
     optimizer = recipe.optimizer(model.parameters())
-    feed = Feed(recipe, source, place)
+    feed = Batcher(recipe, source, place)
     fixed = feed.batch(0)
 
     def block(batches: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> None:

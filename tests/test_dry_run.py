@@ -14,23 +14,24 @@ from thinwire.cli import main
 SETTINGS = ["--steps", "20", "--set", "group_steps=8"]
 OWN = """
 from torch import nn
-from thinwire.recipes import digits, vgg16_bn
+from thinwire.experiments import vgg16_bn
+from thinwire.recipes import digits
 
 def narrow():
-    return vgg16_bn(width=0.125).but(batch=8, steps=6, epochs=2)
+    return vgg16_bn(width=0.125).replace(batch=8, steps=6, epochs=2)
 
 def many():
-    return small().but(batch=160)
+    return small().replace(batch=160)
 
 def small():
-    return digits().but(batch=64, steps=6)
+    return digits().replace(batch=64, steps=6)
 
 def lost():
     class Lost(nn.Linear):
         def forward(self, x):
             return super().forward(x.flatten(1)) / 0
 
-    return narrow().but(model=lambda source: Lost(3072, 10), clip=None)
+    return narrow().replace(model=lambda source: Lost(3072, 10), clip=None)
 """
 
 
@@ -128,7 +129,7 @@ def test_a_loss_that_is_no_number_is_said_loudly(tmp_path, caplog):
     assert (told["run"]["epochs"], told["run"]["passes"]) == (2, 0.48)
     assert [record.message for record in caplog.records] == [
         "6 steps of 8 examples are 0.48 passes over this data of 100, not 2 epochs; "
-        "for those give `--steps 25`, or but(steps=25) in a recipe of your own"
+        "for those give `--steps 25`, or replace(steps=25) in a recipe of your own"
     ]
     assert told["run"]["data"] == {"train": 100, "validation": None, "heldout": 20}
     assert told["run"]["precision"] == "fp32" and told["run"]["autocast_on_gpu"]

@@ -43,6 +43,7 @@ ORDER = [
         "netbench",
         "commands",
         "cli",
+        "experiments",  # so that nothing else may import it
     ),
 ]
 DOORS = ("__init__", "__main__")  # the package's own front doors see every room
@@ -80,6 +81,14 @@ def test_imports_come_from_above(path):
     assert _rooms_used(path) <= allowed, f"{room} may import from {sorted(allowed)} only"
 
 
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_experiments_stand_on_training_alone_and_nothing_on_them(path):
+    if _room(path) == "experiments":
+        assert _rooms_used(path) <= {"errors", "comm", "train", "recipes", "experiments"}
+    else:
+        assert "experiments" not in _rooms_used(path)
+
+
 @pytest.mark.parametrize("path", [p for p in SOURCES if _room(p) == "report"], ids=lambda p: p.name)
 def test_report_imports_nothing_of_training(path):
     assert _rooms_used(path) <= {"errors", "files", "report"}
@@ -115,3 +124,6 @@ def test_the_rules_bite(tmp_path, monkeypatch):
         test_imports_come_from_above(bad)
     with pytest.raises(AssertionError):
         test_only_comm_calls_torch_distributed(bad)
+    bad.write_text("from thinwire.experiments.models import ViT\n")
+    with pytest.raises(AssertionError):
+        test_experiments_stand_on_training_alone_and_nothing_on_them(bad)

@@ -19,6 +19,7 @@ from thinwire.comm.topology import place
 from thinwire.commands import options, pictures
 from thinwire.commands.dry_run import rehearse
 from thinwire.commands.export import export
+from thinwire.commands.fields import WithFields
 from thinwire.commands.netbench import netbench
 from thinwire.commands.plan import plan
 from thinwire.commands.stability import stability
@@ -26,7 +27,7 @@ from thinwire.errors import ConfigError, ThinwireError, is_refusal, one_line
 from thinwire.jobs import Job, variant, variants
 from thinwire.launch import inside_job
 from thinwire.methods.registry import METHODS
-from thinwire.recipes import RECIPES, named
+from thinwire.recipes import installed, named
 from thinwire.report import compare as compare_runs
 from thinwire.report import read_run, read_runs, table
 from thinwire.report.live import Progress, following
@@ -71,6 +72,10 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--group-size", metavar="G", help='Workers to a group, or "world". On one machine: to a node.'),
         click.option("--steps", type=click.IntRange(1), metavar="N", help="Steps instead of the recipe's."),
         click.option("--epochs", type=click.IntRange(1), metavar="N", help="Epochs instead of the recipe's."),
+        click.option("--batch-size", type=click.IntRange(1), metavar="N", help="Examples per step, over all workers."),
+        click.option("--lr", type=float, metavar="X", help="Highest learning rate instead of the recipe's."),
+        click.option("--weight-decay", type=float, metavar="X", help="Weight decay instead of the recipe's."),
+        click.option("--validate", is_flag=True, help="Report on held-out training data, not on the test data."),
         options.data,
         options.settings,
         click.option("--out", type=options.DIR, metavar="DIR", help="Where to write; under runs/ if not given."),
@@ -91,16 +96,20 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
 
 @main.command("list")
 def list_() -> None:
-    """Recipes and methods there are."""
+    """Installed recipes, and methods."""
     out = Table(show_header=False, box=None)
-    for name, recipe in RECIPES.items():
-        out.add_row("recipe", name, recipe().summary)
+    for name in installed():
+        try:
+            summary = named(name).summary
+        except ThinwireError as error:  # one broken package should not hide the others
+            summary = str(error)
+        out.add_row("recipe", name, summary)
     for name, entry in METHODS.items():
         out.add_row("method", name, entry.summary)
     Console().print(out)
 
 
-@main.command()
+@main.command(cls=WithFields)
 @click.argument("recipe")
 @click.option("--method", required=True, metavar="METHOD", help="As METHOD or METHOD:FIELD=VALUE; see `thinwire list`.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="S", help="Seed.")
@@ -215,7 +224,7 @@ def _tell(summary: dict[str, Any], folder: Path) -> None:
     traffic = summary["traffic"]
     sent = traffic["slow_bytes"] - traffic["by_purpose"].get("evaluate", {}).get("slow_bytes", 0)
     lines = [
-        f"{metric} {figure(metric, summary[metric])} ({before} before truncation)",
+        f"{metric} {figure(metric, summary[metric])} on {summary['split']} data ({before} before truncation)",
         *best_epoch(summary),
         f"slow link {size(sent)} without evaluation, {share} of all-reduce fp32",
         f"model {summary['parameters_final']:,} of {summary['parameters_full']:,} parameters, "

@@ -61,6 +61,14 @@ class Job:
     """Stop after so many of the recipe's steps, saved and not finished."""
     eval_every: int | None = None
     """Steps between evaluations instead of the recipe's."""
+    batch_size: int | None = None
+    """Examples per step, over all workers, instead of the recipe's."""
+    lr: float | None = None
+    """Highest learning rate instead of the recipe's."""
+    weight_decay: float | None = None
+    """Weight decay instead of the recipe's."""
+    validate: bool = False
+    """Report on validation data instead of test data."""
     model: bool = True
     """Whether to write the finished model."""
     stability: int | None = None
@@ -77,8 +85,9 @@ class Job:
         """The recipe over this job's steps, with the optimizer that suits the method."""
         here = place()
         workers = here.world_size if here else self.workers
-        length = {"steps": self.steps, "epochs": self.epochs, "eval_every": self.eval_every}
-        return named(self.recipe, **length, workers=workers).suited_to(self.method)
+        names = ("steps", "epochs", "eval_every", "batch_size", "lr", "weight_decay", "validate")
+        given: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return named(self.recipe, **given, workers=workers).suited_to(self.method)
 
     @cached_property
     def config(self) -> Any:
@@ -185,6 +194,9 @@ class Job:
             "--save-every": self.save_every,
             "--until": self.until,
             "--eval-every": self.eval_every,
+            "--batch-size": self.batch_size,
+            "--lr": self.lr,
+            "--weight-decay": self.weight_decay,
             "--stability": self.stability,
             "--stability-back": self.stability_back,
         }
@@ -193,7 +205,7 @@ class Job:
         for text in self.settings:
             words += ["--set", text]
         flags = {"--resume": self.resume, "--overwrite": self.overwrite}
-        flags |= {"--no-model": not self.model, "--first-step": self.first_step}
+        flags |= {"--no-model": not self.model, "--first-step": self.first_step, "--validate": self.validate}
         return [*words, "--quiet", *(flag for flag, given in flags.items() if given)]
 
 

@@ -20,7 +20,7 @@ from thinwire.factor.export import describe_inputs, write
 from thinwire.factor.program import read_program, refuse_onnx, write_onnx
 from thinwire.factor.ranks import chooser
 from thinwire.files import read_json
-from thinwire.recipes import RECIPES
+from thinwire.recipes import installed
 from thinwire.report import read_run
 from thinwire.report.tables import figure, size
 from thinwire.squeeze import Compressed, compress
@@ -174,7 +174,7 @@ def _copy(run: Path, folder: Path, onnx: bool, recipe: str | None, data: Path | 
 
 def _of_recipe(run: Path, name: str, recipe: str | None, data: Path | None) -> tuple[Found | None, list[str]]:
     """The run's model in its recipe's class, or why not: a copy needs neither recipe nor data."""
-    if recipe is None and data is None and name not in RECIPES:
+    if recipe is None and data is None and name not in installed():
         return None, []
     try:
         return finished(run, recipe, data), []

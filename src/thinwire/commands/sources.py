@@ -20,11 +20,11 @@ from thinwire.factor.matrix import view_of
 from thinwire.factor.program import arguments, read_program
 from thinwire.files import read_json
 from thinwire.methods.registry import METHODS
-from thinwire.recipes import RECIPES, Recipe, call_function, named
+from thinwire.recipes import Recipe, call_function, installed, named
 from thinwire.report import read_run
 from thinwire.store import newest, read_tensors
+from thinwire.train.batcher import Batcher
 from thinwire.train.data import Source
-from thinwire.train.feed import Feed
 from thinwire.train.run import own_device
 
 _ROUNDING = 1e-5
@@ -75,7 +75,7 @@ class NoData:
 def finished(folder: Path, recipe: str | None, data: Path | None) -> Found:
     """The model that a run wrote in the end, in the recipe's own class."""
     summary = read_run(folder).summary
-    trained = recipe_of(summary["recipe"], recipe)
+    trained = recipe_of(summary, recipe)
     source, model = _built(trained, data)
     sizes = _sizes(model)
     read_json(folder / "model" / "layers.json")["layers"]
@@ -102,7 +102,7 @@ def unfinished(folder: Path, saved: Path, recipe: str | None, data: Path | None)
             "use the version that wrote it"
         )
     about = position["identity"]
-    trained = recipe_of(about["recipe"], recipe)
+    trained = recipe_of(about, recipe)
     source, model = _built(trained, data)
     try:
         fill(model, _multiplied_out(model, merged_save.merged(replica, state)))
@@ -134,14 +134,15 @@ def of_function(text: str, weights: Path | None) -> Found:
     return Found(model=model.to(own_device()), told=told, example=inputs, **_sizes(model))
 
 
-def recipe_of(name: str, given: str | None) -> Recipe:
-    """The recipe that a run names, or what the user says it is."""
-    if given is None and name not in RECIPES:
+def recipe_of(about: Mapping[str, Any], given: str | None) -> Recipe:
+    """The recipe that a run names, or what the user says it is, judged on the same data."""
+    name = about["recipe"]
+    if given is None and name not in installed():
         raise ConfigError(
-            f"the run's recipe {name!r} does not come with Thinwire, and so its model cannot be built; "
+            f"the run's recipe {name!r} is not installed, and so its model cannot be built; "
             "give --recipe FILE.py:FUNCTION"
         )
-    recipe = named(given or name)
+    recipe = named(given or name, validate=about.get("split") == "validation")
     if recipe.name != name:
         raise ConfigError(
             f"the run is of the recipe {name!r}, and --recipe {given} is {recipe.name!r}; give the run's own"
@@ -165,10 +166,10 @@ def _source(recipe: Recipe, data: Path | None) -> Source | NoData:
 
 def _judged(recipe: Recipe, source: Source | NoData) -> dict[str, Any]:
     """An input, the metric, and how to find it for a model, as a run does."""
-    known = {"metric": recipe.task.metric, "views": recipe.told_views}
+    known = {"metric": recipe.task.metric, "views": recipe.transform_name}
     if isinstance(source, NoData):
         return known | {"without": str(source)}
-    feed = Feed(recipe, source, own_device())
+    feed = Batcher(recipe, source, own_device())
 
     def evaluate(model: nn.Module) -> float:
         with recipe.precision(own_device()):

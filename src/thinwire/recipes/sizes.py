@@ -57,14 +57,12 @@ def model_without_values(recipe: Recipe, source: data.Source) -> nn.Module:
     except Exception as error:
         raise ConfigError(
             f"the model of the recipe {recipe.name} cannot be built ({type(error).__name__}: {error}); "
-            "mend the sizes that it is given, or what builds it"
+            "fix the sizes that it is given, or what builds it"
         ) from error
 
 
 def _of(source: data.Source) -> tuple[int, int]:
     """Classes and the side of an image; zeros where the data does not say."""
-    if isinstance(source, data.Folder):
-        return len(source.classes), source.size
     if isinstance(source, data.Images):
         return int(source.y.max()) + 1, source.x.shape[-1]
-    return 0, 0
+    return len(getattr(source, "classes", ())), getattr(source, "size", 0)

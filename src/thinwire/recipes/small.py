@@ -9,7 +9,7 @@ from torch.optim import AdamW
 
 from thinwire.recipes.sizes import checked, for_images
 from thinwire.train import data, models
-from thinwire.train.task import CLASSIFY, PREDICT, Recipe, Suited
+from thinwire.train.task import CLASSIFY, PREDICT, MethodOverrides, Recipe
 
 
 def digits(**sizes: Any) -> Recipe:
@@ -32,8 +32,8 @@ def digits(**sizes: Any) -> Recipe:
         clip=1.0,
         eval_every=25,
         suited={
-            "oialr": Suited({"delay": 0.1, "cutoff": 0.2}),
-            "daso": Suited(
+            "oialr": MethodOverrides({"delay": 0.1, "cutoff": 0.2}),
+            "daso": MethodOverrides(
                 {
                     "max_skips": 32,
                     "warmup_epochs": 1,
@@ -42,10 +42,10 @@ def digits(**sizes: Any) -> Recipe:
                     "plateau_patience": None,
                 }
             ),
-            "powersgd": Suited({"rank": 1}),
-            "localsgd": Suited({"every": 48}),
-            "diloco": Suited({"every": 24, "outer_lr": 0.4, "warmup": 0.05}),
-            "topk": Suited({"density": 0.001, "warmup": 0.05}),
+            "powersgd": MethodOverrides({"rank": 1}),
+            "localsgd": MethodOverrides({"every": 48}),
+            "diloco": MethodOverrides({"every": 24, "outer_lr": 0.4, "warmup": 0.05}),
+            "topk": MethodOverrides({"density": 0.001, "warmup": 0.05}),
         },
     )
 
@@ -69,13 +69,13 @@ def shakespeare(**sizes: Any) -> Recipe:
         clip=1.0,
         eval_every=100,
         suited={
-            "ab": Suited({"merge": "trained"}),
-            "oialr": Suited({"delay": 0.8, "layer_fraction": 0.25}),
-            "daso": Suited({"compensate": True}),
-            "powersgd": Suited({"rank": 16, "start_step": 0.05}),
-            "localsgd": Suited({"every": 4, "warmup": 0.05}),
-            "diloco": Suited({"every": 12, "outer_momentum": 0.5, "warmup": 0.05}),
-            "topk": Suited({"density": 0.05, "warmup": 0.05}),
-            "onebit": Suited({"warmup": 0.05}),
+            "ab": MethodOverrides({"merge": "trained"}),
+            "oialr": MethodOverrides({"delay": 0.8, "layer_fraction": 0.25}),
+            "daso": MethodOverrides({"compensate": True}),
+            "powersgd": MethodOverrides({"rank": 16, "start_step": 0.05}),
+            "localsgd": MethodOverrides({"every": 4, "warmup": 0.05}),
+            "diloco": MethodOverrides({"every": 12, "outer_momentum": 0.5, "warmup": 0.05}),
+            "topk": MethodOverrides({"density": 0.05, "warmup": 0.05}),
+            "onebit": MethodOverrides({"warmup": 0.05}),
         },
     )

@@ -16,7 +16,7 @@ _CAPTION = "Slow-link bytes a node, without evaluation; against fp32 all-reduce 
 def table(rows: list[dict[str, Any]]) -> Table:
     """One row a method and config; bytes and ratios are without those of evaluation."""
     metric, several = rows[0]["metric"], max(len(row["seeds"]) for row in rows) > 1
-    title = f"{rows[0]['recipe']}, {len(rows[0]['seeds'])} seed{'s' if several else ''}"
+    title = f"{rows[0]['recipe']}, {rows[0]['split']} data, {len(rows[0]['seeds'])} seed{'s' if several else ''}"
     out = Table(title=title, caption=_CAPTION, box=SIMPLE_HEAD)
     out.add_column("method", overflow="fold")
     frozen = any((row.get("trainable_share_mean") or 1.0) < 1.0 for row in rows)

@@ -52,12 +52,14 @@ def find(folder: Path) -> Path | None:
 def identity(recipe: Recipe, config: Any, seed: int) -> dict[str, Any]:
     """What makes two runs the same, whether one is gone on with or found finished, as JSON gives it back."""
     about = {"recipe": recipe.name, "method": type(config).__name__, "seed": seed}
-    about |= {name: getattr(recipe, name) for name in ("steps", "epochs", "batch", "clip", "autocast", "patience")}
-    about |= {name: _told(getattr(recipe, name)) for name in ("task", "rate", "views")}
+    about |= {
+        name: getattr(recipe, name) for name in ("steps", "epochs", "batch", "clip", "autocast", "patience", "split")
+    }
+    about |= {"task": _described(recipe.task), "rate": _described(recipe.rate), "views": _described(recipe.transform)}
     return json.loads(json.dumps(about | describe_optimizer(recipe.optimizer) | describe(config)))
 
 
-def _told(part: Any) -> str:
+def _described(part: Any) -> str:
     """A part of a recipe by its fields, or by its name where it has none: an address would be another every time."""
     return repr(part) if is_dataclass(part) else type(part).__qualname__
 

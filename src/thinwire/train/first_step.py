@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from thinwire.comm.topology import join
 from thinwire.factor.usage import OrderOfUse
-from thinwire.train.feed import Batch
+from thinwire.train.batcher import Batch
 from thinwire.train.length import passes
 from thinwire.train.loop import train_step
 from thinwire.train.models.initial import rough_values

@@ -28,7 +28,7 @@ def note_length(recipe: Recipe, source: Source) -> None:
     steps = max(1, round(recipe.epochs * examples / recipe.batch))
     log.warning(
         "%s steps of %s examples are %.3g passes over this data of %s, not %d epochs; "
-        "for those give `--steps %d`, or but(steps=%d) in a recipe of your own",
+        "for those give `--steps %d`, or replace(steps=%d) in a recipe of your own",
         *(f"{recipe.steps:,}", f"{recipe.batch:,}", found, f"{examples:,}", recipe.epochs, steps, steps),
     )
 

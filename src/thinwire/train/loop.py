@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from thinwire.comm.topology import join
 from thinwire.factor.stability import Stability
 from thinwire.train import checkpoint
-from thinwire.train.feed import Batch
+from thinwire.train.batcher import Batch
 from thinwire.train.run import Run, prepare
 from thinwire.train.summary import summarise, write_model, write_summary
 from thinwire.train.task import Recipe
@@ -149,7 +149,7 @@ def _conclude(run: Run, before: dict[str, float], *, write: bool) -> dict[str, A
     run.recorder.close()
     if run.replica.topology.rank == 0:
         if write:
-            write_model(small, run.out / "model", run.feed.example(), run.recipe.told_views)
+            write_model(small, run.out / "model", run.feed.example(), run.recipe.transform_name)
         write_summary(run.out / "summary.json", summary)
         if not checkpoint.find(run.out / "checkpoint"):
             run.forget_epochs()

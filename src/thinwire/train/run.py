@@ -25,9 +25,9 @@ from thinwire.files import read_json
 from thinwire.replica import Replica, attach
 from thinwire.store import newest
 from thinwire.train import checkpoint, folder
+from thinwire.train.batcher import Batcher
 from thinwire.train.counts import Counts
 from thinwire.train.data.source import Source, check_share
-from thinwire.train.feed import Feed
 from thinwire.train.length import note_length
 from thinwire.train.recorder import Recorder
 from thinwire.train.same_data import compare
@@ -44,7 +44,7 @@ class Run:
     recipe: Recipe
     identity: dict[str, Any]
     """What makes another run the same, by `checkpoint.identity`."""
-    feed: Feed
+    feed: Batcher
     replica: Replica
     optimizer: Optimizer
     scheduler: LambdaLR
@@ -166,7 +166,7 @@ def prepare(
     replica = attach(model, optimizer, config)
     rank, world_size = replica.topology.rank, replica.topology.world_size
     check_share(recipe.batch, world_size)
-    feed = Feed(recipe, source, device, seed=seed, rank=rank, world_size=world_size)
+    feed = Batcher(recipe, source, device, seed=seed, rank=rank, world_size=world_size)
     compare(source, replica.wire)
     note_length(recipe, source)
     _seed(seed, rank + 1)  # workers draw their own dropout, also when they started from one model

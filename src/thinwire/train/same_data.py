@@ -12,7 +12,7 @@ from thinwire.admission import check_same_data
 from thinwire.comm.codec import checksum
 from thinwire.comm.collectives import Wire
 from thinwire.train.data import Source
-from thinwire.train.draws import Draws
+from thinwire.train.step_rng import StepRNG
 
 _PARTS = {"train": "to train on", "validation": "to validate on", "heldout": "held out"}
 
@@ -33,6 +33,6 @@ def _told(source: Source) -> list[str]:
 
 def _examples(source: Source, part: str, size: int) -> str:
     rows = np.unique([0, size // 2, size - 1])
-    chance = (Draws(0, 0, batch=len(rows)),) if part == "train" else ()
+    chance = (StepRNG(0, 0, batch=len(rows)),) if part == "train" else ()
     held = [t.cpu() for t in getattr(source, part)(rows, *chance)]
     return f"examples {', '.join(map(str, rows))} {_PARTS[part]} of checksum {checksum(held):x}"

@@ -55,18 +55,6 @@ class Cosine:
         return self.start + (1 - self.start) * step / rising
 
 
-@dataclass(frozen=True, kw_only=True)
-class Halving:
-    """Half the rate after each epoch but the first: what Autoformer's authors call 'type1'."""
-
-    factor_an_epoch: float = 0.5
-    """What an epoch multiplies it by."""
-
-    def factor(self, step: int, steps: int, epochs: float) -> float:
-        epoch = int(step * epochs / steps)
-        return self.factor_an_epoch ** max(0, epoch - 1)
-
-
 def scheduled(optimizer: Optimizer, rate: Rate, *, steps: int, epochs: float) -> LambdaLR:
     """A scheduler that follows `rate`."""
     return LambdaLR(optimizer, lambda step: rate.factor(step, steps, epochs))

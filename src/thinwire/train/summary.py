@@ -50,6 +50,7 @@ def summarise(
         "length": recipe.steps,
         "batch": recipe.batch,
         "metric": recipe.task.metric,
+        "split": recipe.split,
         **figures,
         "wall_s": round(wall_s, 3),
         "time": ledger.split,
@@ -84,10 +85,10 @@ def write_summary(path: Path, summary: dict[str, Any]) -> None:
     os.replace(new, path)
 
 
-def write_model(model: nn.Module, folder: Path, example: Tensor, views: str | None = None) -> None:
-    """The finished model in plain layers, loadable without this library; `views` made the example."""
+def write_model(model: nn.Module, folder: Path, example: Tensor, transform: str | None = None) -> None:
+    """The finished model in plain layers, loadable without this library; `transform` is how the example was made."""
     training = model.training
-    export.write(model.eval(), folder, example_input=example, views=views)
+    export.write(model.eval(), folder, example_input=example, views=transform)
     model.train(training)
 
 
@@ -98,6 +99,7 @@ def _optimizers(recipe: Recipe) -> dict[str, Any]:
     return {
         "optimizer": own["optimizer"],
         "lr": own.get("optimizer.lr"),
+        "weight_decay": own.get("optimizer.weight_decay"),
         "usual_optimizer": usual["optimizer"],
         "usual_lr": usual.get("optimizer.lr"),
     }

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.errors import ConfigError, unknown
-from thinwire.train.data import Source
+from thinwire.train.data import Source, for_validation
 from thinwire.train.schedule import Cosine, Rate
-from thinwire.train.views import AsIs, Views
+from thinwire.train.transform import AsIs, Transform
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -79,32 +79,12 @@ class Predict(Classify):
         return {self.metric: math.exp(min(loss / count, 700.0)), "loss": loss / count}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Forecast:
-    """Numbers to come."""
-
-    metric: ClassVar[str] = "mse"
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean squared error."""
-        return F.mse_loss(outputs.float(), targets)
-
-    def totals(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """(3,): squared errors, absolute errors and number of targets."""
-        error = (outputs.float() - targets).double()
-        return torch.stack([error.square().sum(), error.abs().sum(), error.new_full((), error.numel())])
-
-    def figures(self, totals: Tensor) -> dict[str, float]:
-        squares, sizes, count = totals.tolist()
-        return {self.metric: squares / count, "mae": sizes / count, "loss": squares / count}
-
-
 CLASSIFY = Classify()
 PREDICT = Predict()
 
 
 @dataclass(frozen=True)
-class Suited:
+class MethodOverrides:
     """What was found good for one method on a recipe."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -141,8 +121,8 @@ class Recipe:
     """Examples in a step, over all workers."""
     rate: Rate = field(default_factory=Cosine)
     """The course of the learning rate."""
-    views: Views = field(default_factory=AsIs)
-    """What the model is shown of the examples."""
+    transform: Transform = field(default_factory=AsIs)
+    """What happens to examples before the model takes them."""
     autocast: bool = False
     """Whether a GPU computes in bf16 where that is safe. A CPU computes in fp32: many emulate bf16, hundreds of times
     slower. A run that is resumed on another device goes on in the precision of that one."""
@@ -156,7 +136,9 @@ class Recipe:
     """Whether an epoch is meant as one pass over the data, so that a run says where its steps are not."""
     patience: int | None = None
     """Epochs without a lower loss on the validation part after which a run ends; None for never."""
-    suited: Mapping[str, Suited] = field(default_factory=dict)
+    split: str = "test"
+    """The part of the data that figures are of."""
+    suited: Mapping[str, MethodOverrides] = field(default_factory=dict)
     """What is good for single methods, by their names."""
     usual_optimizer: MakeOptimizer | None = None
     """The optimizer that `suited_to` put another in place of."""
@@ -187,13 +169,13 @@ class Recipe:
         return self.autocast and device.type == "cuda"
 
     @property
-    def told_views(self) -> str | None:
+    def transform_name(self) -> str | None:
         """What stands between examples and the model, in words; None where that is nothing."""
-        if isinstance(self.views, AsIs):
+        if isinstance(self.transform, AsIs):
             return None
-        return repr(self.views) if is_dataclass(self.views) else type(self.views).__name__
+        return repr(self.transform) if is_dataclass(self.transform) else type(self.transform).__name__
 
-    def but(self, **fields: Any) -> Recipe:
+    def replace(self, **fields: Any) -> Recipe:
         """The recipe with other fields."""
         return replace(self, **fields)
 
@@ -203,6 +185,27 @@ class Recipe:
             raise ConfigError(f"`epochs` must be at least 1, got {epochs}")
         return replace(self, epochs=epochs, steps=max(1, round(epochs * self.steps_per_epoch)))
 
+    def with_batch(self, batch: int) -> Recipe:
+        """The recipe with another batch size. Where its epochs are passes over the data they stay so: steps change."""
+        share = self.batch / max(1, batch) if self.epochs_are_passes else 1
+        steps, eval_every = (max(1, round(share * steps)) for steps in (self.steps, self.eval_every))
+        return replace(self, batch=batch, steps=steps, eval_every=eval_every)
+
+    def with_optimizer(self, **values: float | None) -> Recipe:
+        """The recipe with another `lr` or `weight_decay`, also where a method has an optimizer of its own."""
+        given = {name: value for name, value in values.items() if value is not None}
+        if not given:
+            return self
+        suited = {
+            method: replace(own, optimizer=with_values(own.optimizer, given)) if own.optimizer else own
+            for method, own in self.suited.items()
+        }
+        return replace(self, optimizer=with_values(self.optimizer, given), suited=suited)
+
+    def on_validation(self) -> Recipe:
+        """The recipe judged on validation data instead of test data."""
+        return replace(self, source=lambda folder: for_validation(self.source(folder)), split="validation")
+
     @property
     def scheduled(self) -> set[str]:
         """Methods that can be asked to follow one schedule or another."""
@@ -210,7 +213,7 @@ class Recipe:
 
     def suited_to(self, method: str) -> Recipe:
         """The recipe as it is good for one method: with the optimizer, its rates and the clipping found for it."""
-        own = self.suited.get(method, Suited())
+        own = self.suited.get(method, MethodOverrides())
         other = {"clip": own.clip, "rate": own.rate, "optimizer": own.optimizer}
         changed: dict[str, Any] = {name: value for name, value in other.items() if value is not None}
         if own.optimizer is not None:
@@ -219,14 +222,14 @@ class Recipe:
 
     def defaults(self, method: str, schedule: str | None = None) -> dict[str, Any]:
         """Fields of a method's config that hold unless a user sets them, by one of its schedules."""
-        own = self.suited.get(method, Suited())
+        own = self.suited.get(method, MethodOverrides())
         length = {"total_steps": self.steps, "steps_per_epoch": self.steps_per_epoch}
         phase = min(4, self.epochs / 4)  # a run of few epochs still has room for what lies between
         phases = {"warmup_epochs": phase, "cooldown_epochs": phase}
         timed = self._schedule(method, own, schedule)
         return {"clip": self.suited_to(method).clip, **phases, **own.settings, **timed, **length}
 
-    def _schedule(self, method: str, own: Suited, name: str | None) -> Mapping[str, Any]:
+    def _schedule(self, method: str, own: MethodOverrides, name: str | None) -> Mapping[str, Any]:
         if name is None:
             return next(iter(own.schedules.values()), {})
         if not own.schedules:
@@ -237,6 +240,29 @@ class Recipe:
         if name not in own.schedules:
             raise unknown(f"schedule of {method} on {self.name}", name, list(own.schedules))
         return own.schedules[name]
+
+
+def with_values(make: MakeOptimizer, values: Mapping[str, float]) -> MakeOptimizer:
+    """A factory of the same optimizer with other values of `lr` or `weight_decay`."""
+    known = describe_optimizer(make)
+    for name, value in values.items():
+        if not value >= 0 or (name == "lr" and value == 0):
+            raise ConfigError(f"`{name}`={value} must be a number above 0{' or 0' if name != 'lr' else ''}")
+        if f"optimizer.{name}" not in known:
+            raise ConfigError(f"`{name}`={value} has no meaning for {known['optimizer']}, which has no `{name}`")
+        if isinstance(own := known[f"optimizer.{name}"], list):
+            raise ConfigError(
+                f"`{name}`={value} cannot replace {own}: the optimizer's parameter groups differ in `{name}`; "
+                "set it in a recipe of your own"
+            )
+
+    def changed(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        optimizer = make(parameters)
+        for group in (optimizer.defaults, *optimizer.param_groups):
+            group.update(values)
+        return optimizer
+
+    return changed
 
 
 def describe_optimizer(make: MakeOptimizer) -> dict[str, Any]:

@@ -7,9 +7,8 @@ for every method and every number of workers, and a resumed run needs nothing bu
 from __future__ import annotations
 
 import gzip
-import shlex
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
-from thinwire.train.draws import Draws
+from thinwire.train.step_rng import StepRNG
 
 SHIPPED = Path(__file__).parent.parent.parent / "datasets"
 
@@ -31,19 +30,35 @@ class Source(Protocol):
     A source whose examples fit in memory may have `to(device)`, which gives the same data held on that device;
     indices stay numpy's. One that is `streamed`, true, reads files for every batch and is worth reading ahead. One
     with a third part may have `validation_size` and `validation(indices)`. Workers of a run compare sizes and a few
-    examples; one with `fingerprint()`, a text that is another for other data, need not read any for it. One whose
-    examples overlap may say by `pass_size` how many of them are a pass over the data.
+    examples; one with `fingerprint()`, a text that differs for other data, need not read any for it. One whose
+    examples overlap may say by `pass_size` how many of them are a pass over the data. For `--validate` it needs
+    `for_validation()`, which returns the source with its validation part, or a part of its training examples, held out.
     """
 
     @property
     def train_size(self) -> int: ...
     @property
     def heldout_size(self) -> int: ...
-    def train(self, indices: np.ndarray, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
-        """Examples to train on. What is random in reading one comes from `draws`, whose rows are these examples."""
+    def train(self, indices: np.ndarray, rng: StepRNG | None = None) -> tuple[Tensor, Tensor]:
+        """Examples to train on. What is random in reading one comes from `rng`, whose rows are these examples."""
         ...
 
     def heldout(self, indices: np.ndarray) -> tuple[Tensor, Tensor]: ...
+
+
+def for_validation(source: Source) -> Source:
+    """The source with validation examples in place of the held-out ones."""
+    if not hasattr(source, "for_validation"):
+        raise ConfigError(
+            f"`--validate` needs a source that can hold out training examples; give {type(source).__name__} a method "
+            "`for_validation()`, which returns the source with others held out"
+        )
+    return source.for_validation()
+
+
+def cut_for_validation(size: int) -> int:
+    """How many of the first training examples are left where the last tenth is held out."""
+    return size - max(1, size // 10)
 
 
 def locate(name: str, folder: Path | None = None) -> Path:
@@ -93,13 +108,6 @@ def read_whole(read: Callable[[], T]) -> T:
 def damaged(path: Path, why: str) -> ConfigError:
     """The error for a file that can be read and holds something else."""
     return ConfigError(f"`{path}` is not what its name says, or damaged ({why}); download and unpack it again")
-
-
-def how_to_fill(folder: Path | None, addresses: Mapping[str, str]) -> str:
-    """The commands that fetch files by their names, into a folder that need not be there, and what to type then."""
-    target = shlex.quote(str(folder)) if folder is not None else "DIR"
-    fetch = (f"curl -fL --create-dirs -o {target}/{name} {address}" for name, address in addresses.items())
-    return f"To fill the folder: {' && '.join(fetch)}; then give `--data {target}`"
 
 
 def rows_on(device: torch.device, rows: np.ndarray) -> Tensor:

@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 from torch.optim import AdamW
 
-from thinwire.recipes import tables
+from thinwire.experiments import data, models, tables
+from thinwire.experiments.pictures import CIFAR10, CIFAR100, Pictures
 from thinwire.recipes.sizes import checked, for_images
-from thinwire.train import data, models
+from thinwire.train.models import initial
 from thinwire.train.schedule import Cosine
-from thinwire.train.task import Classify, Recipe, Suited
-from thinwire.train.views import CIFAR10, CIFAR100, Pictures
+from thinwire.train.task import Classify, MethodOverrides, Recipe
 
 _IMAGES = 50_000
 _BATCH = 1024
@@ -43,18 +43,18 @@ def vgg16(**sizes: Any) -> Recipe:
         epochs_are_passes=True,
         batch=_BATCH,
         rate=Cosine(warmup=10 / 150, floor=0.0, from_zero=True),
-        views=Pictures(statistics=CIFAR10, pad=4),
+        transform=Pictures(statistics=CIFAR10, pad=4),
         autocast=True,
         clip=1.0,
         eval_every=_steps(2),
         suited={
             "ab": tables.ab(tables.VGG16),
-            "daso": Suited({"compensate": True}),
-            "localsgd": Suited({"every": 24, "warmup": 0.05}),
-            "diloco": Suited({"every": 24, "outer_momentum": 0.5, "warmup": 0.05}),
-            "powersgd": Suited({"rank": 16, "start_step": 0.05}),
-            "topk": Suited({"warmup": 0.05}),
-            "onebit": Suited({"warmup": 0.05}),
+            "daso": MethodOverrides({"compensate": True}),
+            "localsgd": MethodOverrides({"every": 24, "warmup": 0.05}),
+            "diloco": MethodOverrides({"every": 24, "outer_momentum": 0.5, "warmup": 0.05}),
+            "powersgd": MethodOverrides({"rank": 16, "start_step": 0.05}),
+            "topk": MethodOverrides({"warmup": 0.05}),
+            "onebit": MethodOverrides({"warmup": 0.05}),
         },
     )
 
@@ -62,7 +62,7 @@ def vgg16(**sizes: Any) -> Recipe:
 def vgg16_bn(**sizes: Any) -> Recipe:
     """The usual VGG16 for CIFAR, with BatchNorm and a narrow classifier, 15 M parameters, as `vgg16` otherwise."""
     checked(models.VGG16BN, sizes)
-    return vgg16().but(
+    return vgg16().replace(
         name="vgg16bn-cifar10",
         summary="VGG16 with BatchNorm, 15 M parameters, on CIFAR-10 (settings of Tables A.6 and A.9)",
         model=lambda source: _orthogonal(models.VGG16BN, for_images(models.VGG16BN, sizes, source)),
@@ -70,11 +70,11 @@ def vgg16_bn(**sizes: Any) -> Recipe:
 
 
 def _orthogonal(make: Callable[..., nn.Module], sizes: dict[str, Any]) -> nn.Module:
-    return models.initial.build(lambda: make(**sizes), orthogonal=True)
+    return initial.build(lambda: make(**sizes), orthogonal=True)
 
 
 _MINI = {"classes": 10, "image": 32, "patch": 8, "width": 768, "depth": 6, "heads": 6, "qkv_bias": False}
-_VIEWS = Pictures(statistics=CIFAR10, scale=(0.8, 1.0), rand_augment=9, erase=0.25)
+_AUGMENTED = Pictures(statistics=CIFAR10, scale=(0.8, 1.0), rand_augment=9, erase=0.25)
 
 
 def mini_vit(**sizes: Any) -> Recipe:
@@ -92,22 +92,22 @@ def mini_vit(**sizes: Any) -> Recipe:
         epochs_are_passes=True,
         batch=_BATCH,
         rate=Cosine(warmup=10 / 125, floor=0.1, start=0.1, from_zero=True),
-        views=_VIEWS,
+        transform=_AUGMENTED,
         autocast=True,
         eval_every=_steps(5),
         suited={
-            "ab": Suited({"merge": "trained"}),
-            "oialr": Suited({"delay": 4000 / _steps(125), "frequency": 1000 / _steps(125), "cutoff": 0.2}),
-            "localsgd": Suited({"every": 24, "warmup": 0.05}),
-            "diloco": Suited({"every": 24, "warmup": 0.05}),
-            "powersgd": Suited({"rank": 16, "start_step": 0.05}),
+            "ab": MethodOverrides({"merge": "trained"}),
+            "oialr": MethodOverrides({"delay": 4000 / _steps(125), "frequency": 1000 / _steps(125), "cutoff": 0.2}),
+            "localsgd": MethodOverrides({"every": 24, "warmup": 0.05}),
+            "diloco": MethodOverrides({"every": 24, "warmup": 0.05}),
+            "powersgd": MethodOverrides({"rank": 16, "start_step": 0.05}),
         },
     )
 
 
 def mini_vit_tuned(**sizes: Any) -> Recipe:
     """The same with the learning rates that the dissertation's search found for OIALR: they rise to the end."""
-    return mini_vit(**sizes).but(
+    return mini_vit(**sizes).replace(
         name="minivit-cifar10-tuned",
         summary="the same ViT with the rates found for OIALR (dissertation, Table A.2, tuned)",
         optimizer=partial(AdamW, lr=2e-4),
@@ -118,11 +118,11 @@ def mini_vit_tuned(**sizes: Any) -> Recipe:
 def small_vit(**sizes: Any) -> Recipe:
     """A ViT of 2.7 M parameters on CIFAR-100; AB's guideline was found there with one that is not described further."""
     small = {"classes": 100, "width": 192, "drop_path": 0.1, **sizes}
-    return mini_vit(**small).but(
+    return mini_vit(**small).replace(
         name="minivit-cifar100",
         summary="a small ViT, 2.7 M parameters, on CIFAR-100",
         source=data.cifar100,
         optimizer=partial(AdamW, lr=1e-3, weight_decay=0.05),
         rate=Cosine(warmup=10 / 125, floor=0.01),
-        views=Pictures(statistics=CIFAR100, scale=(0.8, 1.0), rand_augment=9, erase=0.25),
+        transform=Pictures(statistics=CIFAR100, scale=(0.8, 1.0), rand_augment=9, erase=0.25),
     )

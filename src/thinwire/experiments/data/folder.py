@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
-from thinwire.train.data.crops import TRIES, Box, centre_box, decode, random_box
-from thinwire.train.draws import Draws
+from thinwire.experiments.data.crops import TRIES, Box, centre_box, decode, random_box
+from thinwire.train.step_rng import StepRNG
 
 _ENDINGS = (".jpg", ".jpeg", ".png")
 _HELDOUT = ("val", "validation")
@@ -42,6 +42,10 @@ class Files:
     """File names as bytes, (examples,)."""
     numbers: np.ndarray
     """Their classes, int64 (examples,)."""
+
+    def of(self, rows: np.ndarray) -> Files:
+        """Some of them."""
+        return replace(self, names=self.names[rows], numbers=self.numbers[rows])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +79,20 @@ class Folder:
     def heldout_size(self) -> int:
         return len(self.heldout_files.names)
 
-    def train(self, indices: np.ndarray, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
-        """uint8 (examples, 3, size, size) and classes, cropped by chance; without `draws` as they are held out."""
-        chances = [None] * len(indices) if draws is None else draws.uniform(TRIES, 4).tolist()
+    def train(self, indices: np.ndarray, rng: StepRNG | None = None) -> tuple[Tensor, Tensor]:
+        """uint8 (examples, 3, size, size) and classes, cropped by chance; without `rng` as they are held out."""
+        chances = [None] * len(indices) if rng is None else rng.uniform(TRIES, 4).tolist()
         return self._decode(self.train_files, indices, chances)
 
     def heldout(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         """uint8 (examples, 3, size, size) and classes, from the middle of each image."""
         return self._decode(self.heldout_files, indices, [None] * len(indices))
+
+    def for_validation(self) -> Folder:
+        """Every tenth training image held out: images lie by class."""
+        held = np.arange(self.train_size) % 10 == 0
+        train, heldout = (self.train_files.of(rows) for rows in (~held, held))
+        return replace(self, train_files=train, heldout_files=heldout)
 
     def fingerprint(self) -> str:
         """By the classes, the number of images in each and a thousand or two of their names; opens no file."""

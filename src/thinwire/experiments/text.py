@@ -8,10 +8,11 @@ from typing import Any, cast
 from torch import nn
 from torch.optim import AdamW
 
+from thinwire.experiments import data, models
 from thinwire.recipes.sizes import checked
-from thinwire.train import data, models
+from thinwire.train.data import Source, Text
 from thinwire.train.schedule import Cosine
-from thinwire.train.task import PREDICT, Recipe, Suited
+from thinwire.train.task import PREDICT, MethodOverrides, Recipe
 
 _TOKENS = 2_088_628
 
@@ -46,7 +47,7 @@ def _wikitext2(name: str, summary: str, sizes: dict[str, Any], *, lr: float, epo
         name=name,
         summary=summary,
         task=PREDICT,
-        source=partial(data.text.words, block=sizes["block"]),
+        source=partial(data.words, block=sizes["block"]),
         model=lambda source: _model(source, sizes),
         optimizer=partial(AdamW, lr=lr, betas=(0.9, 0.95), weight_decay=0.1),
         steps=steps,
@@ -58,16 +59,16 @@ def _wikitext2(name: str, summary: str, sizes: dict[str, Any], *, lr: float, epo
         clip=1.0,
         eval_every=max(1, steps // 20),
         suited={
-            "ab": Suited({"merge": "trained"}),
-            "oialr": Suited({"delay": 0.5, "layer_fraction": 0.25}),
-            "localsgd": Suited({"every": 8, "warmup": 0.05}),
-            "diloco": Suited({"every": 12, "outer_momentum": 0.5, "warmup": 0.05}),
-            "powersgd": Suited({"rank": 16, "start_step": 0.05}),
-            "topk": Suited({"density": 0.05, "warmup": 0.05}),
-            "onebit": Suited({"warmup": 0.05}),
+            "ab": MethodOverrides({"merge": "trained"}),
+            "oialr": MethodOverrides({"delay": 0.5, "layer_fraction": 0.25}),
+            "localsgd": MethodOverrides({"every": 8, "warmup": 0.05}),
+            "diloco": MethodOverrides({"every": 12, "outer_momentum": 0.5, "warmup": 0.05}),
+            "powersgd": MethodOverrides({"rank": 16, "start_step": 0.05}),
+            "topk": MethodOverrides({"density": 0.05, "warmup": 0.05}),
+            "onebit": MethodOverrides({"warmup": 0.05}),
         },
     )
 
 
-def _model(source: data.Source, sizes: dict[str, Any]) -> nn.Module:
-    return models.GPT(vocabulary=cast(data.Text, source).vocabulary, **sizes)
+def _model(source: Source, sizes: dict[str, Any]) -> nn.Module:
+    return models.GPT(vocabulary=cast(Text, source).vocabulary, **sizes)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from thinwire.train.task import Suited
+from thinwire.train.task import MethodOverrides
 
 
 class Counts(NamedTuple):
@@ -53,6 +53,6 @@ def nearest(table: Mapping[int, Counts], batch: int) -> Counts:
     return table[min(table, key=lambda known: abs(math.log2(known / batch)))]
 
 
-def ab(counts: Counts, **settings: Any) -> Suited:
+def ab(counts: Counts, **settings: Any) -> MethodOverrides:
     """AB by a table's counts, or by the papers' guideline, which is the method's own default."""
-    return Suited(settings, schedules={"table": counts.fields(), "guideline": {}})
+    return MethodOverrides(settings, schedules={"table": counts.fields(), "guideline": {}})

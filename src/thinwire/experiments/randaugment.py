@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thinwire.train.draws import Draws
+from thinwire.train.step_rng import StepRNG
 
 OPERATIONS = (
     *("autocontrast", "equalize", "invert", "posterize", "solarize", "solarize-add"),
@@ -22,33 +22,33 @@ OPERATIONS = (
 _GREY = (0.299, 0.587, 0.114)
 
 
-def rand_augment(x: Tensor, draws: Draws, magnitude: float, *, fill: Tensor) -> Tensor:
+def rand_augment(x: Tensor, rng: StepRNG, magnitude: float, *, fill: Tensor) -> Tensor:
     """One operation to half of the images of 0 to 255; what moves leaves `fill`, (1, 3, 1, 1), behind."""
-    drawn = draws.integers(0, 2 * len(OPERATIONS))  # the second half are none
+    drawn = rng.integers(0, 2 * len(OPERATIONS))  # the second half are none
     is_drawn = {name: drawn == k for k, name in enumerate(OPERATIONS)}
-    level = (draws.normal() * 0.05 + magnitude / 10).clamp(0, 1)
-    signs = _signs(draws)
-    x = _move(x, draws, is_drawn, level * signs, fill)
+    level = (rng.normal() * 0.05 + magnitude / 10).clamp(0, 1)
+    signs = _signs(rng)
+    x = _move(x, rng, is_drawn, level * signs, fill)
     return _recolour(x, {name: mask.view(-1, 1, 1, 1) for name, mask in is_drawn.items()}, level, signs)
 
 
-def sample(x: Tensor, theta: list[Tensor], draws: Draws, *, outside: str) -> Tensor:
+def sample(x: Tensor, theta: list[Tensor], rng: StepRNG, *, outside: str) -> Tensor:
     """Where (u, v) of the new image comes from, bilinear or bicubic as it happens; `theta` is (2, 3) by rows."""
     grid = F.affine_grid(torch.stack(theta, 1).view(-1, 2, 3), list(x.shape), align_corners=False)
     linear, cubic = (
         F.grid_sample(x, grid, mode=mode, padding_mode=outside, align_corners=False) for mode in ("bilinear", "bicubic")
     )
-    return torch.where(_signs(draws).view(-1, 1, 1, 1) > 0, linear, cubic)
+    return torch.where(_signs(rng).view(-1, 1, 1, 1) > 0, linear, cubic)
 
 
-def _move(x: Tensor, draws: Draws, is_drawn: dict[str, Tensor], level: Tensor, fill: Tensor) -> Tensor:
+def _move(x: Tensor, rng: StepRNG, is_drawn: dict[str, Tensor], level: Tensor, fill: Tensor) -> Tensor:
     """Rotations about the centre by up to 30°, shears from the corner by 0.3, shifts by 0.45 of the side."""
     angle = is_drawn["rotate"] * level * math.radians(30)
     shear_x, shear_y = (is_drawn[f"shear-{axis}"] * level * 0.3 for axis in "xy")
     shift_x, shift_y = (is_drawn[f"translate-{axis}"] * level * 0.9 for axis in "xy")
     cos, sin = angle.cos(), angle.sin()
     theta = [cos, sin + shear_x, shear_x + shift_x, shear_y - sin, cos, shear_y + shift_y]
-    return sample(x - fill, theta, draws, outside="zeros") + fill
+    return sample(x - fill, theta, rng, outside="zeros") + fill
 
 
 def _recolour(x: Tensor, is_drawn: dict[str, Tensor], level: Tensor, signs: Tensor) -> Tensor:
@@ -100,6 +100,6 @@ def _equalized(x: Tensor) -> Tensor:
     return torch.where(step > 0, table.gather(2, values), values.float()).view_as(x)
 
 
-def _signs(draws: Draws) -> Tensor:
+def _signs(rng: StepRNG) -> Tensor:
     """1 or −1 an image."""
-    return 2.0 * draws.integers(0, 2) - 1
+    return 2.0 * rng.integers(0, 2) - 1

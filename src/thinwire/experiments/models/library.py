@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.train.models.resnet import ResNet50
-from thinwire.train.models.vgg import VGG16
-from thinwire.train.models.vit import ViT
+from thinwire.experiments.models.resnet import ResNet50
+from thinwire.experiments.models.vgg import VGG16
+from thinwire.experiments.models.vit import ViT
 
 Make = Callable[[ModuleType], nn.Module | None]
 

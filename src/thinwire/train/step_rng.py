@@ -13,7 +13,7 @@ _BLOCK = 64
 """Examples that share a seed of their own where much is drawn for each."""
 
 
-class Draws:
+class StepRNG:
     """Random numbers for one step's examples.
 
     Every call draws for the whole global batch and returns this worker's rows. So an example meets the same chance

@@ -6,16 +6,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from standins import folder_for, pixels
 from torch import Tensor
 
-from standins import folder_for, pixels
 from thinwire.errors import ConfigError
-from thinwire.recipes import RECIPES, Recipe, named
-from thinwire.train.data import Images, image_folder
-from thinwire.train.draws import Draws
-from thinwire.train.feed import Feed
-from thinwire.train.randaugment import OPERATIONS, _move, _recolour, rand_augment
-from thinwire.train.views import CIFAR10, IMAGENET, AsIs, Pictures
+from thinwire.experiments.data import image_folder
+from thinwire.experiments.pictures import CIFAR10, IMAGENET, Pictures
+from thinwire.experiments.randaugment import OPERATIONS, _move, _recolour, rand_augment
+from thinwire.recipes import Recipe, installed, named
+from thinwire.train.batcher import Batcher
+from thinwire.train.data import Images
+from thinwire.train.step_rng import StepRNG
+from thinwire.train.transform import AsIs
 
 PLAIN = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 FILL = torch.tensor([10.0, 20.0, 30.0]).view(1, 3, 1, 1)
@@ -25,8 +27,8 @@ def images(count: int = 12) -> Tensor:
     return torch.from_numpy(pixels(0, count))
 
 
-def draws(count: int = 12, **where: Any) -> Draws:
-    return Draws(3, 5, batch=count, **where)
+def step_rng(count: int = 12, **where: Any) -> StepRNG:
+    return StepRNG(3, 5, batch=count, **where)
 
 
 def test_heldout_images_are_normalised_and_nothing_else() -> None:
@@ -36,7 +38,7 @@ def test_heldout_images_are_normalised_and_nothing_else() -> None:
         wanted = (x[:, channel].double() / 255 - mean) / deviation
         torch.testing.assert_close(shown[:, channel].double(), wanted, rtol=1e-5, atol=1e-5)
     assert x.dtype == torch.uint8 and torch.equal(x, images())
-    assert AsIs().train(x, draws()) is x and AsIs().heldout(x) is x
+    assert AsIs().train(x, step_rng()) is x and AsIs().heldout(x) is x
     with pytest.raises(ConfigError, match="`erase`=2"):
         Pictures(statistics=CIFAR10, erase=2)
     with pytest.raises(ConfigError, match=r"`scale`=\(1.0, 0.5\)"):
@@ -44,8 +46,8 @@ def test_heldout_images_are_normalised_and_nothing_else() -> None:
 
 
 def test_shift_and_flip_are_as_image_by_image() -> None:
-    pad, views = 4, Pictures(statistics=IMAGENET, pad=4)
-    x, chance = images(), draws()
+    pad, transform = 4, Pictures(statistics=IMAGENET, pad=4)
+    x, chance = images(), step_rng()
     mirrored = (chance.uniform(1, 1, 1) < 0.5).flatten()
     places = chance.integers(0, 2 * pad + 1, 2, 1, 1, 1).flatten(1)
     wanted = []
@@ -54,16 +56,16 @@ def test_shift_and_flip_are_as_image_by_image() -> None:
         whole[:, pad:-pad, pad:-pad] = image
         part = whole[:, top : top + 32, left : left + 32]
         wanted.append(part.flip(2) if mirror else part)
-    assert torch.equal(views.train(x, draws()), views.heldout(torch.stack(wanted)))
+    assert torch.equal(transform.train(x, step_rng()), transform.heldout(torch.stack(wanted)))
     assert mirrored.any() and not mirrored.all() and places.unique().numel() > 3
 
 
 def test_erased_boxes_lie_inside_and_hold_noise() -> None:
     count = 400
-    views = Pictures(statistics=PLAIN, flip=False, erase=0.25)
+    transform = Pictures(statistics=PLAIN, flip=False, erase=0.25)
     x = torch.full((count, 3, 32, 32), 128, dtype=torch.uint8)
-    shown = views.train(x, draws(count))
-    changed = (shown != views.heldout(x)).any(1)  # (n, height, width)
+    shown = transform.train(x, step_rng(count))
+    changed = (shown != transform.heldout(x)).any(1)  # (n, height, width)
     erased = changed.flatten(1).any(1)
     assert 0.16 < erased.float().mean() < 0.34  # four deviations
     for mask in changed[erased]:
@@ -76,13 +78,15 @@ def test_erased_boxes_lie_inside_and_hold_noise() -> None:
 
 def test_a_crop_is_a_stretched_part() -> None:
     ramp = torch.arange(32.0).view(1, 1, 1, -1).expand(64, 3, 32, 32) * 8
-    views = Pictures(statistics=PLAIN, flip=False, scale=(0.25, 0.5))
-    shown = 255 / 8 * views.train(ramp.byte(), draws(64))[:, 0, 16, 4:-4]  # columns of the whole, along the middle row
+    transform = Pictures(statistics=PLAIN, flip=False, scale=(0.25, 0.5))
+    shown = (
+        255 / 8 * transform.train(ramp.byte(), step_rng(64))[:, 0, 16, 4:-4]
+    )  # columns of the whole, along the middle row
     slopes = (shown[:, -1] - shown[:, 0]) / (shown.shape[1] - 1)
     assert shown.min() > -1 and shown.max() < 32.5
     assert slopes.min() > 0.4 and slopes.max() < 0.85  # √(area · aspect), of aspects from 3/4 to 4/3
     assert slopes.std() > 0.05
-    whole = Pictures(statistics=PLAIN, flip=False, scale=(1.0, 1.0)).train(images(), draws())
+    whole = Pictures(statistics=PLAIN, flip=False, scale=(1.0, 1.0)).train(images(), step_rng())
     torch.testing.assert_close(whole, images() / 255, rtol=0, atol=1e-4)
 
 
@@ -136,7 +140,7 @@ def test_operations_are_pillows() -> None:
 
 def moved(name: str, level: float, x: Tensor) -> Tensor:
     drawn = {operation: torch.full((len(x),), operation == name) for operation in OPERATIONS}
-    return _move(x, draws(len(x)), drawn, torch.full((len(x),), level), FILL)
+    return _move(x, step_rng(len(x)), drawn, torch.full((len(x),), level), FILL)
 
 
 def test_what_moves_leaves_the_fill_behind() -> None:
@@ -158,68 +162,47 @@ def test_what_moves_leaves_the_fill_behind() -> None:
 
 def test_half_of_the_images_are_augmented() -> None:
     x = images(200).float()
-    shown = rand_augment(x, draws(200), 9.0, fill=FILL)
+    shown = rand_augment(x, step_rng(200), 9.0, fill=FILL)
     same = torch.isclose(shown, x, rtol=0, atol=1e-2).flatten(1).all(1)
     assert 0.36 < same.float().mean() < 0.64
     assert shown.min() >= 0 and shown.max() <= 255
 
 
 def test_two_operations_are_applied_one_after_the_other() -> None:
-    views = Pictures(statistics=CIFAR10, flip=False, rand_augment=9)
+    transform = Pictures(statistics=CIFAR10, flip=False, rand_augment=9)
     grey = 255 * torch.tensor(CIFAR10[0]).view(1, 3, 1, 1)
-    chance, wanted = draws(40), images(40).float()
+    chance, wanted = step_rng(40), images(40).float()
     for _ in range(2):
         wanted = rand_augment(wanted, chance, 9.0, fill=grey)
-    shown = views.train(images(40), draws(40))
-    torch.testing.assert_close(shown, views.heldout(wanted))
-    as_they_were = torch.isclose(shown, views.heldout(images(40)), rtol=0, atol=1e-2).flatten(1).all(1)
+    shown = transform.train(images(40), step_rng(40))
+    torch.testing.assert_close(shown, transform.heldout(wanted))
+    as_they_were = torch.isclose(shown, transform.heldout(images(40)), rtol=0, atol=1e-2).flatten(1).all(1)
     assert 0 < as_they_were.sum() < 20  # a quarter of them
 
 
 # The same for any number of workers.
 
 
-def feeds(recipe: Recipe, source: Any, workers: int) -> list[Feed]:
+def batchers(recipe: Recipe, source: Any, workers: int) -> list[Batcher]:
     cpu = torch.device("cpu")
-    return [Feed(recipe, source, cpu, seed=3, rank=rank, world_size=workers) for rank in range(workers)]
+    return [Batcher(recipe, source, cpu, seed=3, rank=rank, world_size=workers) for rank in range(workers)]
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if "cifar" in name or name.startswith("vitb16")])
+@pytest.mark.parametrize("name", [name for name in installed() if "cifar" in name or name.startswith("vitb16")])
 def test_images_do_not_ask_how_many_workers_there_are(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    recipe = named(name).but(batch=10)
+    recipe = named(name).replace(batch=10)
     source: Any = Images(x=images(50), y=torch.arange(50), train_rows=np.arange(40), heldout_rows=np.arange(40, 50))
     if "imagenet" in name:
         source = image_folder(folder_for(name, tmp_path_factory.mktemp("data")), size=32)
-    [whole] = feeds(recipe, source, 1)
+    [whole] = batchers(recipe, source, 1)
     x, y = whole.batch(5)
     for workers in (2, 3):
-        parts = [feed.batch(5) for feed in feeds(recipe, source, workers)]
+        parts = [batcher.batch(5) for batcher in batchers(recipe, source, workers)]
         assert torch.equal(torch.cat([part[0] for part in parts]), x), workers
         assert torch.equal(torch.cat([part[1] for part in parts]), y), workers
-        shown = [part for feed in feeds(recipe, source, workers) for part in feed.parts()]
+        shown = [part for batcher in batchers(recipe, source, workers) for part in batcher.parts()]
         assert torch.equal(torch.cat([part[0] for part in shown]), torch.cat([part[0] for part in whole.parts()]))
     # A run that goes on from step 4 meets what it would have met.
-    with feeds(recipe, source, 1)[0].steps(range(4, 6)) as batches:
+    with batchers(recipe, source, 1)[0].steps(range(4, 6)) as batches:
         resumed = [batch[0] for batch in batches]
     assert torch.equal(resumed[1], x) and not torch.equal(resumed[0], x)
-
-
-def test_streams_seeds_and_steps_have_chance_of_their_own() -> None:
-    keys = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 1)]
-    drawn = [Draws(seed, step, batch=4, stream=stream).uniform(8) for seed, step, stream in keys]
-    for k, one in enumerate(drawn):
-        assert not any(torch.isin(one, other).any() for other in drawn[:k])
-    first, again = (Draws(0, 0, batch=4) for _ in range(2))
-    assert torch.equal(first.uniform(8), drawn[0]) and torch.equal(again.uniform(8), drawn[0])
-    assert not torch.equal(first.uniform(8), drawn[0])  # each call draws anew
-
-
-def test_noise_is_drawn_in_blocks_and_the_same_for_any_number_of_workers() -> None:
-    whole = draws(150)
-    first, second = whole.noise(3), whole.noise(3)
-    assert first.shape == (150, 3) and not torch.equal(first, second) and len(first.unique()) == 450
-    assert abs(first.mean()) < 0.2 and abs(first.std() - 1) < 0.1
-    for workers in (2, 3, 7):
-        parts = [draws(150, rank=rank, world_size=workers) for rank in range(workers)]
-        for wanted in (first, second):
-            torch.testing.assert_close(torch.cat([part.noise(3) for part in parts]), wanted, rtol=0, atol=0)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
-from thinwire.train.data import Ahead, Batches, Source, share
-from thinwire.train.draws import Draws
+from thinwire.train.data import Batches, Prefetcher, Source, share
+from thinwire.train.step_rng import StepRNG
 from thinwire.train.task import Recipe
 
 Batch = tuple[Tensor, Tensor]
@@ -22,7 +22,7 @@ _MOST = {"cpu": 256, "cuda": 1024}
 """Examples that are evaluated at once, if that many are trained on at once: evaluation takes no more memory."""
 
 
-class Feed:
+class Batcher:
     """One worker's examples. Data that fits is held on the device; a streamed source is read ahead of need."""
 
     def __init__(
@@ -38,10 +38,10 @@ class Feed:
         if len(signature(source.train).parameters) < 2:
             raise ConfigError(
                 f"`train` of the source {type(source).__name__} takes indices alone; "
-                "write `def train(self, indices, draws=None)`, and draw what is random from `draws`"
+                "write `def train(self, indices, rng=None)`, and draw what is random from `rng`"
             )
         self.source: Source = source.to(device) if hasattr(source, "to") else source
-        self._views = recipe.views
+        self._transform = recipe.transform
         self._device = device
         self._batches = Batches(size=source.train_size, batch=recipe.batch, seed=seed)
         self._seed = seed
@@ -58,13 +58,13 @@ class Feed:
         if not getattr(self.source, "streamed", False):
             yield map(self.batch, steps)
             return
-        with Ahead(self._read, steps) as read:
+        with Prefetcher(self._read, steps) as read:
             yield (self._finished(batch, step) for step, batch in zip(steps, read, strict=True))
 
     def example(self, count: int = 2) -> Tensor:
         """A few inputs."""
         x, _ = self.source.heldout(np.arange(count) % self.source.heldout_size)
-        return self._views.heldout(x.to(self._device))
+        return self._transform.heldout(x.to(self._device))
 
     def parts(self, part: str = "heldout") -> Iterator[Batch]:
         """This worker's share of the held-out part, or of another, in pieces."""
@@ -73,16 +73,16 @@ class Feed:
         for piece in np.array_split(mine, max(1, -(-len(mine) // self._piece))):
             if len(piece):
                 x, y = read(piece)
-                yield self._views.heldout(x.to(self._device)), y.to(self._device)
+                yield self._transform.heldout(x.to(self._device)), y.to(self._device)
 
     def _read(self, step: int) -> Batch:
         """As it is stored."""
         mine = share(self._batches.indices(step), **self._place)
-        return self.source.train(mine, self._draws(step))
+        return self.source.train(mine, self._rng(step))
 
     def _finished(self, batch: Batch, step: int) -> Batch:
         x, y = (t.to(self._device, non_blocking=True) for t in batch)
-        return self._views.train(x, self._draws(step, stream=1, device=self._device)), y
+        return self._transform.train(x, self._rng(step, stream=1, device=self._device)), y
 
-    def _draws(self, step: int, **where: Any) -> Draws:
-        return Draws(self._seed, step, batch=self._batches.batch, **self._place, **where)
+    def _rng(self, step: int, **where: Any) -> StepRNG:
+        return StepRNG(self._seed, step, batch=self._batches.batch, **self._place, **where)

@@ -2,19 +2,54 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.optim import AdamW
 
+from thinwire.experiments import data, models
 from thinwire.recipes.sizes import checked
-from thinwire.train import data, models
-from thinwire.train.schedule import Cosine, Halving
-from thinwire.train.task import Forecast, Recipe, Suited
+from thinwire.train.schedule import Cosine
+from thinwire.train.task import MethodOverrides, Recipe
 
-HORIZONS = (96, 192, 336, 720)
 _TRAIN_ROWS = 34_560
 _EPOCHS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """Numbers to come."""
+
+    metric: ClassVar[str] = "mse"
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean squared error."""
+        return F.mse_loss(outputs.float(), targets)
+
+    def totals(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """(3,): squared errors, absolute errors and number of targets."""
+        error = (outputs.float() - targets).double()
+        return torch.stack([error.square().sum(), error.abs().sum(), error.new_full((), error.numel())])
+
+    def figures(self, totals: Tensor) -> dict[str, float]:
+        squares, sizes, count = totals.tolist()
+        return {self.metric: squares / count, "mae": sizes / count, "loss": squares / count}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halving:
+    """Half the rate after each epoch but the first: what Autoformer's authors call 'type1'."""
+
+    factor_an_epoch: float = 0.5
+    """What an epoch multiplies it by."""
+
+    def factor(self, step: int, steps: int, epochs: float) -> float:
+        epoch = int(step * epochs / steps)
+        return self.factor_an_epoch ** max(0, epoch - 1)
 
 
 def autoformer(horizon: int, **sizes: Any) -> Recipe:
@@ -39,7 +74,7 @@ def autoformer(horizon: int, **sizes: Any) -> Recipe:
         eval_every=steps,
         patience=3,
         suited={
-            "oialr": Suited(
+            "oialr": MethodOverrides(
                 {
                     "delay": 600 / steps,
                     "frequency": 400 / steps,
@@ -52,9 +87,12 @@ def autoformer(horizon: int, **sizes: Any) -> Recipe:
     )
 
 
+autoformer_96, autoformer_192, autoformer_336, autoformer_720 = (partial(autoformer, n) for n in (96, 192, 336, 720))
+
+
 def autoformer_tuned(**sizes: Any) -> Recipe:
     """The same, 96 ahead, with the rates that the dissertation's search found for OIALR."""
-    return autoformer(96, **sizes).but(
+    return autoformer(96, **sizes).replace(
         name="autoformer-ettm2-tuned",
         summary="Autoformer on ETTm2, 96 steps ahead, with the rates found for OIALR (Table A.4, tuned)",
         optimizer=partial(AdamW, lr=0.01),

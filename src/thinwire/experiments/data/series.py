@@ -19,8 +19,9 @@ from torch import Tensor
 
 from thinwire.comm.topology import place
 from thinwire.errors import ConfigError
-from thinwire.train.data.source import how_to_fill, rows_on, unpacked_text
-from thinwire.train.draws import Draws
+from thinwire.experiments.data.fetch import how_to_fill
+from thinwire.train.data.source import rows_on, unpacked_text
+from thinwire.train.step_rng import StepRNG
 
 COLUMNS = ("HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT")
 _ORIGIN = "https://raw.githubusercontent.com/zhouhaoyi/ETDataset/main/ETT-small"
@@ -72,7 +73,7 @@ class Series:
     def heldout_size(self) -> int:
         return len(self.heldout_rows)
 
-    def train(self, indices: np.ndarray, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
+    def train(self, indices: np.ndarray, rng: StepRNG | None = None) -> tuple[Tensor, Tensor]:
         return self._windows(self.train_rows[indices])
 
     def validation(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -80,6 +81,10 @@ class Series:
 
     def heldout(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         return self._windows(self.heldout_rows[indices])
+
+    def for_validation(self) -> Series:
+        """The validation part held out."""
+        return replace(self, heldout_rows=self.validation_rows)
 
     def to(self, device: torch.device | str) -> Series:
         """The same series, held on `device`."""

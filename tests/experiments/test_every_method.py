@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from standins import folder_for
 from torch import Tensor, nn
 
 import gang
 import small
 import thinwire
 from selection import slow_but
-from standins import folder_for
 from thinwire.cli import main
 from thinwire.errors import ConfigError
 from thinwire.jobs import Job, method_config
 from thinwire.methods.registry import METHODS
-from thinwire.recipes import RECIPES, Recipe, named
+from thinwire.recipes import Recipe, installed, load, named
 from thinwire.train import fit
 from thinwire.train.data import Images, Source
 from thinwire.train.task import CLASSIFY, Task
@@ -79,10 +79,12 @@ EXPORTED = {(name, "ab") for name in ("vgg16-cifar10", "vgg16bn-cifar10", "miniv
 def tiny(name: str, place: Path, sizes: dict[str, Any] | None = None, **other: Any) -> Recipe:
     """The recipe over a few steps of a few examples, its data loaded once."""
     assert name in NARROW, f"the recipe {name} is new: give its model narrow sizes in NARROW of {__file__}"
-    recipe = RECIPES[name](**NARROW[name], **(sizes or {}))
-    load = partial(recipe.source, size=32) if "imagenet" in name else recipe.source
-    source = few(load(None if name in SHIPPED else folder_for(name, place)))
-    return recipe.but(**{"steps": STEPS, "batch": BATCH, "eval_every": STEPS, "source": lambda folder: source, **other})
+    recipe = load(name)(**NARROW[name], **(sizes or {}))
+    read = partial(recipe.source, size=32) if "imagenet" in name else recipe.source
+    source = few(read(None if name in SHIPPED else folder_for(name, place)))
+    return recipe.replace(
+        **{"steps": STEPS, "batch": BATCH, "eval_every": STEPS, "source": lambda folder: source, **other}
+    )
 
 
 def few(source: Source) -> Source:
@@ -106,7 +108,7 @@ QUICK = ("digits", "vgg16bn-cifar10", "gpt-wikitext2")
 """One recipe of each kind that is quick."""
 
 
-@pytest.mark.parametrize("name", slow_but(QUICK, RECIPES))
+@pytest.mark.parametrize("name", slow_but(QUICK, installed()))
 def test_a_recipe_goes_through_every_method(name: str, place: Path, tmp_path: Path) -> None:
     recipe = tiny(name, place)
     for method in METHODS:
@@ -139,7 +141,7 @@ def watched(recipe: Recipe, method: str, out: Path, group_size: str | None = Non
         kept.append(recipe.model(source))
         return kept[0]
 
-    watching = recipe.but(model=model, task=task)
+    watching = recipe.replace(model=model, task=task)
     summary = fit(watching, config(recipe, method, group_size), out=out, **{"model": False, **how})
     return {"summary": summary, "model": kept[0], "losses": task.losses, "out": out}
 
@@ -222,21 +224,21 @@ WORDS = {"shakespeare": 65, "gpt-wikitext2": 33_278, "gpt124m-wikitext2": 33_278
 
 
 def test_full_models_have_the_parameters_that_are_told() -> None:
-    assert set(PARAMETERS) == set(RECIPES)
+    assert set(PARAMETERS) == set(installed())
     for name, wanted in PARAMETERS.items():
         source = cast(Source, SimpleNamespace(vocabulary=WORDS.get(name)))
         with torch.device("meta"):
             model = named(name).model(source)
         assert sum(p.numel() for p in model.parameters()) == wanted, name
-        told = re.search(r"(\d+\.?\d*) M parameters", f"{named(name).summary} {RECIPES[name].__doc__}")
+        told = re.search(r"(\d+\.?\d*) M parameters", f"{named(name).summary} {load(name).__doc__}")
         if told and name != "gpt124m-wikitext2":  # which tells of two vocabularies
             assert wanted / 1e6 == pytest.approx(float(told[1]), abs=0.5), name
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if "vgg" in name or "vit" in name or "resnet" in name])
+@pytest.mark.parametrize("name", [name for name in installed() if "vgg" in name or "vit" in name or "resnet" in name])
 def test_abs_models_begin_orthogonal_and_others_do_not(name: str) -> None:
     torch.manual_seed(0)
-    model = RECIPES[name](**NARROW[name]).model(cast(Source, SimpleNamespace()))
+    model = load(name)(**NARROW[name]).model(cast(Source, SimpleNamespace()))
     linear = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
     found = torch.cat([torch.linalg.svdvals(module.weight.detach().flatten(1)) for module in linear])
     assert len(linear) > 8
@@ -247,7 +249,7 @@ def test_abs_models_begin_orthogonal_and_others_do_not(name: str) -> None:
 # Data that is not there.
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in SHIPPED])
+@pytest.mark.parametrize("name", [name for name in installed() if name not in SHIPPED])
 def test_missing_data_is_said_with_how_to_get_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
@@ -348,7 +350,7 @@ def test_a_run_without_patience_goes_on_and_patience_needs_a_validation_part(tmp
         (tmp_path / "ended").glob("best-*")
     )
     with pytest.raises(ConfigError, match="`patience`=1 needs data with a validation part; give the source of"):
-        fit(named("digits").but(patience=1), thinwire.AllReduce(), out=tmp_path / "none")
+        fit(named("digits").replace(patience=1), thinwire.AllReduce(), out=tmp_path / "none")
 
 
 # A run in pieces.

@@ -1,19 +1,18 @@
-"""What a model is shown of its examples: on the device, from tensors, the same for any number of workers."""
+"""Augmentation of colour images, on the device and the same for any number of workers."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from thinwire.errors import ConfigError
-from thinwire.train.draws import Draws
-from thinwire.train.randaugment import rand_augment, sample
+from thinwire.experiments.randaugment import rand_augment, sample
+from thinwire.train.step_rng import StepRNG
 
 Channels = tuple[float, float, float]
 
@@ -21,29 +20,6 @@ CIFAR10: tuple[Channels, Channels] = (0.49139968, 0.48215841, 0.44653091), (0.24
 """Mean and deviation of the training images' channels, of pixels / 255."""
 CIFAR100: tuple[Channels, Channels] = (0.50707516, 0.48654887, 0.44091784), (0.26733429, 0.25643846, 0.27615047)
 IMAGENET: tuple[Channels, Channels] = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-
-class Views(Protocol):
-    """Examples as they are stored to examples as the model takes them."""
-
-    def train(self, x: Tensor, draws: Draws) -> Tensor:
-        """For a training step; all chance is of `draws`."""
-        ...
-
-    def heldout(self, x: Tensor) -> Tensor:
-        """For evaluation."""
-        ...
-
-
-@dataclass(frozen=True)
-class AsIs:
-    """Examples that need nothing done."""
-
-    def train(self, x: Tensor, draws: Draws) -> Tensor:
-        return x
-
-    def heldout(self, x: Tensor) -> Tensor:
-        return x
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,16 +46,16 @@ class Pictures:
             raise ConfigError(f"`scale`={self.scale} must be two shares of the area, the smaller one first")
 
     @torch.no_grad()
-    def train(self, x: Tensor, draws: Draws) -> Tensor:
+    def train(self, x: Tensor, rng: StepRNG) -> Tensor:
         if self.pad or self.flip:
-            x = _shift(x, draws, self.pad, self.flip)
+            x = _shift(x, rng, self.pad, self.flip)
         if self.scale is not None:
-            x = _resized_crop(x.float(), draws, self.scale)
+            x = _resized_crop(x.float(), rng, self.scale)
         for _ in range(0 if self.rand_augment is None else 2):
-            x = rand_augment(x.float(), draws, self.rand_augment or 0.0, fill=_channels(self._grey, x.device))
+            x = rand_augment(x.float(), rng, self.rand_augment or 0.0, fill=_channels(self._grey, x.device))
         x = self.heldout(x)
         if self.erase:
-            x = _erase(x, draws, self.erase)
+            x = _erase(x, rng, self.erase)
         return x
 
     @torch.no_grad()
@@ -113,51 +89,51 @@ def _places(shape: torch.Size, device: torch.device) -> list[Tensor]:
     return [torch.arange(n, device=device).view([-1 if i == d else 1 for i in range(4)]) for d, n in enumerate(shape)]
 
 
-def _shift(x: Tensor, draws: Draws, pad: int, flip: bool) -> Tensor:
+def _shift(x: Tensor, rng: StepRNG, pad: int, flip: bool) -> Tensor:
     """As much as `pad` pixels up, down, left or right, and half of the images mirrored: one look-up a pixel."""
     image, channel, rows, columns = _places(x.shape, x.device)
     if flip:
-        columns = torch.where(draws.uniform(1, 1, 1) < 0.5, columns.flip(3), columns)
+        columns = torch.where(rng.uniform(1, 1, 1) < 0.5, columns.flip(3), columns)
     if pad:
-        down, right = draws.integers(0, 2 * pad + 1, 2, 1, 1, 1).unbind(1)
+        down, right = rng.integers(0, 2 * pad + 1, 2, 1, 1, 1).unbind(1)
         rows, columns = rows + down, columns + right
         x = F.pad(x, (pad, pad, pad, pad))
     return x[image, channel, rows, columns]
 
 
-def _resized_crop(x: Tensor, draws: Draws, scale: tuple[float, float]) -> Tensor:
+def _resized_crop(x: Tensor, rng: StepRNG, scale: tuple[float, float]) -> Tensor:
     """A box of each image, stretched to the whole; all of it where none fits."""
     tall, wide = x.shape[2:]
-    height, width, top, left, found = _boxes(draws, (tall, wide), scale, 3 / 4, spare=0)
+    height, width, top, left, found = _boxes(rng, (tall, wide), scale, 3 / 4, spare=0)
     height, width = torch.where(found, height, float(tall)), torch.where(found, width, float(wide))
     right, down = (2 * left * found + width) / wide - 1, (2 * top * found + height) / tall - 1
     zero = torch.zeros_like(width)
-    return sample(x, [width / wide, zero, right, zero, height / tall, down], draws, outside="border")
+    return sample(x, [width / wide, zero, right, zero, height / tall, down], rng, outside="border")
 
 
-def _erase(x: Tensor, draws: Draws, share: float) -> Tensor:
+def _erase(x: Tensor, rng: StepRNG, share: float) -> Tensor:
     """Noise in a box, in some of the images."""
     tall, wide = x.shape[2:]
     height, width, top, left, found = (
-        t.view(-1, 1, 1, 1) for t in _boxes(draws, (tall, wide), (0.02, 1 / 3), 0.3, spare=1)
+        t.view(-1, 1, 1, 1) for t in _boxes(rng, (tall, wide), (0.02, 1 / 3), 0.3, spare=1)
     )
     _, _, rows, columns = _places(x.shape, x.device)
     inside = (rows >= top) & (rows < top + height) & (columns >= left) & (columns < left + width)
-    chosen = found & (draws.uniform(1, 1, 1) < share)
-    noise = draws.noise(*x.shape[1:]).to(memory_format=torch.channels_last if x.is_cuda else torch.contiguous_format)
+    chosen = found & (rng.uniform(1, 1, 1) < share)
+    noise = rng.noise(*x.shape[1:]).to(memory_format=torch.channels_last if x.is_cuda else torch.contiguous_format)
     return torch.where(inside & chosen, noise, x)
 
 
 def _boxes(
-    draws: Draws, size: tuple[int, int], area: tuple[float, float], aspect: float, *, spare: int
+    rng: StepRNG, size: tuple[int, int], area: tuple[float, float], aspect: float, *, spare: int
 ) -> tuple[Tensor, ...]:
     """Height, width, top, left of a box an image, and whether one fits: of ten drawn the first that does."""
     tall, wide = size
-    areas = draws.uniform(10, low=area[0], high=area[1]) * (tall * wide)
-    aspects = draws.uniform(10, low=math.log(aspect), high=-math.log(aspect)).exp()
+    areas = rng.uniform(10, low=area[0], high=area[1]) * (tall * wide)
+    aspects = rng.uniform(10, low=math.log(aspect), high=-math.log(aspect)).exp()
     heights, widths = (areas / aspects).sqrt().round(), (areas * aspects).sqrt().round()
     fits = (heights <= tall - spare) & (widths <= wide - spare)
     first = fits.int().argmax(1, keepdim=True)
     height, width, found = (each.gather(1, first).squeeze(1) for each in (heights, widths, fits))
-    top, left = ((draws.uniform() * (whole + 1 - side)).floor() for whole, side in ((tall, height), (wide, width)))
+    top, left = ((rng.uniform() * (whole + 1 - side)).floor() for whole, side in ((tall, height), (wide, width)))
     return height, width, top, left, found

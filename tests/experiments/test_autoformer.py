@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import thinwire
 from thinwire.errors import ConfigError
-from thinwire.train import data
-from thinwire.train.data.series import COLUMNS, Series, time_marks
-from thinwire.train.models.autoformer import AutoCorrelation, Autoformer, Decomposition, _SeasonalNorm
+from thinwire.experiments import data
+from thinwire.experiments.data.series import COLUMNS, Series, time_marks
+from thinwire.experiments.models.autoformer import AutoCorrelation, Autoformer, Decomposition, _SeasonalNorm
 
 SIZES = {"inputs": 16, "label": 8, "horizon": 12, "width": 16, "heads": 4, "hidden": 32, "window": 5}
 

@@ -20,13 +20,12 @@ class _End:
         self.error = error
 
 
-class Ahead:
+class Prefetcher:
     """`load(step)` for each step in turn, up to `depth` of them ahead, in one thread.
 
-    Use it as `with Ahead(load, steps) as batches: for x, y in batches: …`; leaving the block ends the thread, however
-    it is left. What `load` raises is raised where the batch was asked for. `load` must not draw from the global
-    random state, which the training thread draws from at the same time. Where there is CUDA, batches come in pinned
-    memory.
+    Use it as `with Prefetcher(load, steps) as batches: for x, y in batches: …`; leaving the block ends the thread.
+    What `load` raises is raised where the batch was asked for. `load` must not draw from the global random state, which
+    the training thread draws from at the same time. Where there is CUDA, batches come in pinned memory.
     """
 
     def __init__(self, load: Callable[[int], Batch], steps: Iterable[int], *, depth: int = 2) -> None:
@@ -37,16 +36,16 @@ class Ahead:
         self._over = False
         # A new thread begins on the first device, and pinning there would take memory on it from every worker.
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self._thread = Thread(target=self._fill, name="thinwire-ahead", daemon=True)
+        self._thread = Thread(target=self._fill, name="thinwire-prefetcher", daemon=True)
         self._started = False
 
-    def __enter__(self) -> Ahead:
+    def __enter__(self) -> Prefetcher:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def __iter__(self) -> Ahead:
+    def __iter__(self) -> Prefetcher:
         return self
 
     def __next__(self) -> Batch:

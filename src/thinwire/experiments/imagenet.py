@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import AdamW
 
-from thinwire.recipes import tables
+from thinwire.experiments import data, models, tables
+from thinwire.experiments.pictures import IMAGENET, Pictures
 from thinwire.recipes.sizes import checked, for_images
-from thinwire.train import data, models
+from thinwire.train.data import Source
+from thinwire.train.models import initial
 from thinwire.train.schedule import Cosine
-from thinwire.train.task import Classify, Recipe, Suited
-from thinwire.train.views import IMAGENET, Pictures
+from thinwire.train.task import Classify, MethodOverrides, Recipe
 
 _IMAGES = 1_281_167
 _LOCAL = 256
 """Images a worker, where the local batch is constant."""
 _GLOBAL = 4096
-Make = Callable[[data.Source], nn.Module]
+Make = Callable[[Source], nn.Module]
 _WORKERS = 8
 
 
@@ -54,7 +54,7 @@ def vit_b16_oialr(**sizes: Any) -> Recipe:
         name="vitb16-imagenet-oialr",
         summary="ViT-B/16 on ImageNet, crops of 160 (dissertation, Table A.1)",
         task=Classify(smoothing=0.1),
-        source=partial(_images, size=size, crop_pct=0.9),
+        source=partial(data.image_folder, size=size, crop_pct=0.9),
         model=lambda source: _vit({"image": size, "dropout": 0.1, **sizes}, source),
         optimizer=partial(AdamW, lr=1e-3),
         steps=steps,
@@ -62,11 +62,11 @@ def vit_b16_oialr(**sizes: Any) -> Recipe:
         epochs_are_passes=True,
         batch=batch,
         rate=Cosine(warmup=10 / epochs, floor=0.01, start=0.01, from_zero=True),
-        views=Pictures(statistics=IMAGENET, rand_augment=15, erase=0.25),
+        transform=Pictures(statistics=IMAGENET, rand_augment=15, erase=0.25),
         autocast=True,
         eval_every=round(steps / epochs),
         suited={
-            "oialr": Suited({"delay": 25_000 / steps, "frequency": 1000 / steps, "cutoff": 0.1}),
+            "oialr": MethodOverrides({"delay": 25_000 / steps, "frequency": 1000 / steps, "cutoff": 0.1}),
         },
     )
 
@@ -106,15 +106,15 @@ def _scaling(
         name=name,
         summary=f"{told} on ImageNet, {constant} (dissertation, Tables A.6 to A.8)",
         task=Classify(smoothing=0.1),
-        source=partial(_images, size=size, crop_pct=0.875),
-        model=lambda source: models.initial.build(lambda: make(source), orthogonal=True),
+        source=partial(data.image_folder, size=size, crop_pct=0.875),
+        model=lambda source: initial.build(lambda: make(source), orthogonal=True),
         optimizer=partial(AdamW, lr=3.5e-3, weight_decay=decay),
         steps=steps,
         epochs=epochs,
         epochs_are_passes=True,
         batch=batch,
         rate=Cosine(warmup=10 / epochs, floor=0.0, from_zero=True),
-        views=Pictures(statistics=IMAGENET),
+        transform=Pictures(statistics=IMAGENET),
         autocast=True,
         clip=1.0,
         eval_every=round(steps / epochs),
@@ -122,18 +122,14 @@ def _scaling(
     )
 
 
-def _vit(sizes: dict[str, Any], source: data.Source) -> nn.Module:
+def _vit(sizes: dict[str, Any], source: Source) -> nn.Module:
     return models.library.vit(**for_images(models.ViT, {**_classes(source), **sizes}, source))
 
 
-def _resnet(sizes: dict[str, Any], source: data.Source) -> nn.Module:
+def _resnet(sizes: dict[str, Any], source: Source) -> nn.Module:
     return models.library.resnet50(**for_images(models.ResNet50, {**_classes(source), **sizes}, source))
 
 
-def _classes(source: data.Source) -> dict[str, int]:
+def _classes(source: Source) -> dict[str, int]:
     """As many as the folder has; ImageNet's where nothing says."""
     return {"classes": len(source.classes)} if isinstance(source, data.Folder) else {}
-
-
-def _images(folder: Path | None, *, size: int, crop_pct: float) -> data.Source:
-    return data.image_folder(folder, size=size, crop_pct=crop_pct)
