@@ -348,7 +348,7 @@ def run(tmp_path_factory) -> SimpleNamespace:
 
 def test_an_unfinished_run_is_merged_and_cut_as_it_would_have_been(run, tmp_path):
     text = export(run.folder / "unfinished", "--out", tmp_path / "small")
-    assert "saved at step 17 of 21 by ab, amid a group phase: this is the mean of 2 groups' copies" in text
+    assert "saved at step 17 of 21 by ab, in a group phase: this is the mean of 2 groups' copies" in text
     assert f"parameters {run.parameters:,} of 226,794" in text and "cut at 0.5 of" in text
     program = torch.export.load(tmp_path / "small" / "program.pt2").module()
     close(said(program, heldout()), run.output)
@@ -568,7 +568,7 @@ def test_a_models_function_and_its_weights(own):
         ("model.py:model --out new --rank many", "`--rank`='many' must be a whole number"),
         ("model.py:model --out new --target 90", "`target`=90.0 cannot be reached"),
         ("model.py:model --out new --weights none.safetensors", "there is no file `none.safetensors`"),
-        ("model.py:model --out new --weights model.py", "`model.py` is no safetensors file; write one with"),
+        ("model.py:model --out new --weights model.py", "`model.py` is not a safetensors file; write one with"),
         ("model.py:model --out new --weights keys.safetensors", "does not fit the model of model.py:model: these are"),
         ("model.py:model --out new --weights shapes.safetensors", "size mismatch for 2.weight"),
         ("model.py:with_wrong_inputs --out new", "fails on its own inputs: RuntimeError"),
@@ -577,7 +577,7 @@ def test_a_models_function_and_its_weights(own):
         ("model.py:model --out new --onnx", "writing ONNX needs an example"),
         ("model.py:model --out new --data .", "--data and --recipe are for runs"),
         ("full --out new --weights w.safetensors", "--weights is for FILE.py:FUNCTION"),
-        ("nowhere --out new", "`nowhere` is no folder of a run, and no FILE.py:FUNCTION either"),
+        ("nowhere --out new", "`nowhere` is neither the folder of a run nor FILE.py:FUNCTION"),
         ("full --out new", "no `summary.json` in `full`: there is no finished run"),
         ("run --out new --rank 2", "the run's recipe 'tiny' is not installed"),
         ("run --out new --rank 2 --recipe digits", "the run is of the recipe 'tiny', and --recipe digits is 'digits'"),

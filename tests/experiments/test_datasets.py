@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from standins import CLASSES, IMAGES, folder_for, pickled, pixels
 
+from standins import CLASSES, IMAGES, folder_for, pickled, pixels
 from thinwire.errors import ConfigError
 from thinwire.experiments import data
 from thinwire.experiments.data.crops import TRIES, _in_bytes, random_box

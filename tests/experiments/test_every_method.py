@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from standins import folder_for
 from torch import Tensor, nn
 
 import gang
 import small
 import thinwire
 from selection import slow_but
+from standins import folder_for
 from thinwire.cli import main
 from thinwire.errors import ConfigError
 from thinwire.jobs import Job, method_config
@@ -349,7 +349,7 @@ def test_a_run_without_patience_goes_on_and_patience_needs_a_validation_part(tmp
     assert summary["steps"] == summary["best_epoch"]["ended_at"]["step"] == 8 and not list(
         (tmp_path / "ended").glob("best-*")
     )
-    with pytest.raises(ConfigError, match="`patience`=1 needs data with a validation part; give the source of"):
+    with pytest.raises(ConfigError, match="`patience`=1 needs validation data; give the source of"):
         fit(named("digits").replace(patience=1), thinwire.AllReduce(), out=tmp_path / "none")
 
 

@@ -212,18 +212,18 @@ LIBRARIES = {
 }
 FOUND = {
     "likely Alike": (True, None),
-    "likely Renamed": (False, "Renamed of likely 7.1 has another 0.weight: ours is used"),
-    "likely Wider": (False, "Wider of likely 7.1 has another 0.weight: ours is used"),
+    "likely Renamed": (False, "Renamed of likely 7.1 has a different 0.weight: our own model is used"),
+    "likely Wider": (False, "Wider of likely 7.1 has a different 0.weight: our own model is used"),
     "likely __doc__": (False, None),
     "absent Alike": (False, None),
     "lacking Alike": (
         False,
-        "lacking does not import (ModuleNotFoundError: No module named 'a_package_that_nobody_has'): "
+        "lacking cannot be imported (ModuleNotFoundError: No module named 'a_package_that_nobody_has'): "
         "our own model is used",
     ),
     "mismatched Alike": (
         False,
-        "mismatched does not import (RuntimeError: operator mismatched::nms does not exist): our own model is used",
+        "mismatched cannot be imported (RuntimeError: operator mismatched::nms does not exist): our own model is used",
     ),
 }
 
@@ -242,7 +242,7 @@ def of(name: str) -> Callable[[Any], nn.Module | None]:
 
 @pytest.mark.parametrize("case", FOUND)
 def test_a_library_in_place_of_ours(case: str, libraries, caplog) -> None:
-    """Our first values and as much chance, whether it is there, does not import, or has other names."""
+    """Our initial values and as many random numbers, whether it is there, cannot be imported, or has other names."""
     (module, name), (taken, said) = case.split(), FOUND[case]
     torch.manual_seed(0)
     ours, after = nn.Sequential(nn.Linear(3, 5)), torch.rand(2)

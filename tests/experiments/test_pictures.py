@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from standins import folder_for, pixels
 from torch import Tensor
 
+from standins import folder_for, pixels
 from thinwire.errors import ConfigError
 from thinwire.experiments.data import image_folder
 from thinwire.experiments.pictures import CIFAR10, IMAGENET, Pictures

@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 import torch
 from click.testing import CliRunner
-from standins import folder_for
 from torch import nn
 
+from standins import folder_for
 from test_schedules import rates, timm
 from thinwire import config
 from thinwire.cli import main

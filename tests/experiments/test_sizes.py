@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from standins import folder_for
 
+from standins import folder_for
 from thinwire.cli import main
 from thinwire.experiments import autoformer, vgg16_bn, vit_b16_global, vit_b16_oialr
 from thinwire.recipes import installed, named
@@ -56,10 +56,10 @@ def test_a_run_says_how_many_passes_its_steps_are_and_how_many_steps_would_be_it
 WRONG = {
     "name": ("vgg16_bn(widht=0.5)", "unknown size of VGG16BN 'widht', choose from: classes, width"),
     "no number": ("digits(dropout='some')", "`dropout`='some' must be a number, as it is a size of DigitNet"),
-    "heads": ("gpt(heads=3)", "`heads`=3 cannot share a `width`=256 of GPT; give a number of heads that divides it"),
+    "heads": ("gpt(heads=3)", "`heads`=3 does not divide `width`=256 of GPT; give a number of heads that does"),
     "of data": ("autoformer(96, variables=3)", "unknown size of Autoformer 'variables', choose from: decoder_layers"),
     "classes": ("vgg16(classes=9)", "`classes`=9 of VGG16 are too few for data with 10; give as many, or leave"),
-    "image": ("mini_vit(image=64)", "`image`=64 of ViT is not the side of the data's images, 32; give that, or"),
+    "image": ("mini_vit(image=64)", "`image`=64 of ViT is not the size of the data's images, 32; give that, or"),
     "label": ("autoformer(96, inputs=24)", "`label=48` must be from 0 to `inputs=24`"),
     "model": (
         "digits().replace(name='mine', model=lambda source: [][0])",

@@ -27,8 +27,8 @@ def _steps(epochs: int) -> int:
 def vgg16(**sizes: Any) -> Recipe:
     """timm's VGG16 without BatchNorm, 134 M parameters, 89 % of them in two layers; Tables A.6 and A.9.
 
-    A batch of 1,024 is 49 iterations an epoch, which the counts of Table A.9 go by. The augmentation is the usual one
-    for CIFAR, a shift by up to 4 pixels and a flip; the text speaks of random resizing and cropping, and says no more.
+    A batch of 1,024 is 49 iterations per epoch, as in Table A.9. The augmentation is the usual one for CIFAR, a shift
+    by up to 4 pixels and a flip; the text mentions random resizing and cropping without details.
     """
     checked(models.VGG16, sizes)
     return Recipe(

@@ -19,29 +19,29 @@ from thinwire.train.task import Classify, MethodOverrides, Recipe
 
 _IMAGES = 1_281_167
 _LOCAL = 256
-"""Images a worker, where the local batch is constant."""
+"""Images per worker, where the local batch is constant."""
 _GLOBAL = 4096
 Make = Callable[[Source], nn.Module]
 _WORKERS = 8
 
 
 def resnet50_local(workers: int = _WORKERS, **sizes: Any) -> Recipe:
-    """256 images a worker: more workers have larger batches and fewer steps; Tables A.6 and A.7."""
+    """256 images per worker: more workers have larger batches and fewer steps; Tables A.6 and A.7."""
     return _resnet50("local", _LOCAL * workers, sizes)
 
 
 def resnet50_global(**sizes: Any) -> Recipe:
-    """4,096 images a step, however many workers share them."""
+    """4,096 images per step, for any number of workers."""
     return _resnet50("global", _GLOBAL, sizes)
 
 
 def vit_b16_local(workers: int = _WORKERS, **sizes: Any) -> Recipe:
-    """256 images a worker; Tables A.6 and A.8."""
+    """256 images per worker; Tables A.6 and A.8."""
     return _vit_b16("local", _LOCAL * workers, sizes)
 
 
 def vit_b16_global(**sizes: Any) -> Recipe:
-    """4,096 images a step, however many workers share them."""
+    """4,096 images per step, for any number of workers."""
     return _vit_b16("global", _GLOBAL, sizes)
 
 
@@ -97,14 +97,14 @@ def _vit_b16(kind: str, batch: int, sizes: Mapping[str, Any]) -> Recipe:
 
 
 def _scaling(
-    name: str, told: str, make: Make, counts: tables.Counts, *, batch: int, decay: float, size: int = 224
+    name: str, title: str, make: Make, counts: tables.Counts, *, batch: int, decay: float, size: int = 224
 ) -> Recipe:
     epochs = 150
     steps = max(epochs, round(epochs * _IMAGES / batch))
-    constant = f"{_LOCAL} images a worker" if name.endswith("local") else f"{_GLOBAL} images a step"
+    constant = f"{_LOCAL} images per worker" if name.endswith("local") else f"{_GLOBAL} images per step"
     return Recipe(
         name=name,
-        summary=f"{told} on ImageNet, {constant} (dissertation, Tables A.6 to A.8)",
+        summary=f"{title} on ImageNet, {constant} (dissertation, Tables A.6 to A.8)",
         task=Classify(smoothing=0.1),
         source=partial(data.image_folder, size=size, crop_pct=0.875),
         model=lambda source: initial.build(lambda: make(source), orthogonal=True),
@@ -131,5 +131,5 @@ def _resnet(sizes: dict[str, Any], source: Source) -> nn.Module:
 
 
 def _classes(source: Source) -> dict[str, int]:
-    """As many as the folder has; ImageNet's where nothing says."""
+    """The folder's number of classes; ImageNet's if there is no folder."""
     return {"classes": len(source.classes)} if isinstance(source, data.Folder) else {}

@@ -17,33 +17,33 @@ from thinwire.train.step_rng import StepRNG
 Channels = tuple[float, float, float]
 
 CIFAR10: tuple[Channels, Channels] = (0.49139968, 0.48215841, 0.44653091), (0.24703223, 0.24348513, 0.26158784)
-"""Mean and deviation of the training images' channels, of pixels / 255."""
+"""Mean and standard deviation of the training images' channels, of pixels / 255."""
 CIFAR100: tuple[Channels, Channels] = (0.50707516, 0.48654887, 0.44091784), (0.26733429, 0.25643846, 0.27615047)
 IMAGENET: tuple[Channels, Channels] = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pictures:
-    """Colour images of bytes, (n, 3, height, width), each augmented by itself."""
+    """Colour images of bytes, (n, 3, height, width), each augmented independently."""
 
     statistics: tuple[Channels, Channels]
-    """Mean and deviation of each channel, of pixels / 255."""
+    """Mean and standard deviation of each channel, of pixels / 255."""
     scale: tuple[float, float] | None = None
-    """Cut out a part of so much of the area, and stretch it to the whole."""
+    """Random resized crop: smallest and largest fraction of the area."""
     rand_augment: float | None = None
-    """Two of RandAugment's operations, at this magnitude of 10; None for none."""
+    """Magnitude, of 10, of two RandAugment operations; None for none."""
     pad: int = 0
-    """Pixels by which an image may shift; what it leaves is black."""
+    """Largest shift in pixels; the border is black."""
     flip: bool = True
-    """Mirror half of the images."""
+    """Flip half of the images."""
     erase: float = 0.0
-    """Put noise into a box, in this share of the images."""
+    """Fraction of images with random erasing: a box of noise."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.erase <= 1:
-            raise ConfigError(f"`erase`={self.erase} must be a share of the images, from 0 to 1")
+            raise ConfigError(f"`erase`={self.erase} must be a fraction of the images, from 0 to 1")
         if self.scale is not None and not 0 < self.scale[0] <= self.scale[1] <= 1:
-            raise ConfigError(f"`scale`={self.scale} must be two shares of the area, the smaller one first")
+            raise ConfigError(f"`scale`={self.scale} must be two fractions of the area, the smaller one first")
 
     @torch.no_grad()
     def train(self, x: Tensor, rng: StepRNG) -> Tensor:
@@ -60,14 +60,14 @@ class Pictures:
 
     @torch.no_grad()
     def heldout(self, x: Tensor) -> Tensor:
-        # GPUs are faster with channels behind; layers follow their input.
+        # GPUs are faster with channels last; layers follow their input.
         layout = torch.channels_last if x.is_cuda else torch.contiguous_format
         shift, scale = (_channels(values, x.device) for values in self._of_bytes)
         return torch.addcmul(shift, x.to(torch.float32, memory_format=layout), scale)
 
     @property
     def _of_bytes(self) -> tuple[Channels, Channels]:
-        """What is added to a channel, and what its bytes are multiplied by."""
+        """Offset and factor of each channel, for bytes."""
         (red, green, blue), (r, g, b) = self.statistics
         return (-red / r, -green / g, -blue / b), (1 / (255 * r), 1 / (255 * g), 1 / (255 * b))
 
@@ -79,18 +79,18 @@ class Pictures:
 
 @cache
 def _channels(values: Channels, device: torch.device) -> Tensor:
-    """A value a channel, kept on the device: to bring it there anew would wait for the device."""
+    """One value per channel, cached on the device: copying it again would wait for the device."""
     return torch.tensor(values, device=device).view(1, 3, 1, 1)
 
 
 @cache
 def _places(shape: torch.Size, device: torch.device) -> list[Tensor]:
-    """The numbers of images, channels, rows and columns, each along its own dimension."""
+    """Indices of images, channels, rows and columns, each along its own dimension."""
     return [torch.arange(n, device=device).view([-1 if i == d else 1 for i in range(4)]) for d, n in enumerate(shape)]
 
 
 def _shift(x: Tensor, rng: StepRNG, pad: int, flip: bool) -> Tensor:
-    """As much as `pad` pixels up, down, left or right, and half of the images mirrored: one look-up a pixel."""
+    """Shift by up to `pad` pixels and flip half of the images, in one look-up per pixel."""
     image, channel, rows, columns = _places(x.shape, x.device)
     if flip:
         columns = torch.where(rng.uniform(1, 1, 1) < 0.5, columns.flip(3), columns)
@@ -102,7 +102,7 @@ def _shift(x: Tensor, rng: StepRNG, pad: int, flip: bool) -> Tensor:
 
 
 def _resized_crop(x: Tensor, rng: StepRNG, scale: tuple[float, float]) -> Tensor:
-    """A box of each image, stretched to the whole; all of it where none fits."""
+    """A box of each image, resized to the whole; the whole image if no box fits."""
     tall, wide = x.shape[2:]
     height, width, top, left, found = _boxes(rng, (tall, wide), scale, 3 / 4, spare=0)
     height, width = torch.where(found, height, float(tall)), torch.where(found, width, float(wide))
@@ -127,7 +127,7 @@ def _erase(x: Tensor, rng: StepRNG, share: float) -> Tensor:
 def _boxes(
     rng: StepRNG, size: tuple[int, int], area: tuple[float, float], aspect: float, *, spare: int
 ) -> tuple[Tensor, ...]:
-    """Height, width, top, left of a box an image, and whether one fits: of ten drawn the first that does."""
+    """Height, width, top, left of one box per image, and whether one fits: the first of ten that does."""
     tall, wide = size
     areas = rng.uniform(10, low=area[0], high=area[1]) * (tall * wide)
     aspects = rng.uniform(10, low=math.log(aspect), high=-math.log(aspect)).exp()

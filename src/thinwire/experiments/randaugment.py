@@ -1,7 +1,7 @@
 """RandAugment on tensors: each image by itself, all of them at once, as timm does it on the host.
 
-Cubuk et al., 2020, in timm's form `rand-mM-mstd0.5-inc1`: operations grow stronger with the level, which is drawn near
-M of 10 for every image.
+Cubuk et al., 2020, in timm's form `rand-mM-mstd0.5-inc1`: operations become stronger with the level, which is drawn
+near M of 10 for every image.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _enhanced(x: Tensor, factor: Tensor) -> dict[str, Tensor]:
 
 
 def _smooth(x: Tensor) -> Tensor:
-    """The mean of a pixel, five times, and its eight neighbours; the rim stays."""
+    """The mean of a pixel, weighted five times, and its eight neighbours; the border stays."""
     inner = (9 * F.avg_pool2d(x, 3, 1) + 4 * x[:, :, 1:-1, 1:-1]) / 13
     return torch.cat([x[:, :, :1], torch.cat([x[:, :, 1:-1, :1], inner, x[:, :, 1:-1, -1:]], 3), x[:, :, -1:]], 2)
 
@@ -101,5 +101,5 @@ def _equalized(x: Tensor) -> Tensor:
 
 
 def _signs(rng: StepRNG) -> Tensor:
-    """1 or −1 an image."""
+    """1 or −1 per image."""
     return 2.0 * rng.integers(0, 2) - 1

@@ -1,4 +1,4 @@
-"""Autoformer on ETTm2: what OIALR was tried on beyond images (dissertation, section 4.4.5, Table A.4)."""
+"""Autoformer on ETTm2, OIALR's experiment on time series (dissertation, section 4.4.5, Table A.4)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EPOCHS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Numbers to come."""
+    """Future values of a series."""
 
     metric: ClassVar[str] = "mse"
 
@@ -45,7 +45,7 @@ class Halving:
     """Half the rate after each epoch but the first: what Autoformer's authors call 'type1'."""
 
     factor_an_epoch: float = 0.5
-    """What an epoch multiplies it by."""
+    """Factor per epoch."""
 
     def factor(self, step: int, steps: int, epochs: float) -> float:
         epoch = int(step * epochs / steps)
@@ -53,8 +53,8 @@ class Halving:
 
 
 def autoformer(horizon: int, **sizes: Any) -> Recipe:
-    """`horizon` quarters of an hour ahead, with the authors' own rates; ends early when validation does not improve."""
-    # Variables and marks are the data's; what it must know of the model is handed on to it.
+    """`horizon` quarters of an hour ahead, with the authors' rates; stops early when validation does not improve."""
+    # Variables and marks follow from the data; sizes that the data needs are passed on to it.
     checked(models.Autoformer, sizes, "horizon", "variables", "marks")
     rows = {"inputs": 96, "label": 48, "horizon": horizon} | {n: sizes[n] for n in ("inputs", "label") if n in sizes}
     batch = 32

@@ -1,4 +1,4 @@
-"""AB's step counts of the published runs, as shares of a run (dissertation of D. Coquelin, Tables A.7 to A.9)."""
+"""AB's published step counts, as fractions of a run (dissertation of D. Coquelin, Tables A.7 to A.9)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Counts(NamedTuple):
     rebound: int
     lr_rebound: int
     epoch: int
-    """Iterations of an epoch."""
+    """Iterations per epoch."""
 
     def fields(self, epochs: int = 150) -> dict[str, float]:
-        """AB's fields, so that a run of any length has phases of the same shares."""
+        """AB's fields as fractions, for a run of any length."""
         total = self.epoch * epochs
         return {
             "warmup": self.warmup / total,
@@ -49,10 +49,10 @@ VIT_B16 = {
 
 
 def nearest(table: Mapping[int, Counts], batch: int) -> Counts:
-    """The column of the batch that is the fewest doublings away."""
+    """The column of the nearest batch size, on a logarithmic scale."""
     return table[min(table, key=lambda known: abs(math.log2(known / batch)))]
 
 
 def ab(counts: Counts, **settings: Any) -> MethodOverrides:
-    """AB by a table's counts, or by the papers' guideline, which is the method's own default."""
+    """AB with a table's counts, or with the papers' guideline, which is the method's default."""
     return MethodOverrides(settings, schedules={"table": counts.fields(), "guideline": {}})

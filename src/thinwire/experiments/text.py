@@ -18,10 +18,10 @@ _TOKENS = 2_088_628
 
 
 def gpt(**sizes: Any) -> Recipe:
-    """A GPT of 13 M parameters, 8.5 M of them in the words."""
+    """A GPT of 13 M parameters, 8.5 M of them in word embeddings."""
     return _wikitext2(
         "gpt-wikitext2",
-        "a GPT of 13 M parameters on WikiText-2 by word (perplexity a word)",
+        "a GPT of 13 M parameters on WikiText-2 by word (perplexity per word)",
         {"block": 128, "width": 256, "depth": 6, "heads": 8, "dropout": 0.2, **sizes},
         lr=1e-3,
         epochs=10,
@@ -32,7 +32,7 @@ def gpt_124m(**sizes: Any) -> Recipe:
     """GPT-2's smallest size; with this text's 33,278 words it has 111 M parameters, and 124 M with GPT-2's 50,257."""
     return _wikitext2(
         "gpt124m-wikitext2",
-        "a GPT of GPT-2's smallest size on WikiText-2 by word (perplexity a word)",
+        "a GPT of GPT-2's smallest size on WikiText-2 by word (perplexity per word)",
         {"block": 256, "dropout": 0.2, **sizes},
         lr=6e-4,
         epochs=10,

@@ -108,13 +108,13 @@ def _called(make: Callable[..., Any], what: str, workers: int | None = None) -> 
 
 
 def load_function(text: str, what: str) -> Callable[..., Any]:
-    """The function that FILE.py:FUNCTION names, for a user's own recipe or model; `what` is for the errors."""
+    """The function that FILE.py:FUNCTION names, for a user's own recipe or model; `what` is used in errors."""
     path, colon, name = text.rpartition(":")
     if not colon or not path.endswith(".py") or not name:
         raise ConfigError(f"the {what} {text!r} must be FILE.py:FUNCTION, such as my_{what}.py:tiny")
     file = Path(path)
     if not file.is_file():
-        raise ConfigError(f"there is no file `{path}` for the {what} {text!r}; give the path from here, or a whole one")
+        raise ConfigError(f"there is no file `{path}` for the {what} {text!r}; give a relative or an absolute path")
     module = _loaded(file)
     found = getattr(module, name, None)
     if callable(found):
@@ -130,10 +130,10 @@ def _is_of(value: Callable[..., Any], module: ModuleType) -> bool:
 
 
 def _loaded(file: Path) -> ModuleType:
-    """The module of a user's file, loaded once as long as it does not change."""
+    """The module of a user's file, loaded once unless the file changes."""
     whole, about = file.resolve(), file.stat()
     mark = hashlib.blake2b(f"{whole} {about.st_mtime_ns} {about.st_size}".encode(), digest_size=6).hexdigest()
-    # A name of its own: two files called model.py are two modules, and no package is hidden by either.
+    # A unique name: two files called model.py are two modules, and neither hides a package.
     name = f"thinwire_user_{mark}"
     if name in sys.modules:
         return sys.modules[name]
@@ -141,7 +141,7 @@ def _loaded(file: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = module_from_spec(spec)
     if str(whole.parent) not in sys.path:
-        sys.path.append(str(whole.parent))  # what stands beside it can be imported, as from a script
+        sys.path.append(str(whole.parent))  # modules next to it can be imported, as from a script
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:

@@ -16,8 +16,8 @@ def digits(**sizes: Any) -> Recipe:
     """A small CNN with BatchNorm on 8×8 digits; a run takes seconds.
 
     Learning rate and weight decay are the best of plain training on 300 digits of the training part
-    (`benchmarks/tune_recipe.py`), where everything between 0.01 and 5 is equal within the noise. What suits single
-    methods was found there too (`benchmarks/rivals`).
+    (`benchmarks/tune_recipe.py`); weight decays from 0.01 to 5 are equal within the noise. Settings for single methods
+    were found on the same digits (`benchmarks/rivals`).
     """
     checked(models.DigitNet, sizes)
     return Recipe(
@@ -54,12 +54,12 @@ def shakespeare(**sizes: Any) -> Recipe:
     """A character GPT of 0.8 million parameters on Tiny Shakespeare; a run takes minutes.
 
     Learning rate and weight decay are the best of plain training on 32,768 characters of the training part
-    (`benchmarks/tune_recipe.py`, one seed), and so is what suits single methods (`benchmarks/rivals`).
+    (`benchmarks/tune_recipe.py`, one seed), and so are the settings for single methods (`benchmarks/rivals`).
     """
     checked(models.CharGPT, sizes, "vocabulary")
     return Recipe(
         name="shakespeare",
-        summary="a character GPT on Tiny Shakespeare (perplexity a character, 32,768 held out)",
+        summary="a character GPT on Tiny Shakespeare (perplexity per character, 32,768 held out)",
         task=PREDICT,
         source=partial(data.shakespeare, block=sizes.get("block", 64)),
         model=lambda source: models.CharGPT(vocabulary=cast(data.Text, source).vocabulary, **sizes),

@@ -26,7 +26,7 @@ class Run:
 
     @property
     def metric(self) -> str:
-        """The name of the figure the run is judged by."""
+        """The name of the main figure."""
         return self.summary["metric"]
 
     @property
@@ -109,7 +109,7 @@ def compare(runs: list[Run]) -> list[dict[str, Any]]:
         ("on different data", {r.split for r in runs}),
     ):
         if len(values) > 1:
-            raise ConfigError(f"runs judged {what} cannot be compared: {', '.join(sorted(values))}")
+            raise ConfigError(f"runs evaluated {what} cannot be compared: {', '.join(sorted(values))}")
     measured = [run for run in runs if _is_measured_baseline(run)]
     return [_row(label, alike, measured) for label, alike in grouped(runs).items()]
 

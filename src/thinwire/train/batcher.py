@@ -1,4 +1,4 @@
-"""The examples of a run, on its device and as the model takes them."""
+"""The batches of a run, on its device and ready for the model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from thinwire.train.task import Recipe
 Batch = tuple[Tensor, Tensor]
 
 _MOST = {"cpu": 256, "cuda": 1024}
-"""Examples that are evaluated at once, if that many are trained on at once: evaluation takes no more memory."""
+"""Most examples per evaluation batch; it is never larger than a training batch, so it needs no more memory."""
 
 
 class Batcher:
-    """One worker's examples. Data that fits is held on the device; a streamed source is read ahead of need."""
+    """One worker's batches. Data that fits is held on the device; a streamed source is prefetched."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Batcher:
         if len(signature(source.train).parameters) < 2:
             raise ConfigError(
                 f"`train` of the source {type(source).__name__} takes indices alone; "
-                "write `def train(self, indices, rng=None)`, and draw what is random from `rng`"
+                "write `def train(self, indices, rng=None)`, and take random numbers from `rng`"
             )
         self.source: Source = source.to(device) if hasattr(source, "to") else source
         self._transform = recipe.transform
@@ -49,12 +49,12 @@ class Batcher:
         self._piece = min(_MOST[device.type], max(1, recipe.batch // world_size))
 
     def batch(self, step: int) -> Batch:
-        """This worker's share of a step's batch."""
+        """This worker's share of the batch of a step."""
         return self._finished(self._read(step), step)
 
     @contextmanager
     def steps(self, steps: range) -> Iterator[Iterator[Batch]]:
-        """The batches of these steps, one after another."""
+        """The batches of these steps, in order."""
         if not getattr(self.source, "streamed", False):
             yield map(self.batch, steps)
             return
@@ -62,12 +62,12 @@ class Batcher:
             yield (self._finished(batch, step) for step, batch in zip(steps, read, strict=True))
 
     def example(self, count: int = 2) -> Tensor:
-        """A few inputs."""
+        """A few inputs of the model."""
         x, _ = self.source.heldout(np.arange(count) % self.source.heldout_size)
         return self._transform.heldout(x.to(self._device))
 
     def parts(self, part: str = "heldout") -> Iterator[Batch]:
-        """This worker's share of the held-out part, or of another, in pieces."""
+        """This worker's share of the held-out data, or of another part, in batches."""
         size, read = getattr(self.source, f"{part}_size"), getattr(self.source, part)
         mine = share(np.arange(size), **self._place)
         for piece in np.array_split(mine, max(1, -(-len(mine) // self._piece))):
@@ -76,7 +76,7 @@ class Batcher:
                 yield self._transform.heldout(x.to(self._device)), y.to(self._device)
 
     def _read(self, step: int) -> Batch:
-        """As it is stored."""
+        """A batch as it is stored."""
         mine = share(self._batches.indices(step), **self._place)
         return self.source.train(mine, self._rng(step))
 

@@ -1,4 +1,4 @@
-"""What is trained and how it is judged: a `Task` and the `Recipe` around it."""
+"""What is trained and how it is evaluated: a `Task` and the `Recipe` around it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 class Task(Protocol):
-    """One kind of problem. Its figures follow from sums over examples, so workers can share the work."""
+    """One kind of problem. Its figures are computed from sums over examples, so workers can share the work."""
 
     metric: ClassVar[str]
-    """The figure a run is judged by, and its name in every record."""
+    """The name of the main figure, in every record."""
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """What is trained on."""
+        """The training loss."""
         ...
 
     def totals(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -85,23 +85,23 @@ PREDICT = Predict()
 
 @dataclass(frozen=True)
 class MethodOverrides:
-    """What was found good for one method on a recipe."""
+    """Settings that suit one method on a recipe."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of its config, which hold unless a user sets them; those that it does not have are left out."""
+    """Defaults for fields of its config; names that the config does not have are ignored."""
     optimizer: MakeOptimizer | None = None
-    """Builds another optimizer than the recipe's."""
+    """Builds an optimizer to use instead of the recipe's."""
     clip: float | None = None
-    """Another largest gradient norm than the recipe's."""
+    """Largest gradient norm instead of the recipe's."""
     rate: Rate | None = None
-    """Another course of the learning rate."""
+    """Learning rate schedule instead of the recipe's."""
     schedules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Sets of fields that say when the method does what, by name; the first holds unless another is asked for."""
+    """Named sets of fields for the method's phases; the first is the default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A whole experiment but for the method, its settings and the seed."""
+    """A whole experiment, except for the method, its settings and the seed."""
 
     name: str
     """The name on the command line."""
@@ -120,28 +120,28 @@ class Recipe:
     batch: int
     """Examples in a step, over all workers."""
     rate: Rate = field(default_factory=Cosine)
-    """The course of the learning rate."""
+    """Learning rate schedule."""
     transform: Transform = field(default_factory=AsIs)
     """What happens to examples before the model takes them."""
     autocast: bool = False
-    """Whether a GPU computes in bf16 where that is safe. A CPU computes in fp32: many emulate bf16, hundreds of times
-    slower. A run that is resumed on another device goes on in the precision of that one."""
+    """Whether a GPU uses bf16 autocast. A CPU computes in fp32, because many CPUs emulate bf16, hundreds of times
+    slower. A run that is resumed on another device continues in that device's precision."""
     clip: float | None = None
-    """Largest gradient norm; None leaves gradients as they are."""
+    """Largest gradient norm; None for no clipping."""
     eval_every: int = 50
     """Steps between evaluations."""
     epochs: int = 30
-    """Epochs of a run, for methods that go by them; one of fewer steps has as many, and shorter ones."""
+    """Epochs of a run. A run of fewer steps has as many epochs, and shorter ones."""
     epochs_are_passes: bool = False
-    """Whether an epoch is meant as one pass over the data, so that a run says where its steps are not."""
+    """Whether an epoch is one pass over the data; a run warns if its steps do not match."""
     patience: int | None = None
-    """Epochs without a lower loss on the validation part after which a run ends; None for never."""
+    """Stop after this many epochs without a lower validation loss; None for never."""
     split: str = "test"
-    """The part of the data that figures are of."""
+    """The data that figures are of: "test" or "validation"."""
     suited: Mapping[str, MethodOverrides] = field(default_factory=dict)
-    """What is good for single methods, by their names."""
+    """Settings for single methods, by name."""
     usual_optimizer: MakeOptimizer | None = None
-    """The optimizer that `suited_to` put another in place of."""
+    """The recipe's own optimizer, where `suited_to` replaced it."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "eval_every", "epochs"):
@@ -150,19 +150,19 @@ class Recipe:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Steps of an epoch; need not be whole."""
+        """Steps per epoch; may be a fraction."""
         return self.steps / self.epochs
 
     def ends_epoch(self, step: int) -> bool:
-        """Whether an epoch is over after so many steps."""
+        """Whether an epoch ends with this step."""
         return step * self.epochs // self.steps > (step - 1) * self.epochs // self.steps
 
     def precision(self, device: torch.device) -> torch.autocast:
-        """As it computes there."""
+        """The autocast context for a device."""
         return torch.autocast(device.type, torch.bfloat16, enabled=self._in_bf16(device))
 
     def precision_name(self, device: torch.device) -> str:
-        """The same in words."""
+        """The precision for a device, in words."""
         return "bf16 autocast" if self._in_bf16(device) else "fp32"
 
     def _in_bf16(self, device: torch.device) -> bool:
@@ -170,7 +170,7 @@ class Recipe:
 
     @property
     def transform_name(self) -> str | None:
-        """What stands between examples and the model, in words; None where that is nothing."""
+        """A description of the transform; None if there is none."""
         if isinstance(self.transform, AsIs):
             return None
         return repr(self.transform) if is_dataclass(self.transform) else type(self.transform).__name__
@@ -180,19 +180,19 @@ class Recipe:
         return replace(self, **fields)
 
     def over(self, epochs: int) -> Recipe:
-        """The recipe over more or fewer epochs of the same length; all that has a length scales with it."""
+        """The recipe over more or fewer epochs of the same length; all phases scale with the run."""
         if epochs < 1:
             raise ConfigError(f"`epochs` must be at least 1, got {epochs}")
         return replace(self, epochs=epochs, steps=max(1, round(epochs * self.steps_per_epoch)))
 
     def with_batch(self, batch: int) -> Recipe:
-        """The recipe with another batch size. Where its epochs are passes over the data they stay so: steps change."""
+        """The recipe with another batch size. If epochs are passes over the data, steps change with the batch."""
         share = self.batch / max(1, batch) if self.epochs_are_passes else 1
         steps, eval_every = (max(1, round(share * steps)) for steps in (self.steps, self.eval_every))
         return replace(self, batch=batch, steps=steps, eval_every=eval_every)
 
     def with_optimizer(self, **values: float | None) -> Recipe:
-        """The recipe with another `lr` or `weight_decay`, also where a method has an optimizer of its own."""
+        """The recipe with another `lr` or `weight_decay`, also in the optimizers of single methods."""
         given = {name: value for name, value in values.items() if value is not None}
         if not given:
             return self
@@ -203,16 +203,16 @@ class Recipe:
         return replace(self, optimizer=with_values(self.optimizer, given), suited=suited)
 
     def on_validation(self) -> Recipe:
-        """The recipe judged on validation data instead of test data."""
+        """The recipe, evaluated on validation data instead of test data."""
         return replace(self, source=lambda folder: for_validation(self.source(folder)), split="validation")
 
     @property
     def scheduled(self) -> set[str]:
-        """Methods that can be asked to follow one schedule or another."""
+        """Methods that have a choice of schedules."""
         return {method for method, own in self.suited.items() if own.schedules}
 
     def suited_to(self, method: str) -> Recipe:
-        """The recipe as it is good for one method: with the optimizer, its rates and the clipping found for it."""
+        """The recipe with the optimizer, learning rates and clipping that suit one method."""
         own = self.suited.get(method, MethodOverrides())
         other = {"clip": own.clip, "rate": own.rate, "optimizer": own.optimizer}
         changed: dict[str, Any] = {name: value for name, value in other.items() if value is not None}
@@ -221,10 +221,10 @@ class Recipe:
         return replace(self, **changed)
 
     def defaults(self, method: str, schedule: str | None = None) -> dict[str, Any]:
-        """Fields of a method's config that hold unless a user sets them, by one of its schedules."""
+        """Defaults for the fields of a method's config, with one of its schedules."""
         own = self.suited.get(method, MethodOverrides())
         length = {"total_steps": self.steps, "steps_per_epoch": self.steps_per_epoch}
-        phase = min(4, self.epochs / 4)  # a run of few epochs still has room for what lies between
+        phase = min(4, self.epochs / 4)  # leaves room for the phases between, in a run of few epochs
         phases = {"warmup_epochs": phase, "cooldown_epochs": phase}
         timed = self._schedule(method, own, schedule)
         return {"clip": self.suited_to(method).clip, **phases, **own.settings, **timed, **length}
@@ -267,17 +267,17 @@ def with_values(make: MakeOptimizer, values: Mapping[str, float]) -> MakeOptimiz
 
 def describe_optimizer(make: MakeOptimizer) -> dict[str, Any]:
     """The class as `optimizer` and its settings as `optimizer.NAME`, plain values; a list where groups differ."""
-    # No model is at hand where a run is checked; a matrix and a vector serve factories that tell them apart.
+    # There may be no model yet. Some factories treat matrices and vectors differently, so give them one of each.
     optimizer = make([nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(3))])
-    told: dict[str, Any] = {"optimizer": type(optimizer).__name__}
+    found: dict[str, Any] = {"optimizer": type(optimizer).__name__}
     for name in optimizer.defaults:
         values = [_plain(group.get(name)) for group in optimizer.param_groups]
-        told[f"optimizer.{name}"] = values[0] if all(value == values[0] for value in values) else values
-    return told
+        found[f"optimizer.{name}"] = values[0] if all(value == values[0] for value in values) else values
+    return found
 
 
 def _plain(value: Any) -> Any:
-    """As JSON gives it back; of what it cannot hold, such as a function, only that it is there."""
+    """A value that survives JSON; for anything else, such as a function, the name of its type."""
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, tuple | list):

@@ -25,22 +25,22 @@ _PICKLED: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): np.ndarray,
     ("numpy", "dtype"): np.dtype,
 }
-"""All that a pickled array names; a pickle may name anything, and what it names is called."""
+"""All names in a pickled array. A pickle may name any function, and unpickling calls it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Layout:
-    """One way in which a set lies in a folder; the last of its files is the held-out part."""
+    """One layout of a data set in a folder; the last of its files is the held-out part."""
 
     files: tuple[str, ...]
     """Names of the files."""
     read: Callable[[Path], Arrays]
     """Reads one of them."""
     inner: str = "."
-    """The folder that the archive unpacks to, which may be given itself or as part of another."""
+    """The folder that the archive unpacks to; it or its parent may be given."""
 
     def missing(self, folder: Path) -> tuple[Path, list[str]]:
-        """Where to read from, and what is not there; of two folders the one that has more."""
+        """The folder to read from, and what is missing there; of two folders, the more complete one."""
         found = [
             (place, [f for f in self.files if not (place / f).is_file()]) for place in (folder, folder / self.inner)
         ]
@@ -81,8 +81,8 @@ def _load(classes: int, folder: Path | None, *layouts: _Layout) -> Images:
 def _choose(
     name: str, archive: str, folder: Path | None, *layouts: _Layout
 ) -> tuple[Path, tuple[str, ...], Callable[[Path], Arrays]]:
-    """The first layout that is whole."""
-    told = []
+    """The first complete layout."""
+    looked = []
     for layout in layouts:
         files = f"{', '.join(layout.files)}{f' (there or in {layout.inner}/)' if layout.inner != '.' else ''}"
         if folder is not None:
@@ -90,18 +90,18 @@ def _choose(
             if not missing:
                 return place, layout.files, layout.read
             files += f"; missing: {', '.join(missing)}" if len(missing) < len(layout.files) else "; none is there"
-        told.append(files)
+        looked.append(files)
     where = f"no {name} in `{folder}`" if folder is not None else f"{name} does not come with Thinwire"
     url = f"https://www.cs.toronto.edu/~kriz/{archive}.tar.gz"
     target = shlex.quote(str(folder)) if folder is not None else "DIR"
     raise ConfigError(
-        f"{where}; looked for " + ", or for ".join(told) + f". To fill the folder: mkdir -p {target} && "
+        f"{where}; looked for " + ", or for ".join(looked) + f". To fill the folder: mkdir -p {target} && "
         f"curl -fLO {url} && tar xzf {archive}.tar.gz -C {target}; then give `--data {target}`"
     )
 
 
 def _checked(read: Callable[[Path], Arrays], path: Path, classes: int) -> Arrays:
-    """What `read` finds in a file, in the shape of images and of so many classes."""
+    """The content of a file, if it has the shape of images with so many classes."""
     try:
         x, y = read_whole(lambda: read(path))
     except ConfigError:
@@ -116,7 +116,7 @@ def _checked(read: Callable[[Path], Arrays], path: Path, classes: int) -> Arrays
 
 
 def _npz(path: Path) -> Arrays:
-    """Pixels as differences that wrap around: red and blue less green, then along columns and rows."""
+    """Pixels are stored as differences that wrap around: red and blue minus green, then along columns and rows."""
     with path.open("rb") as held, np.load(held) as file:  # numpy would leave a damaged file open
         d, y = file["d"], file["y"]
     x = np.cumsum(np.cumsum(d, 2, dtype=np.uint8), 3, dtype=np.uint8)  # (3, examples, 32, 32)
@@ -134,7 +134,7 @@ def _pickled(labels: str) -> Callable[[Path], Arrays]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads arrays, bytes, text, numbers, lists and dicts, as Python 2 wrote them, and calls nothing else."""
+    """Reads arrays, bytes, text, numbers, lists and dicts, as Python 2 wrote them, and nothing else."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         super().__init__(file, encoding="bytes")

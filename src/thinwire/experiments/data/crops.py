@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 Box = tuple[float, float, float, float]
 """Left, top, right, bottom, in pixels of the whole image."""
 TRIES = 10
-"""Random crops that are tried before the middle of the image is taken, as in torchvision."""
+"""Random crops that are tried before the centre is taken, as in torchvision."""
 _ASPECT = (3 / 4, 4 / 3)
 
 
-def random_box(width: int, height: int, scale: tuple[float, float], chance: Sequence[Sequence[float]]) -> Box:
-    """A crop of random area, aspect and place: torchvision's `RandomResizedCrop`.
+def random_box(width: int, height: int, scale: tuple[float, float], numbers: Sequence[Sequence[float]]) -> Box:
+    """A crop of random area, aspect and position: torchvision's `RandomResizedCrop`.
 
-    `chance` has `TRIES` rows of four numbers from 0 to 1: for area, aspect, top and left.
+    `numbers` has `TRIES` rows of four numbers from 0 to 1: for area, aspect, top and left.
     """
     low, high = map(math.log, _ASPECT)
-    for area, aspect, top, left in chance:
+    for area, aspect, top, left in numbers:
         wanted = width * height * (scale[0] + area * (scale[1] - scale[0]))
         ratio = math.exp(low + aspect * (high - low))
         w, h = round(math.sqrt(wanted * ratio)), round(math.sqrt(wanted / ratio))
@@ -56,7 +56,7 @@ def decode(path: Path, size: int, choose: Callable[[int, int], Box]) -> np.ndarr
         with Image.open(path) as image:
             width, height = image.size
             left, top, right, bottom = choose(width, height)
-            # A JPEG is decoded at a half, a quarter or an eighth where the crop still has enough pixels then.
+            # A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if the crop still has enough pixels.
             across, down = size / max(right - left, 1), size / max(bottom - top, 1)
             image.draft("RGB", (math.ceil(width * across), math.ceil(height * down)))
             x, y = image.width / width, image.height / height
@@ -71,7 +71,7 @@ def decode(path: Path, size: int, choose: Callable[[int, int], Box]) -> np.ndarr
 
 
 def _in_bytes(image: Image.Image) -> Image.Image:
-    """Grey values of 16 bits as their high bytes, as Pillow reads colours of 16 bits; it would cut these at 255."""
+    """The high bytes of 16-bit grey values, as Pillow reads 16-bit colours; it would clip these at 255."""
     from PIL import Image
 
     if not image.mode.startswith("I"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def how_to_fill(folder: Path | None, addresses: Mapping[str, str]) -> str:
-    """The commands that fetch files by their names, into a folder that need not be there, and what to type then."""
+    """The commands that download files into a folder, and what to type then."""
     target = shlex.quote(str(folder)) if folder is not None else "DIR"
     fetch = (f"curl -fL --create-dirs -o {target}/{name} {address}" for name, address in addresses.items())
     return f"To fill the folder: {' && '.join(fetch)}; then give `--data {target}`"

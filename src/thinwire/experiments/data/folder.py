@@ -1,4 +1,4 @@
-"""Images that lie in folders, one a class, and are decoded when they are asked for."""
+"""Images in folders, one per class, decoded when they are needed."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _FILL = (
     "then give `--data imagenet`"
 )
 
-Chance = Sequence[Sequence[float]] | None
-"""What picks an example's crop; None takes the middle."""
+Crop = Sequence[Sequence[float]] | None
+"""Random numbers for an example's crop; None takes the centre."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """The images of one part. ImageNet has over a million, so their names are held in one array."""
+    """The images of one part. ImageNet has over a million, so their names are in one array."""
 
     folder: Path
-    """Holds a folder a class."""
+    """Holds one folder per class."""
     names: np.ndarray
     """File names as bytes, (examples,)."""
     numbers: np.ndarray
@@ -50,7 +50,7 @@ class Files:
 
 @dataclass(frozen=True, kw_only=True)
 class Folder:
-    """Images in folders, one a class; what an example is cropped and resized from is read when it is asked for."""
+    """Images in folders, one per class; a file is read whenever its example is needed."""
 
     train_files: Files
     """The part that is trained on."""
@@ -61,9 +61,9 @@ class Folder:
     size: int
     """Height and width of an example."""
     crop_pct: float
-    """Share of the shorter side that evaluation sees."""
+    """Fraction of the shorter side that evaluation sees."""
     scale: tuple[float, float]
-    """Smallest and largest share of an image's area that a training crop takes."""
+    """Smallest and largest fraction of an image's area in a training crop."""
     threads: int
     """Images decoded at a time."""
 
@@ -80,47 +80,47 @@ class Folder:
         return len(self.heldout_files.names)
 
     def train(self, indices: np.ndarray, rng: StepRNG | None = None) -> tuple[Tensor, Tensor]:
-        """uint8 (examples, 3, size, size) and classes, cropped by chance; without `rng` as they are held out."""
-        chances = [None] * len(indices) if rng is None else rng.uniform(TRIES, 4).tolist()
-        return self._decode(self.train_files, indices, chances)
+        """uint8 (examples, 3, size, size) and classes, randomly cropped; without `rng` from the centre."""
+        crops = [None] * len(indices) if rng is None else rng.uniform(TRIES, 4).tolist()
+        return self._decode(self.train_files, indices, crops)
 
     def heldout(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
-        """uint8 (examples, 3, size, size) and classes, from the middle of each image."""
+        """uint8 (examples, 3, size, size) and classes, from the centre of each image."""
         return self._decode(self.heldout_files, indices, [None] * len(indices))
 
     def for_validation(self) -> Folder:
-        """Every tenth training image held out: images lie by class."""
+        """Every tenth training image held out, because images are sorted by class."""
         held = np.arange(self.train_size) % 10 == 0
         train, heldout = (self.train_files.of(rows) for rows in (~held, held))
         return replace(self, train_files=train, heldout_files=heldout)
 
     def fingerprint(self) -> str:
-        """By the classes, the number of images in each and a thousand or two of their names; opens no file."""
+        """A hash of the classes, their sizes and a thousand or two file names; opens no file."""
         numbers = np.arange(len(self.classes))
-        told = hashlib.blake2b(repr(self.classes).encode(), digest_size=8)
+        digest = hashlib.blake2b(repr(self.classes).encode(), digest_size=8)
         for files in (self.train_files, self.heldout_files):
-            told.update(np.searchsorted(files.numbers, numbers).tobytes())  # where each begins: images lie by class
-            told.update(files.names[:: max(1, len(files.names) // 1000)].tobytes())
-        return told.hexdigest()
+            digest.update(np.searchsorted(files.numbers, numbers).tobytes())  # where each class starts
+            digest.update(files.names[:: max(1, len(files.names) // 1000)].tobytes())
+        return digest.hexdigest()
 
-    def _decode(self, files: Files, indices: np.ndarray, chances: Sequence[Chance]) -> tuple[Tensor, Tensor]:
-        assert len(chances) == len(indices), "the draws are for another number of examples"
+    def _decode(self, files: Files, indices: np.ndarray, crops: Sequence[Crop]) -> tuple[Tensor, Tensor]:
+        assert len(crops) == len(indices), "`rng` is for another number of examples"
         x = torch.empty(len(indices), 3, self.size, self.size, dtype=torch.uint8)
         pixels = x.numpy()
 
         def fill(row: int) -> None:
             index = indices[row]
             path = files.folder / self.classes[files.numbers[index]] / os.fsdecode(files.names[index])
-            pixels[row] = decode(path, self.size, lambda width, height: self._box(width, height, chances[row]))
+            pixels[row] = decode(path, self.size, lambda width, height: self._box(width, height, crops[row]))
 
-        with ThreadPoolExecutor(self.threads) as pool:  # Pillow lets go of the interpreter while it decodes
+        with ThreadPoolExecutor(self.threads) as pool:  # Pillow releases the GIL while it decodes
             list(pool.map(fill, range(len(indices))))
         return x, torch.from_numpy(files.numbers[indices])
 
-    def _box(self, width: int, height: int, chance: Chance) -> Box:
-        if chance is None:
+    def _box(self, width: int, height: int, crop: Crop) -> Box:
+        if crop is None:
             return centre_box(width, height, self.crop_pct)
-        return random_box(width, height, self.scale, chance)
+        return random_box(width, height, self.scale, crop)
 
 
 def image_folder(
@@ -167,17 +167,17 @@ def _classes(part: Path) -> tuple[str, ...]:
     with os.scandir(part) as entries:
         found = tuple(sorted(e.name for e in entries if e.is_dir() and not e.name.startswith(".")))
     if not found:
-        raise ConfigError(f"`{part}` holds no folder; sort its images into one folder a class. {_FILL}")
+        raise ConfigError(f"`{part}` holds no folder; sort its images into one folder per class. {_FILL}")
     return found
 
 
 def _compare(train: Path, known: tuple[str, ...], heldout: Path, found: tuple[str, ...]) -> None:
     lone = {train: sorted(set(known) - set(found)), heldout: sorted(set(found) - set(known))}
-    told = [
+    differing = [
         f"only in `{part}`: {', '.join(names[:5])}{' …' * (len(names) > 5)}" for part, names in lone.items() if names
     ]
-    if told:
-        raise ConfigError(f"both parts must have the same class folders; {'; '.join(told)}")
+    if differing:
+        raise ConfigError(f"both parts must have the same class folders; {'; '.join(differing)}")
 
 
 def _scan(part: Path, classes: tuple[str, ...]) -> Files:
@@ -195,6 +195,6 @@ def _scan(part: Path, classes: tuple[str, ...]) -> Files:
 
 
 def _cores() -> int:
-    """The cores that are this worker's when those of one machine share them."""
+    """This worker's share of the machine's cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -33,7 +33,7 @@ log = logging.getLogger("thinwire")
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """A series of several variables; an example is a window, which may begin at any row of its part.
+    """A series of several variables; an example is a window, which may start at any row of its part.
 
     `x` is (examples, inputs + horizon, variables + marks) with zeros for the values to come, which are `y`,
     (examples, horizon, variables). Every window counts. The published loaders of ETT drop the last batch that is not
@@ -43,23 +43,23 @@ class Series:
     values: Tensor
     """The variables, (rows, variables), standardised by the rows that are trained on."""
     marks: Tensor
-    """What the clock says of each row, (rows, marks), from −0.5 to 0.5."""
+    """Time features of each row, (rows, marks), from −0.5 to 0.5."""
     mean: Tensor
     """Of each variable, before standardising."""
     deviation: Tensor
     """Of each variable, before standardising."""
     train_rows: np.ndarray
-    """Rows at which windows to train on begin."""
+    """Rows at which training windows start."""
     validation_rows: np.ndarray
-    """Rows at which windows for validation begin; their inputs may lie in the part before, their targets do not."""
+    """Rows at which validation windows start; their inputs may be in the part before, their targets are not."""
     heldout_rows: np.ndarray
-    """Rows at which held-out windows begin, likewise."""
+    """Rows at which held-out windows start, likewise."""
     inputs: int
     """Rows whose values are known."""
     label: int
-    """The last of them that a decoder starts from; nothing here depends on it."""
+    """The last of them that a decoder starts from; not used here."""
     horizon: int
-    """Rows whose values are to be told."""
+    """Rows whose values are predicted."""
 
     @property
     def train_size(self) -> int:
@@ -87,7 +87,7 @@ class Series:
         return replace(self, heldout_rows=self.validation_rows)
 
     def to(self, device: torch.device | str) -> Series:
-        """The same series, held on `device`."""
+        """The same series on `device`."""
         moved = {name: getattr(self, name).to(device) for name in ("values", "marks", "mean", "deviation")}
         return replace(self, **moved)
 
@@ -102,8 +102,8 @@ class Series:
 def ett(folder: Path | None, *, inputs: int = 96, label: int = 48, horizon: int = 96, name: str = "ETTm2") -> Series:
     """ETTm2 or, by its `name`, ETTm1: 12 months to train on, 4 to validate and 4 held out, of 30 days each.
 
-    What comes after these 20 months is not used, as in the papers. A shorter file is cut at 60 and 80 %,
-    and a line of the log says so: its figures stand beside no published ones.
+    Data after these 20 months is not used, as in the papers. A shorter file is cut at 60 and 80 %, with a warning: its
+    figures cannot be compared with published ones.
     """
     if min(inputs, horizon) < 1:
         raise ConfigError(f"`inputs`={inputs} and `horizon`={horizon} must be whole numbers from 1 on")
@@ -113,7 +113,7 @@ def ett(folder: Path | None, *, inputs: int = 96, label: int = 48, horizon: int 
     train, validation, heldout = _starts(ends, inputs, horizon, path)
     trained = table[: ends[0]]
     mean, deviation = trained.mean(0), trained.std(0)
-    # A variable that never changes, but for rounding, is only moved, as by scikit-learn's StandardScaler.
+    # A constant variable (up to rounding) is only shifted, as in scikit-learn's StandardScaler.
     deviation[deviation <= 1e-12 * np.abs(mean)] = 1
     return Series(
         values=_float((table - mean) / deviation),
@@ -179,7 +179,7 @@ def _read(path: Path) -> tuple[list[datetime], np.ndarray]:
     try:
         rows = [(line, *_parsed(path, line, fields)) for line, fields in _rows(path, unpacked_text(path))]
     except csv.Error as error:
-        raise ConfigError(f"`{path}` is no table ({error}); download it again") from error
+        raise ConfigError(f"`{path}` is not a table ({error}); download it again") from error
     for (_, before, _), (line, date, _) in pairwise(rows):
         if date - before != _STEP:
             raise ConfigError(
@@ -216,11 +216,13 @@ def _parsed(path: Path, line: int, fields: list[str]) -> tuple[datetime, list[fl
 
 
 def _wrong(path: Path, line: int, fields: list[str]) -> ConfigError:
-    """The error that names the first value which is no number, or else the date."""
+    """The error that names the first value that is not a number, or else the date."""
     for column, field in zip(COLUMNS, fields[1:], strict=True):
         if not _is_number(field):
-            return ConfigError(f"`{path}`, line {line}: `{column}` is `{field}`, which is no finite number")
-    return ConfigError(f"`{path}`, line {line}: `date` is `{fields[0]}`, which is no date such as 2016-07-01 00:15:00")
+            return ConfigError(f"`{path}`, line {line}: `{column}` is `{field}`, which is not a finite number")
+    return ConfigError(
+        f"`{path}`, line {line}: `date` is `{fields[0]}`, which is not a date such as 2016-07-01 00:15:00"
+    )
 
 
 def _is_number(field: str) -> bool:

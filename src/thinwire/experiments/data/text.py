@@ -15,7 +15,7 @@ from thinwire.train.data import Text
 from thinwire.train.data.source import unpacked, unpacked_text
 
 _LAYOUTS = ("{}.txt", "wiki.{}.tokens", "wikitext2_{}.txt")
-"""How WikiText's parts are called, by those who pass them on; each also with `.gz`."""
+"""File names of WikiText's parts in its releases; each also with `.gz`."""
 _WIKITEXT2 = "https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2"
 _WIKITEXT2_PARTS = ("train", "valid", "test")
 _UNKNOWN = "<unk>"
@@ -23,7 +23,7 @@ _BYTES = "".join(map(chr, range(256)))
 
 
 def words(folder: Path | None, *, block: int, names: tuple[str, str, str] = ("train", "valid", "test")) -> Text:
-    """WikiText-2, or a text that lies like it, by word; each line ends in `<eos>`.
+    """WikiText-2, or a text in the same layout, by word; each line ends in `<eos>`.
 
     `folder` holds a file for each of `names`: what is trained on, a validation part and what is held out, such as
     `train.txt`, `wiki.train.tokens` or `wikitext2_train.txt`, plain or with `.gz`. The vocabulary is the training
@@ -55,7 +55,7 @@ def by_bytes(path: Path | None, *, block: int, heldout: int | None = None) -> Te
 
 
 def _parts(folder: Path | None, names: tuple[str, str, str]) -> list[Path]:
-    """The files of the first layout that is whole."""
+    """The files of the first complete layout."""
     for layout in _LAYOUTS if folder is not None else ():
         stems = [layout.format(name) for name in names]
         found = [[p for p in (Path(folder or "", stem + end) for end in ("", ".gz")) if p.is_file()] for stem in stems]
@@ -68,7 +68,7 @@ def _parts(folder: Path | None, names: tuple[str, str, str]) -> list[Path]:
 
 
 def _words(path: Path) -> list[str]:
-    """Those of a file, with one for the end of each line."""
+    """The words of a file, with `<eos>` at the end of each line."""
     return unpacked_text(path).replace("\r\n", "\n").replace("\n", " <eos> ").split()
 
 
@@ -76,7 +76,7 @@ def _ids(text: Sequence[str], number: Mapping[str, int], path: Path) -> Tensor:
     unknown = number.get(_UNKNOWN)
     if unknown is None and (strange := next((word for word in text if word not in number), None)) is not None:
         raise ConfigError(
-            f"`{path}` has the word {strange!r}, which the training part has not, nor has that {_UNKNOWN!r} to put in "
-            f"its place; write {_UNKNOWN!r} for rare words in all parts"
+            f"`{path}` has the word {strange!r}, which is not in the training part, and neither is {_UNKNOWN!r} to "
+            f"replace it; write {_UNKNOWN!r} for rare words in all parts"
         )
     return torch.from_numpy(np.fromiter((number.get(word, unknown) for word in text), np.int32, len(text)))

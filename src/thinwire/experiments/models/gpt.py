@@ -10,8 +10,8 @@ from thinwire.train.models.gpt import Decoder
 class GPT(Decoder):
     """GPT-2: tanh's GELU, and a head that is the embedding of tokens. 124.4 M parameters at a vocabulary of 50,257.
 
-    There is no library's model in its place: transformers' returns an object where a loop here expects logits, and
-    holds every weight transposed, so neither checkpoints nor factors would be the same.
+    No library's model replaces it: that of transformers returns an object instead of logits and holds every weight
+    transposed, so neither checkpoints nor factors would be the same.
     """
 
     def __init__(

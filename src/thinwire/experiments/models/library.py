@@ -1,9 +1,8 @@
-"""The library's own model where it imports, ours where it does not; nobody else notices.
+"""The library's own model if it can be imported, else ours.
 
-Names, shapes and arithmetic agree, so checkpoints go both ways. First values are ours in either case, and as much
-chance is taken. A setting that the library cannot express, a narrow model say, is ours. So is a model that a library's
-version gives other names, and one of a library that is there but does not import; both are said. Anything else that
-goes wrong while a library builds its model is an error.
+Names, shapes and arithmetic agree, so checkpoints work in both. Initial values are ours in either case, and use as
+many random numbers. Our model is used for settings that the library does not have, such as a narrow model. It is also
+used, with a warning, if a version of the library has other names or cannot be imported. Any other failure is an error.
 """
 
 from __future__ import annotations
@@ -50,25 +49,27 @@ def _library(ours: nn.Module, module: str, make: Make) -> nn.Module:
         return ours
     state = ours.state_dict()
     if differing := _differing(state, theirs.state_dict()):
-        log.warning("%s of %s has another %s: ours is used", type(theirs).__name__, _version(library), differing)
+        log.warning(
+            "%s of %s has a different %s: our own model is used", type(theirs).__name__, _version(library), differing
+        )
         return ours
     theirs.load_state_dict(state)
     return theirs
 
 
 def _imported(module: str) -> ModuleType | None:
-    """The module; None where the library is not installed or, which is said, cannot be imported."""
+    """The module; None if the library is not installed or, with a warning, cannot be imported."""
     try:
         return importlib.import_module(module)
     except Exception as error:  # one that was built for another torch raises anything, a RuntimeError often
         name = module.partition(".")[0]
         if not (isinstance(error, ModuleNotFoundError) and error.name == name):
-            log.warning("%s does not import (%s: %s): our own model is used", name, type(error).__name__, error)
+            log.warning("%s cannot be imported (%s: %s): our own model is used", name, type(error).__name__, error)
         return None
 
 
 def _differing(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> str | None:
-    """The first name in which two states differ, there or in shape."""
+    """The first name that only one state has, or whose shapes differ."""
     for name in [*ours, *theirs]:
         if name not in ours or name not in theirs or ours[name].shape != theirs[name].shape:
             return name

@@ -48,7 +48,7 @@ class Images:
         return replace(self, train_rows=self.train_rows[:cut], heldout_rows=self.train_rows[cut:])
 
     def to(self, device: torch.device | str) -> Images:
-        """The same images, held on `device`."""
+        """The same images on `device`."""
         return replace(self, x=self.x.to(device), y=self.y.to(device))
 
     def _rows(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:

@@ -14,14 +14,14 @@ Batch = tuple[Tensor, Tensor]
 
 
 class _End:
-    """What comes after the last batch, or in the place of one that could not be loaded."""
+    """Marks the end of the batches, or an error in place of one."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
 
 
 class Prefetcher:
-    """`load(step)` for each step in turn, up to `depth` of them ahead, in one thread.
+    """`load(step)` for each step in order, up to `depth` steps ahead, in one thread.
 
     Use it as `with Prefetcher(load, steps) as batches: for x, y in batches: …`; leaving the block ends the thread.
     What `load` raises is raised where the batch was asked for. `load` must not draw from the global random state, which
@@ -30,11 +30,11 @@ class Prefetcher:
 
     def __init__(self, load: Callable[[int], Batch], steps: Iterable[int], *, depth: int = 2) -> None:
         self._load, self._steps = load, steps
-        self._room = Semaphore(depth)
+        self._free = Semaphore(depth)
         self._ready: SimpleQueue[Batch | _End] = SimpleQueue()
         self._stopped = Event()
         self._over = False
-        # A new thread begins on the first device, and pinning there would take memory on it from every worker.
+        # A new thread starts on the first device; pinning there would take memory on it for every worker.
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._thread = Thread(target=self._fill, name="thinwire-prefetcher", daemon=True)
         self._started = False
@@ -52,11 +52,11 @@ class Prefetcher:
         if self._over:
             raise StopIteration
         if not self._started:
-            # Not earlier: an interrupt before the block is entered would leave the thread behind.
+            # Not earlier: an interrupt before the block is entered would leave the thread running.
             self._started = True
             self._thread.start()
         loaded = self._ready.get()
-        self._room.release()
+        self._free.release()
         if not isinstance(loaded, _End):
             return loaded
         self._over = True
@@ -65,10 +65,10 @@ class Prefetcher:
         raise StopIteration
 
     def close(self) -> None:
-        """End the thread once the batch that it is loading is there; what was loaded is dropped."""
+        """End the thread after the batch that it is loading; drop what was loaded."""
         self._over = True
         self._stopped.set()
-        self._room.release()
+        self._free.release()
         if self._started:
             self._thread.join()
 
@@ -77,12 +77,12 @@ class Prefetcher:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
             for step in self._steps:
-                self._room.acquire()
+                self._free.acquire()
                 if self._stopped.is_set():
                     return
                 self._ready.put(self._pinned(self._load(step)))
             self._ready.put(_End())
-        except BaseException as error:  # whatever it is, the one who waits for the batch must hear of it
+        except BaseException as error:  # whatever it is, it must be raised where the batch is waited for
             self._ready.put(_End(error))
 
     def _pinned(self, batch: Batch) -> Batch:

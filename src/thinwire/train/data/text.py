@@ -17,18 +17,18 @@ from thinwire.train.step_rng import StepRNG
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """A text as ids of its tokens; an example is a window of `block` tokens and the same one further on."""
+    """A text as ids of its tokens; an example is a window of `block` tokens, with the next tokens as targets."""
 
     train_ids: Tensor
-    """Ids of the part that is trained on; windows may begin anywhere in it."""
+    """Ids of the training part; windows may start anywhere."""
     heldout_ids: Tensor
-    """Ids of the part held out; its windows do not overlap."""
+    """Ids of the held-out part; its windows do not overlap."""
     block: int
     """Tokens in a window."""
     tokens: Sequence[str]
     """The vocabulary, in the order of ids: characters or words."""
     validation_ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
-    """Ids of a third part, to choose settings by; empty where there is none."""
+    """Ids of a validation part; empty if there is none."""
 
     def __post_init__(self) -> None:
         for part, ids in (("trained on", self.train_ids), ("held out", self.heldout_ids)):
@@ -40,7 +40,7 @@ class Text:
 
     @property
     def vocabulary(self) -> int:
-        """How many different tokens there are."""
+        """The number of different tokens."""
         return len(self.tokens)
 
     @property
@@ -54,7 +54,7 @@ class Text:
 
     @property
     def pass_size(self) -> int:
-        """Windows that cover the part that is trained on once."""
+        """Windows that cover the training part once."""
         return -(-len(self.train_ids) // self.block)
 
     @property
@@ -82,7 +82,7 @@ class Text:
         return replace(self, train_ids=self.train_ids[:cut], heldout_ids=self.train_ids[cut:])
 
     def to(self, device: torch.device | str) -> Text:
-        """The same text, held on `device`."""
+        """The same text on `device`."""
         parts = ("train_ids", "heldout_ids", "validation_ids")
         return replace(self, **{part: getattr(self, part).to(device) for part in parts})
 

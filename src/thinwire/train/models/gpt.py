@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 
 class Decoder(nn.Module):
-    """Embeddings of tokens and of places, layers normed before, a linear head; every weight normal with deviation 0.02.
+    """Token and position embeddings, pre-norm layers, a linear head; weights normal with standard deviation 0.02.
 
-    Gives logits of shape (batch, time, vocabulary).
+    Returns logits of shape (batch, time, vocabulary).
     """
 
     def __init__(
