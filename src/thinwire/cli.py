@@ -75,7 +75,7 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--batch-size", type=click.IntRange(1), metavar="N", help="Examples per step, over all workers."),
         click.option("--lr", type=float, metavar="X", help="Highest learning rate instead of the recipe's."),
         click.option("--weight-decay", type=float, metavar="X", help="Weight decay instead of the recipe's."),
-        click.option("--validate", is_flag=True, help="Report on held-out training data, not on the test data."),
+        click.option("--validate", is_flag=True, help="Report on validation data, not on the test data."),
         options.data,
         options.settings,
         click.option("--out", type=options.DIR, metavar="DIR", help="Where to write; under runs/ if not given."),
