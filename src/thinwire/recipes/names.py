@@ -19,13 +19,14 @@ from thinwire.train.task import Recipe
 
 GROUP = "thinwire.recipes"
 """The entry point group. A recipe's function takes its model's sizes by keyword; it may ask for `workers`."""
+_OWN = ("thinwire.recipes.", "thinwire.")
 _CHECKOUT = Path(__file__).parents[3] / "pyproject.toml"
 
 
 def installed() -> dict[str, EntryPoint]:
     """The recipes of all installed packages, Thinwire's own first."""
     found: dict[str, EntryPoint] = {}
-    for entry in sorted(_entries(), key=lambda entry: not entry.module.startswith("thinwire.")):
+    for entry in sorted(_entries(), key=lambda entry: [not entry.module.startswith(own) for own in _OWN]):
         other = found.setdefault(entry.name, entry)
         if other.value != entry.value:
             raise ConfigError(
