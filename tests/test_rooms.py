@@ -1,4 +1,4 @@
-"""The order of rooms: a file imports only from what stands above it."""
+"""The order of layers: a file imports only from those before its own."""
 
 import ast
 import re
@@ -46,7 +46,7 @@ ORDER = [
         "experiments",  # so that nothing else may import it
     ),
 ]
-DOORS = ("__init__", "__main__")  # the package's own front doors see every room
+DOORS = ("__init__", "__main__")  # the package's own entry points may import every layer
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -76,7 +76,7 @@ def test_imports_come_from_above(path):
     room = _room(path)
     if room in DOORS:
         return
-    assert room in ORDER, f"{path.name} stands in no room; put it into ORDER or into a folder"
+    assert room in ORDER, f"{path.name} is in no layer; put it into ORDER or into a folder"
     allowed = set(ORDER[: ORDER.index(room) + 1])
     assert _rooms_used(path) <= allowed, f"{room} may import from {sorted(allowed)} only"
 
