@@ -78,7 +78,7 @@ _AUGMENTED = Pictures(statistics=CIFAR10, scale=(0.8, 1.0), rand_augment=9, eras
 
 
 def mini_vit(**sizes: Any) -> Recipe:
-    """OIALR's mini-ViT, 43 M parameters; Table A.2, its baseline, and where that is silent Table A.1."""
+    """OIALR's mini-ViT, 43 M parameters; the baseline of Table A.2, and Table A.1 for what that does not say."""
     whole = checked(models.ViT, {**_MINI, "drop_path": 0.2, **sizes})
     return Recipe(
         name="minivit-cifar10",

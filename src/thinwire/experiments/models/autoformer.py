@@ -15,8 +15,8 @@ from thinwire.errors import ConfigError
 class Autoformer(nn.Module):
     """Autoformer as its authors published it.
 
-    Takes (batch, inputs + horizon, variables + marks): the values of the first `inputs` rows, whatever stands in place
-    of those still to come, and the time marks of all rows. Gives the values to come, (batch, horizon, variables).
+    Takes (batch, inputs + horizon, variables + marks): the values of the first `inputs` rows, anything in place of
+    the future ones, and the time marks of all rows. Returns the future values, (batch, horizon, variables).
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Autoformer(nn.Module):
         for layer in self.encoder:
             memory = layer(memory)
         memory = self.encoder_norm(memory)
-        # What is to come begins without a season and at the mean of what is known.
+        # The future starts without a season, at the mean of the known values.
         seasonal, trend = self.decompose(known)
         seasonal = F.pad(seasonal[:, first:], (0, 0, 0, self.horizon))  # (batch, label + horizon, variables)
         trend = torch.cat([trend[:, first:], known.mean(1, keepdim=True).expand(-1, self.horizon, -1)], 1)
@@ -88,7 +88,7 @@ class Decomposition(nn.Module):
         self.window = window
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        # Not by replication padding, whose gradient on CUDA adds in whatever order threads arrive.
+        # Not by replication padding: its gradient on CUDA is not deterministic.
         before, after = (end.expand(-1, self.window // 2, -1) for end in (x[:, :1], x[:, -1:]))
         padded = torch.cat([before, x, after], 1)
         trend = F.avg_pool1d(padded.transpose(1, 2), self.window, stride=1).transpose(1, 2)
@@ -96,7 +96,7 @@ class Decomposition(nn.Module):
 
 
 class AutoCorrelation(nn.Module):
-    """Mixes a series with itself, or another one, moved by the delays at which the two are most alike.
+    """Mixes a series with itself, or another one, shifted by the delays at which the two are most similar.
 
     Of the correlation only its mean over heads and channels is used, and every head moves by the same delays. So heads
     do not show here, the mean may be taken before the transform back, and it has one series per example.
@@ -112,14 +112,14 @@ class AutoCorrelation(nn.Module):
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         length = x.shape[1]
-        # Half precision has transforms for powers of 2 alone. With `n` a shorter memory is filled up with zeros and
-        # of a longer one only the beginning is used.
+        # In half precision only lengths that are powers of 2 can be transformed. `n` pads a shorter memory with zeros
+        # and truncates a longer one.
         query, key, value = (
             torch.fft.rfft(part.float(), n=length, dim=1)  # (batch, frequencies, width)
             for part in (self.query(x), self.key(memory), self.value(memory))
         )
         alike = torch.fft.irfft((query * key.conj()).mean(2), n=length)  # (batch, delays)
-        # Moving by some delays and summing up is a correlation too, with a series that is zero at all the others.
+        # A sum of shifted copies is a correlation too, with a series that is zero at all other delays.
         moves = torch.fft.rfft(self._weights(alike))  # (batch, frequencies)
         return self.out(torch.fft.irfft(value * moves.conj()[..., None], n=length, dim=1))
 
@@ -150,7 +150,7 @@ class _Embedding(nn.Module):
 
 
 class _SeasonalNorm(nn.Module):
-    """LayerNorm, less its mean over time: a season has no level."""
+    """LayerNorm minus its mean over time, because a season has no level."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class _FeedForward(nn.Module):
 
 
 class _EncoderLayer(nn.Module):
-    """Passes on the season alone: after either half the trend is dropped."""
+    """Passes on the season only; the trend is dropped after each half."""
 
     def __init__(self, *, width: int, hidden: int, window: int, factor: int, dropout: float) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class _EncoderLayer(nn.Module):
 
 
 class _DecoderLayer(nn.Module):
-    """Passes on the season, and hands out the trends that it took from it as values of the variables."""
+    """Passes on the season, and returns the removed trends as values of the variables."""
 
     def __init__(self, variables: int, *, width: int, hidden: int, window: int, factor: int, dropout: float) -> None:
         super().__init__()

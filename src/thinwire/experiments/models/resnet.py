@@ -44,7 +44,7 @@ def _stage(inputs: int, inner: int, depth: int, *, stride: int) -> nn.Sequential
 
 
 class _Bottleneck(nn.Module):
-    """1×1 down, 3×3, 1×1 up, beside an identity; a projection in its place where the shape changes."""
+    """1×1 down, 3×3, 1×1 up, plus an identity, or a projection if the shape changes."""
 
     def __init__(self, inputs: int, inner: int, stride: int = 1) -> None:
         super().__init__()

@@ -65,7 +65,7 @@ def _features(first: int, *, norm: bool) -> list[nn.Module]:
 
 
 class _Wide(nn.Module):
-    """The two wide layers. Features smaller than the first one's kernel are spread: 32×32 images have 1×1."""
+    """The two wide layers. Features smaller than the first one's kernel are enlarged to it: 32×32 images have 1×1."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class _Wide(nn.Module):
 
 
 class _Head(nn.Module):
-    """The mean over places, then the classifier; a module of its own for timm's names."""
+    """The mean over positions, then the classifier; a module of its own for timm's names."""
 
     def __init__(self, inputs: int, classes: int) -> None:
         super().__init__()
