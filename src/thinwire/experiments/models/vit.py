@@ -58,7 +58,7 @@ class ViT(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth: in training a whole example's branch is zero with probability `rate`, else scaled up to compensate."""
+    """Stochastic depth: in training a whole example's branch is zero with probability `rate`, else scaled up."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
