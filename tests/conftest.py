@@ -15,6 +15,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption("--golden", choices=("values", "bits", "write"), default="values", help="see test_golden.py")
+
+
 def pytest_configure(config) -> None:
     for line in machine.lines():
         config.addinivalue_line("filterwarnings", line)

@@ -24,7 +24,7 @@ class Way:
 
 def _ab(**fields: Any) -> Callable[..., Any]:
     """Warm-up 3, then cycles of 4 and 2; the cutoff is high, since random weights are flat."""
-    cycle = {"total_steps": STEPS, "warmup": 3, "group_steps": 4, "rebound": 2, "lr_rebound": 3, "cutoff": 0.6}
+    cycle = {"total_steps": STEPS, "warmup": 3, "every": 4, "rebound": 2, "lr_rebound": 3, "cutoff": 0.6}
     return lambda **more: thinwire.AB(**{**cycle, **fields, **more})
 
 
@@ -46,16 +46,15 @@ WAYS: dict[str, Way] = {
     "allreduce bf16": Way(config=_of(thinwire.AllReduce, wire="bf16")),
     "allreduce int8": Way(config=_of(thinwire.AllReduce, wire="int8")),
     "ab": Way(config=_ab(), phases=_AB_PHASES),
-    "ab carry": Way(config=_ab(moments="carry", merge="trained", wire="bf16"), phases=_AB_PHASES),
+    "ab carry": Way(config=_ab(moments="carry", merge="trained", wire="bf16", warmup_wire="bf16"), phases=_AB_PHASES),
     "ab average": Way(config=_ab(moments="average", keep_first=False, keep_last=False), phases=_AB_PHASES),
     "oialr": Way(
-        config=_of(thinwire.OIALR, total_steps=STEPS, delay=4, frequency=3, cutoff=0.3, layer_fraction=0.5),
+        config=_of(thinwire.OIALR, total_steps=STEPS, factor_at=4, redecompose=3, cutoff=0.3, layer_fraction=0.5),
         phases=frozenset({"warmup", "lowrank"}),
     ),
     "daso": Way(
         config=_of(
-            thinwire.DASO, total_steps=STEPS, steps_per_epoch=4, warmup_epochs=1, cooldown_epochs=1, max_skips=4,
-            wait=2, plateau_patience=None,
+            thinwire.DASO, total_steps=STEPS, warmup=4, cooldown=4, every=4, overlap=2, plateau_patience=None,
         ),
         parameters=lambda step: step <= 4 or step > 16,
         buffers=lambda step: step in (4, 20),
@@ -69,11 +68,11 @@ WAYS: dict[str, Way] = {
     ),
     "diloco": Way(config=_of(thinwire.DiLoCo, warmup=2, every=4), **_LOCAL),
     "diloco streaming": Way(
-        config=_of(thinwire.DiLoCo, warmup=2, every=4, fragments=2, delay=1, wire="int8"),
+        config=_of(thinwire.DiLoCo, warmup=2, every=4, fragments=2, overlap=1, wire="int8"),
         phases=frozenset({"warmup", "local"}),
     ),
-    "powersgd": Way(config=_of(thinwire.PowerSGD, rank=2, start_step=2), phases=_WARMED),
-    "topk": Way(config=_of(thinwire.TopK, density=0.05, warmup=4), phases=_WARMED),
+    "powersgd": Way(config=_of(thinwire.PowerSGD, rank=2, warmup=2), phases=_WARMED),
+    "topk": Way(config=_of(thinwire.TopK, density=0.05, ramp=4), phases=frozenset({"ramp", "train"})),
     "onebit": Way(config=_of(thinwire.OneBit, warmup=2), phases=_WARMED),
 }  # fmt: skip
 

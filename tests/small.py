@@ -55,7 +55,7 @@ def ab(**fields: Any) -> thinwire.AB:
     cycle = {
         "total_steps": STEPS,
         "warmup": 3,
-        "group_steps": 4,
+        "every": 4,
         "rebound": 2,
         "lr_rebound": 3,
         "cutoff": 0.6,

@@ -34,12 +34,12 @@ def says(message: str, *parts: str) -> bool:
 
 STEP_FIELDS = [
     (field, value)
-    for field in ("warmup", "group_steps", "rebound", "lr_rebound")
+    for field in ("warmup", "every", "rebound", "lr_rebound")
     for value in (-0.1, 1.5, math.nan, math.inf, "0.2", None, True)
 ]
 
 
-@pytest.mark.parametrize(("field", "value"), [*STEP_FIELDS, ("group_steps", 0)])
+@pytest.mark.parametrize(("field", "value"), [*STEP_FIELDS, ("every", 0)])
 def test_lengths_are_fractions_or_whole_steps(field: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         AB(total_steps=100, **{field: value})
@@ -58,7 +58,7 @@ def test_too_few_steps_for_one_cycle_say_how_many_fit(total_steps: int) -> None:
     with pytest.raises(ConfigError) as caught:
         AB(total_steps=total_steps)
     message = str(caught.value)
-    assert says(message, f"`total_steps`={total_steps} is too small for one cycle", "`group_steps`=0.0333")
+    assert says(message, f"`total_steps`={total_steps} is too small for one cycle", "`every`=0.0333")
     least = int(re.search(r"at least (\d+)", message)[1])  # type: ignore[index]
     assert AB(total_steps=least).group_length == 1
     with pytest.raises(ConfigError):
@@ -511,7 +511,7 @@ def test_a_model_left_in_factors_is_not_attached_again() -> None:
     model = small.net()
     optimizer = small.sgd(model)
     thinwire.attach(model, optimizer, small.ab(warmup=0, group_size=None)).detach()
-    with pytest.raises(ConfigError, match="layers in factors"):
+    with pytest.raises(ConfigError, match="factored layers from an earlier attach"):
         thinwire.attach(model, optimizer, AllReduce())
 
 

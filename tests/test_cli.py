@@ -19,7 +19,7 @@ from patience import LIMIT_S, until
 from thinwire.cli import main
 
 STEPS, SAVE_EVERY = 60, 8
-COMPARED = ["--steps", "20", "--set", "group_steps=5", "--no-model"]  # a field that one of the two methods has
+COMPARED = ["--steps", "20", "--set", "every=5", "--no-model"]  # a field that one of the two methods has
 SUMMARY_FIELDS = """
     recipe method config seed world_size groups steps accuracy accuracy_before_truncation loss wall_s traffic
     traffic_vs_allreduce_fp32 traffic_vs_ideal_fp32 parameters_full parameters_final compression kept_full
@@ -171,7 +171,7 @@ def test_a_killed_worker_ends_the_run_and_other_settings_are_not_resumed(tmp_pat
     process.join(LIMIT_S)
     err = (tmp_path / "said").read_text()
     assert process.exitcode == 1
-    assert "thinwire: worker 1 was ended by SIGKILL; the other workers were stopped\n" in err
+    assert "thinwire: worker 1 was killed by SIGKILL; the other workers were stopped\n" in err
     assert "Traceback" not in err
     assert not _processes(str(out))
     said = _thinwire(*_ab(out, "--resume", "--quiet", "--set", "cutoff=0.3"), expect=2)
@@ -207,7 +207,7 @@ def test_compare_sets_methods_side_by_side(compared):
 
 @pytest.mark.slow
 def test_compare_keeps_variants_of_a_method_apart(tmp_path):
-    words = ["compare", "digits", "--workers", "1", "--steps", "12", "--set", "group_steps=4", "--no-model"]
+    words = ["compare", "digits", "--workers", "1", "--steps", "12", "--set", "every=4", "--no-model"]
     words += ["--seeds", "2", "--out", str(tmp_path)]
     result = CliRunner().invoke(main, [*words, "--methods", "allreduce,ab:cutoff=0.2,ab:cutoff=0.5"])
     assert result.exit_code == 0, result.output
@@ -290,8 +290,8 @@ def _without_matplotlib(monkeypatch):
 def test_a_picture_never_costs_a_result(tmp_path, monkeypatch):
     """Without matplotlib everything else is written and printed, and one line says what to install."""
     _without_matplotlib(monkeypatch)
-    words = ["--workers", 1, "--steps", 12, "--set", "group_steps=4", "--stability", 4]
-    missing = "thinwire: no picture: drawing needs matplotlib: pip install 'thinwire[plot]'"
+    words = ["--workers", 1, "--steps", 12, "--set", "every=4", "--stability", 4]
+    missing = "thinwire: no picture: plotting needs matplotlib: pip install 'thinwire[plot]'"
     told = _thinwire("run", "digits", "--method", "ab", *words, "--out", tmp_path / "run")
     assert told.count(missing) == 1 and "summary.json and model/ are in" in told
     told = _thinwire("export", tmp_path / "run", "--out", tmp_path / "small")

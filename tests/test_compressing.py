@@ -19,9 +19,9 @@ import thinwire
 from selection import first_of
 from small import batch as images
 from small import mlp, net
-from thinwire.comm.codec import checksum
-from thinwire.comm.coders import Bits, Int8, Rows, cut, elements, pack_signs, unpack_signs
+from thinwire.comm.buckets import checksum
 from thinwire.comm.compressed import unsent
+from thinwire.comm.quantize import Int8Quantizer, OneBitQuantizer, Rows, cut, elements
 from thinwire.methods.largest import largest
 from worlds import batch, optimizer_values, small_model, train_step, values
 
@@ -47,17 +47,9 @@ def backward(replica: nn.Module, rank: int, step: int) -> None:
 # Codes.
 
 
-@pytest.mark.parametrize("width", [1, 7, 8, 64, 1000])
-def test_packed_bits_unpack_to_the_same_signs(width: int) -> None:
-    signs = torch.rand(5, width) < 0.5
-    packed = pack_signs(signs)
-    assert packed.shape == (5, -(-width // 8)) and packed.dtype == torch.uint8
-    assert torch.equal(unpack_signs(packed, width).bool(), signs)
-
-
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
 def test_int8_is_off_by_at_most_half_a_scale(size: float) -> None:
-    rows, coder = [Rows(300, 256), Rows(1, 10)], Int8()
+    rows, coder = [Rows(300, 256), Rows(1, 10)], Int8Quantizer()
     x = torch.randn(elements(rows)) * size
     x[256:512] = 0.0
     left, payload = x.clone(), torch.zeros(coder.size(rows), dtype=torch.uint8)
@@ -72,7 +64,7 @@ def test_int8_is_off_by_at_most_half_a_scale(size: float) -> None:
 
 
 def test_a_bit_says_the_mean_of_its_side() -> None:
-    coder, rows = Bits(), [Rows(2, 4), Rows(1, 3)]
+    coder, rows = OneBitQuantizer(), [Rows(2, 4), Rows(1, 3)]
     x = torch.tensor([1.0, 3.0, -2.0, 0.0, -1.0, -1.0, -3.0, -3.0, 5.0, 5.0, 5.0])
     left, payload, said = x.clone(), torch.zeros(coder.size(rows), dtype=torch.uint8), torch.empty(11)
     coder.encode(left, rows, payload)
@@ -111,7 +103,7 @@ def full_rank_and_density_one(rank: int) -> dict[str, float]:
     gaps = {}
     for name, config, more in (
         ("powersgd", thinwire.PowerSGD(rank=1000, min_compression=0), {}),
-        ("powersgd later", thinwire.PowerSGD(rank=1000, min_compression=0, start_step=2), {}),
+        ("powersgd later", thinwire.PowerSGD(rank=1000, min_compression=0, warmup=2), {}),
         ("topk", thinwire.TopK(density=1.0, masking=False), {"momentum": 0.9}),
         ("topk decay", thinwire.TopK(density=1.0, masking=False), {"momentum": 0.9, "weight_decay": 0.1}),
         (
@@ -226,7 +218,7 @@ def beside_pytorch(rank: int, workers: int) -> tuple[float, int]:
     start, steps = 2, 8
     ours, other = mlp(), mlp()
     optimizers = sgd(ours, momentum=0.9), sgd(other, momentum=0.9)
-    replica = thinwire.attach(ours, optimizers[0], thinwire.PowerSGD(rank=2, start_step=start, min_compression=2.0))
+    replica = thinwire.attach(ours, optimizers[0], thinwire.PowerSGD(rank=2, warmup=start, min_compression=2.0))
     ddp = DistributedDataParallel(other, bucket_cap_mb=100)
     state = theirs.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=start, min_compression_rate=2.0)
     ddp.register_comm_hook(state, theirs.powerSGD_hook)
@@ -286,7 +278,7 @@ def journey(rank: int, group_size: int, folder: str) -> dict[str, tuple[list[Any
 def _configs(group_size: int) -> dict[str, Any]:
     changed = {name: replace(config, group_size=group_size) for name, config in zip(NAMES, ALL, strict=True)}
     later = {
-        "powersgd later": replace(changed["powersgd"], start_step=0.34, total_steps=6),
+        "powersgd later": replace(changed["powersgd"], warmup=0.34, total_steps=6),
         "topk warm": replace(changed["topk"], warmup=4, clip=0.5),
         "onebit later": replace(changed["onebit"], warmup=2),
     }
@@ -473,7 +465,7 @@ def test_density_falls_in_four_stages() -> None:
     for step in range(10):
         method.step = step
         seen.append(round(method.density, 5))
-        until.append(method.quiet_until)
+        until.append(method.next_event)
     assert seen == [0.25, 0.25, 0.06287, 0.06287, 0.01581, 0.01581, 0.00398, 0.00398, 0.001, 0.001]
     assert until[:8] == [2, 2, 4, 4, 6, 6, 8, 8] and until[8] > 10**9
 
@@ -714,8 +706,8 @@ def test_workers_of_a_node_count_the_same(workers: int) -> None:
         (lambda: thinwire.AllReduce(wire="fp8"), "fp32, bf16, int8"),
         (lambda: thinwire.PowerSGD(rank=0), "`rank`=0 must be a whole number from 1 on"),
         (lambda: thinwire.PowerSGD(rank=2.5), "`rank`=2.5"),
-        (lambda: thinwire.PowerSGD(start_step=-1), "`start_step`=-1"),
-        (lambda: thinwire.PowerSGD(start_step=0.1), "`start_step`=0.1 is a fraction of `total_steps`"),
+        (lambda: thinwire.PowerSGD(warmup=-1), "`warmup`=-1"),
+        (lambda: thinwire.PowerSGD(warmup=0.1), "`warmup`=0.1 is a fraction of `total_steps`"),
         (lambda: thinwire.PowerSGD(min_compression=-1), "`min_compression`=-1"),
         (lambda: thinwire.PowerSGD(total_steps=0), "`total_steps`=0"),
         (lambda: thinwire.PowerSGD(group_size=0), "`group_size`=0"),
@@ -738,13 +730,13 @@ def test_workers_of_a_node_count_the_same(workers: int) -> None:
         (lambda: thinwire.LocalSGD(total_steps="9"), "`total_steps`='9'"),
         (lambda: thinwire.LocalSGD(group_size=-2), "`group_size`=-2"),
         (lambda: thinwire.DiLoCo(every=1.0), "`every`=1.0"),
-        (lambda: thinwire.DiLoCo(outer_lr=0), "`outer_lr`=0 must be a number above 0"),
-        (lambda: thinwire.DiLoCo(outer_momentum=1), "`outer_momentum`=1 must be from 0 to below 1"),
+        (lambda: thinwire.DiLoCo(outer=Nesterov(lr=0)), "`outer.lr`=0 must be a number above 0"),
+        (lambda: thinwire.DiLoCo(outer=Nesterov(momentum=1)), "`momentum`=1 must be from 0 to below 1"),
         (lambda: thinwire.DiLoCo(wire="int4"), "`wire`='int4'"),
         (lambda: thinwire.DiLoCo(fragments=0), "`fragments`=0"),
         (lambda: thinwire.DiLoCo(every=4, fragments=5), "use at most 4"),
-        (lambda: thinwire.DiLoCo(delay=-1), "`delay`=-1"),
-        (lambda: thinwire.DiLoCo(every=4, delay=4), "must be below `every`=4"),
+        (lambda: thinwire.DiLoCo(overlap=-1), "`overlap`=-1"),
+        (lambda: thinwire.DiLoCo(every=4, overlap=4), "must be below `every`=4"),
         (lambda: thinwire.DiLoCo(mix=1.0), "`mix`=1.0"),
         (lambda: thinwire.DiLoCo(warmup=0.2), "total_steps"),
         (lambda: thinwire.DiLoCo(total_steps=True), "`total_steps`=True"),

@@ -16,7 +16,7 @@ STEPS = 300
 CONFIGS = {
     "allreduce": AllReduce(group_size=1),
     "ab": AB(total_steps=STEPS, group_size=1),
-    "oialr": OIALR(total_steps=STEPS, group_size=1, delay=0.1, cutoff=0.2),
+    "oialr": OIALR(total_steps=STEPS, group_size=1, factor_at=0.1, cutoff=0.2),
 }
 
 

@@ -55,7 +55,7 @@ def test_averages_now_and_then_have_no_estimate() -> None:
 
 def test_every_run_reports_them_also_one_that_was_resumed(tmp_path: Path) -> None:
     recipe = named("digits", steps=12, eval_every=4)
-    config = thinwire.OIALR(total_steps=12, delay=4, frequency=2, layer_fraction=1.0)
+    config = thinwire.OIALR(total_steps=12, factor_at=4, redecompose=2, layer_fraction=1.0)
     whole = fit(recipe, config, out=tmp_path / "whole", save_every=8, model=False)
     assert whole["trainable_full"] == whole["parameters_full"] == 226794
     assert whole["trainable_final"] < 0.5 * 226794 < whole["parameters_in_training"]

@@ -17,7 +17,7 @@ import small
 import thinwire
 from selection import first_of
 from thinwire import DASO, ConfigError, DisagreementError, DivergedError
-from thinwire.comm.codec import checksum
+from thinwire.comm.buckets import checksum
 from thinwire.methods.plateau import Plateau
 from under_way import leaves, waits
 
@@ -26,7 +26,7 @@ PAIRS, RAGGED = ((0, 1), (2, 3)), ((0, 1), (2,))
 
 def daso(**fields: Any) -> DASO:
     """Only cycling, with the pace pinned, unless told otherwise."""
-    usual = {"total_steps": 1000, "steps_per_epoch": 4, "warmup_epochs": 0, "cooldown_epochs": 0}
+    usual = {"total_steps": 1000, "warmup": 0, "cooldown": 0}
     return DASO(**{**usual, "plateau_patience": None, **fields})
 
 
@@ -93,7 +93,7 @@ CADENCES = [(*cadence, c) for cadence in ((1, 1), (4, 0), (4, 1), (4, 2), (4, 4)
 def cadences(rank: int, group_size: int) -> dict[tuple[int, int, bool, bool], list[Tensor]]:
     found = {}
     for (every, wait, compensate), sharded in itertools.product(CADENCES, (False, True)):
-        fields = {"max_skips": every, "wait": wait, "compensate": compensate, "sharded": sharded}
+        fields = {"every": every, "overlap": wait, "compensate": compensate, "sharded": sharded}
         config = daso(**fields, wire="fp32", group_size=group_size)
         model = small.net(smooth=True) if group_size == 1 else small.mlp(smooth=True)
         found[every, wait, compensate, sharded] = floats(train(rank, config, 15, model, 0.5).module)
@@ -115,7 +115,7 @@ def test_what_comes_back_is_mixed_by_the_equation(groups: tuple[tuple[int, ...],
 def blocking(rank: int) -> list[float]:
     """Gaps to all-reduce where parameters are averaged at every step, in each of the phases."""
     cooling = {"total_steps": 7, "steps_per_epoch": 1, "cooldown_epochs": 7}
-    phases: list[dict[str, Any]] = [{"max_skips": 1, "wait": 0}, {"warmup_epochs": 2}, cooling]
+    phases: list[dict[str, Any]] = [{"every": 1, "overlap": 0}, {"warmup_epochs": 2}, cooling]
     gaps = []
     for momentum, fields in itertools.product((0.0, 0.9), phases):
         plain = train(rank, thinwire.AllReduce(), 7, small.mlp(), momentum)
@@ -166,14 +166,14 @@ ROUTES = {
     "bf16": {"wire": "bf16"},
     "fp32": {"wire": "fp32"},
     "sharded": {"wire": "bf16", "sharded": True},
-    "int8": {"wire": "int8", "wait": 2},
-    "int8 sharded": {"wire": "int8", "wait": 2, "sharded": True},
+    "int8": {"wire": "int8", "overlap": 2},
+    "int8 sharded": {"wire": "int8", "overlap": 2, "sharded": True},
 }
 
 
 def route(rank: int, fields: dict[str, Any], group_size: int) -> dict[str, Any]:
     """14 steps: a warm-up of 2, 10 of cycling, 2 of cool-down; and how often this worker sent over the slow link."""
-    length = {"total_steps": 14, "steps_per_epoch": 2, "warmup_epochs": 1, "cooldown_epochs": 1, "max_skips": 2}
+    length = {"total_steps": 14, "steps_per_epoch": 2, "warmup_epochs": 1, "cooldown_epochs": 1, "every": 2}
     model, calls = small.net(seed=rank), []
     optimizer = small.sgd(model)
     replica = thinwire.attach(model, optimizer, daso(**length, group_size=group_size, **fields))
@@ -258,7 +258,7 @@ def tiny_updates(rank: int) -> dict[str, Any]:
         model = nn.Linear(4, 4)
         nn.init.ones_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), 1e-5 * (1 + rank))
-        config = daso(max_skips=2, wait=1, wire=wire, compensate=compensate)
+        config = daso(every=2, overlap=1, wire=wire, compensate=compensate)
         replica = thinwire.attach(model, optimizer, config)
         for _ in range(40):
             optimizer.zero_grad()
@@ -268,7 +268,7 @@ def tiny_updates(rank: int) -> dict[str, Any]:
     half = small.mlp().to(torch.bfloat16)
     half.register_buffer("table", torch.randn(7, generator=torch.Generator().manual_seed(0)))
     optimizer = torch.optim.SGD(half.parameters(), 0.0)
-    before, replica = small.clone(half), thinwire.attach(half, optimizer, daso(max_skips=2, wait=1))
+    before, replica = small.clone(half), thinwire.attach(half, optimizer, daso(every=2, overlap=1))
     for number in range(6):
         x, y = small.batch(rank, number)
         F.cross_entropy(replica(x.bfloat16()), y).backward()
@@ -279,12 +279,12 @@ def tiny_updates(rank: int) -> dict[str, Any]:
 def half_precision(rank: int) -> list[int]:
     """A bf16 model with its BatchNorm in fp32, after averages that are waited for and after one that came late."""
     seen = []
-    for fields in ({"wait": 0}, {"wait": 1}, {"wait": 1, "compensate": True}):
+    for fields in ({"overlap": 0}, {"overlap": 1}, {"overlap": 1, "compensate": True}):
         model = small.net().to(torch.bfloat16)
         model.norm.float()
         optimizer = torch.optim.SGD(model.parameters(), 0.5)
-        replica = thinwire.attach(model, optimizer, daso(max_skips=2, **fields))
-        for number in range(4 + fields["wait"]):
+        replica = thinwire.attach(model, optimizer, daso(every=2, **fields))
+        for number in range(4 + fields["overlap"]):
             x, y = small.batch(rank, number)
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16):
@@ -338,7 +338,7 @@ def odd_buffers(rank: int) -> tuple[list[Any], str]:
         optimizer = small.sgd(model)
         scale = torch.logspace(-2, 1, 64)
         config = daso(total_steps=12, steps_per_epoch=1, warmup_epochs=2, cooldown_epochs=2, wire=wire)
-        replica = thinwire.attach(model, optimizer, config if wire != "int8" else daso(max_skips=2, wire=wire))
+        replica = thinwire.attach(model, optimizer, config if wire != "int8" else daso(every=2, wire=wire))
         for number in range(steps):
             g = torch.Generator().manual_seed(100 * number + rank)
             optimizer.zero_grad()
@@ -354,7 +354,7 @@ def odd_buffers(rank: int) -> tuple[list[Any], str]:
         found.append((lent, small.model_bits(done), ended, lowest, replica.traffic.slow_bytes_for("merge")))
     model = small.net()
     optimizer = small.sgd(model)
-    replica = thinwire.attach(model, optimizer, daso(max_skips=1, wait=0))
+    replica = thinwire.attach(model, optimizer, daso(every=1, overlap=0))
     small.step(replica, optimizer, rank, 0)
     with torch.no_grad():
         replica(small.batch(rank, 1)[0])  # as `update_bn` does
@@ -389,7 +389,7 @@ def test_a_plateau_is_reached_by_losses_that_are_not_better() -> None:
 
 
 def paced(rank: int, losses: list[float], **fields: Any) -> Any:
-    settings = {"plateau_patience": 0, "plateau_threshold": 0.0, "max_skips": 8, "wait": 4, "steps_per_epoch": 1}
+    settings = {"plateau_patience": 0, "plateau_threshold": 0.0, "every": 8, "overlap": 4, "steps_per_epoch": 1}
     model = small.mlp()
     optimizer = small.sgd(model)
     replica = thinwire.attach(model, optimizer, daso(**{**settings, **fields}))
@@ -398,8 +398,8 @@ def paced(rank: int, losses: list[float], **fields: Any) -> Any:
         small.step(replica, optimizer, rank, number)
         # Losses of single workers rise and fall; only their mean counts.
         replica.epoch_end(torch.tensor(loss + (10.0 * number if rank else -10.0 * number)))
-        seen.append((method.every, method.wait))
-    assert len({repr(told) for told in replica.wire.tell(seen)}) == 1
+        seen.append((method.every, method.overlap))
+    assert len({repr(told) for told in replica.wire.all_gather_object(seen)}) == 1
     return seen, replica.describe()["events"], small.model_bits(replica.finish())
 
 
@@ -420,9 +420,9 @@ def every_pace(rank: int) -> list[Any]:
     replica.epoch_end()
     return [
         paced(rank, flat),
-        paced(rank, flat, wait=0),
+        paced(rank, flat, overlap=0),
         paced(rank, flat, plateau_patience=None),
-        paced(rank, flat, max_skips=3, wait=3),
+        paced(rank, flat, every=3, overlap=3),
         paced(rank, [2.0, 1.0, 0.5, 0.6, 0.4]),
         paced(rank, flat, warmup_epochs=4),
         said,
@@ -434,7 +434,7 @@ def test_b_and_s_are_halved_where_the_loss_stops_falling() -> None:
     assert found[0] == found[1]
     flat, blocking, pinned, odd, falling, warm, said = found[0]
     assert flat[0] == [(8, 4), (4, 2), (2, 1), (1, 1), (8, 4), (4, 2)]
-    assert flat[1][0] == {"step": 2, "every": 4, "wait": 2} and len(flat[1]) == 5
+    assert flat[1][0] == {"step": 2, "every": 4, "overlap": 2} and len(flat[1]) == 5
     assert blocking[0] == [(8, 0), (4, 0), (2, 0), (1, 0), (8, 0), (4, 0)]
     assert set(pinned[0]) == {(8, 4)} and pinned[1] == []
     assert odd[0] == [(3, 3), (1, 1), (3, 3), (1, 1), (3, 3), (1, 1)]
@@ -479,11 +479,11 @@ def test_a_loop_that_never_tells_of_epochs_is_told_once() -> None:
 
 STOPS = (3, 5, 9)
 SAVED = {
-    "rotating": daso(max_skips=3, wait=3, warmup_epochs=0.5, group_size=2),
-    "sharded": daso(max_skips=4, wait=2, sharded=True, wire="fp32", group_size=2),
-    "compensated": daso(max_skips=4, wait=3, compensate=True, group_size=2),
-    "coded": daso(max_skips=4, wait=3, wire="int8", group_size=2),
-    "paced": daso(max_skips=4, wait=4, plateau_patience=0, group_size=2),
+    "rotating": daso(every=3, overlap=3, warmup_epochs=0.5, group_size=2),
+    "sharded": daso(every=4, overlap=2, sharded=True, wire="fp32", group_size=2),
+    "compensated": daso(every=4, overlap=3, compensate=True, group_size=2),
+    "coded": daso(every=4, overlap=3, wire="int8", group_size=2),
+    "paced": daso(every=4, overlap=4, plateau_patience=0, group_size=2),
 }
 
 
@@ -557,7 +557,7 @@ def become_two(rank: int, folder: str) -> tuple[str, str]:
         replica.load(Path(folder) / "pair")
     except ConfigError as error:
         said = str(error)
-    replica, optimizer = build(daso(max_skips=2, wait=0), seed=1)
+    replica, optimizer = build(daso(every=2, overlap=0), seed=1)
     replica.load(Path(folder) / "lone")
     for number in range(3, 6):
         small.step(replica, optimizer, rank, number)
@@ -568,7 +568,7 @@ def become_two(rank: int, folder: str) -> tuple[str, str]:
 
 def coded_after(rank: int, steps: int, folder: Path) -> str:
     """A lone node's save, gone on with by nodes that had trained so many steps before."""
-    replica, optimizer = build(daso(max_skips=2, wait=0, wire="int8"), seed=1)
+    replica, optimizer = build(daso(every=2, overlap=0, wire="int8"), seed=1)
     for number in range(steps):
         small.step(replica, optimizer, rank, number)
     replica.load(folder)
@@ -578,14 +578,14 @@ def coded_after(rank: int, steps: int, folder: Path) -> str:
 
 
 def save_a_pair(rank: int, folder: str) -> None:
-    replica, optimizer = build(daso(max_skips=2, wait=0))
+    replica, optimizer = build(daso(every=2, overlap=0))
     small.step(replica, optimizer, rank, 0)
     replica.save(Path(folder) / "pair")
 
 
 def test_a_lone_node_may_become_several(tmp_path: Path) -> None:
     for name, wire in (("lone", "bf16"), ("coded", "int8")):
-        replica, optimizer = build(daso(max_skips=2, wait=0, wire=wire))
+        replica, optimizer = build(daso(every=2, overlap=0, wire=wire))
         for number in range(3):
             small.step(replica, optimizer, 0, number)
         replica.save(tmp_path / name)
@@ -597,8 +597,8 @@ def test_a_lone_node_may_become_several(tmp_path: Path) -> None:
 
 def overlapping(rank: int) -> tuple[list[int], list[int], str]:
     """Rank 0 is ahead by the step after the one at whose end it sent."""
-    plain, coded = (waits(rank, daso(max_skips=4, wait=3, wire=wire), wire, 2, 4) for wire in ("bf16", "int8"))
-    return plain, coded, leaves(rank, daso(max_skips=4, wait=4), 5)
+    plain, coded = (waits(rank, daso(every=4, overlap=3, wire=wire), wire, 2, 4) for wire in ("bf16", "int8"))
+    return plain, coded, leaves(rank, daso(every=4, overlap=4), 5)
 
 
 def test_training_goes_on_while_parameters_are_under_way() -> None:
@@ -615,7 +615,7 @@ def skip_unseen(rank: int) -> str:
     """A worker that leaves out an update nobody was told of."""
     model = small.mlp()
     optimizer = small.sgd(model)
-    replica = thinwire.attach(model, optimizer, daso(max_skips=3, wait=2))
+    replica = thinwire.attach(model, optimizer, daso(every=3, overlap=2))
     try:
         for number in range(20):
             x, y = small.batch(rank, number)
@@ -633,7 +633,7 @@ def diverge(rank: int, wire: str) -> list[str]:
     for where in ("weights", "loss"):
         model = small.mlp()
         optimizer = small.sgd(model)
-        replica = thinwire.attach(model, optimizer, daso(max_skips=2, wait=1, wire=wire))
+        replica = thinwire.attach(model, optimizer, daso(every=2, overlap=1, wire=wire))
         try:
             for number in range(8):
                 small.step(replica, optimizer, rank, number)
@@ -665,7 +665,7 @@ def scaled(rank: int) -> list[tuple[float, str]]:
     model = small.mlp()
     optimizer = small.sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
-    replica = thinwire.attach(model, optimizer, daso(max_skips=2, wait=0), scaler=scaler)
+    replica = thinwire.attach(model, optimizer, daso(every=2, overlap=0), scaler=scaler)
     seen = []
     for number in range(6):
         x, y = small.batch(rank, number)
@@ -688,8 +688,8 @@ def test_a_scaler_may_skip_on_one_node_alone() -> None:
 # Bad input.
 
 BAD = {
-    "max_skips": [(0, "`max_skips`=0 must be a whole number from 1 on"), (2.5, "2.5"), (True, "True")],
-    "wait": [(-1, "`wait`=-1 must be a whole number from 0 on"), (5, "`wait`=5 must be at most `max_skips`=4")],
+    "every": [(0, "`every`=0 must be a whole number from 1 on"), (2.5, "2.5"), (True, "True")],
+    "overlap": [(-1, "`overlap`=-1 must be a whole number from 0 on"), (5, "`overlap`=5 must be at most `every`=4")],
     "warmup_epochs": [(-1, "from 0 on"), (200, "more than the 250 epochs"), (math.nan, "nan")],
     "cooldown_epochs": [("4", "'4'"), (151, "are more than the 250 epochs of this run"), (math.inf, "inf")],
     "steps_per_epoch": [(0, "`steps_per_epoch`=0 must be above 0"), (-3, "-3"), ("all", "'all'")],

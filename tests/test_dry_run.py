@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from standins import folder_for
 from thinwire.cli import main
 
-SETTINGS = ["--steps", "20", "--set", "group_steps=8"]
+SETTINGS = ["--steps", "20", "--set", "every=8"]
 OWN = """
 from torch import nn
 from thinwire.experiments import vgg16_bn
@@ -66,7 +66,7 @@ def test_real_workers_take_a_step_and_the_rest_is_planned(place):
     assert step["finite"] and len(step["losses"]) == 2 and step["loss"] == pytest.approx(math.log(10), rel=0.2)
     assert len(set(step["losses"])) == 2, "each worker has examples of its own"
     assert all(seconds > 0 for seconds in step["seconds"].values())
-    assert run["settings"] == {"total_steps": 20, "group_steps": 8.0}
+    assert run["settings"] == {"total_steps": 20, "every": 8.0}
     assert run["batch_per_worker"] == [32] and run["groups"] == run["nodes"] == [[0], [1]]
     memory = told["memory"]
     assert memory["state_bytes"] == row["memory_bytes"] and memory["activation_bytes"] > 0

@@ -20,7 +20,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     "ab carry": lambda: small.ab(moments="carry"),
     "ab average": lambda: small.ab(moments="average", merge="trained"),
     "ab bf16": lambda: small.ab(moments="carry", wire="bf16"),
-    "oialr": lambda: thinwire.OIALR(total_steps=small.STEPS, delay=4, frequency=5, cutoff=0.3),
+    "oialr": lambda: thinwire.OIALR(total_steps=small.STEPS, factor_at=4, redecompose=5, cutoff=0.3),
     "localsgd": lambda: thinwire.LocalSGD(every=4, moments="average"),
     "diloco int8": lambda: thinwire.DiLoCo(every=4, wire="int8"),
 }
@@ -157,7 +157,7 @@ def complex_parameters(rank: int) -> dict[str, str]:
     carried = [thinwire.AllReduce(wire=wire) for wire in ("fp32", "bf16")]
     carried += [thinwire.LocalSGD(every=2, wire=wire) for wire in ("fp32", "bf16")]
     carried += [thinwire.DiLoCo(every=2, wire=wire) for wire in ("fp32", "bf16", "int8")]
-    carried += [thinwire.DASO(total_steps=90, steps_per_epoch=3, wire=wire) for wire in ("fp32", "bf16", "int8")]
+    carried += [thinwire.DASO(total_steps=90, wire=wire) for wire in ("fp32", "bf16", "int8")]
     for config in carried:
         model = Spectral()
         optimizer = small.sgd(model)

@@ -18,7 +18,7 @@ from thinwire.errors import ConfigError, ThinwireError
 METHODS: dict[str, Callable[[], Any]] = {
     "allreduce": thinwire.AllReduce,
     "ab": small.ab,
-    "oialr": lambda: thinwire.OIALR(total_steps=small.STEPS, delay=4, frequency=5, cutoff=0.3),
+    "oialr": lambda: thinwire.OIALR(total_steps=small.STEPS, factor_at=4, redecompose=5, cutoff=0.3),
     "localsgd": lambda: thinwire.LocalSGD(every=4),
 }
 DECAY = 0.8
@@ -46,7 +46,7 @@ def follow(rank: int, folder: str) -> dict[str, Any]:
             if number == 5:  # in the middle of a group phase
                 replica.save(Path(folder) / name)
         gaps = [float((p - q).abs().max()) for p, q in zip(ema.module.parameters(), by_hand, strict=True)]
-        with pytest.raises(ThinwireError, match=r"comes after replica.finish\(\)"):
+        with pytest.raises(ThinwireError, match=r"call EMA.finish\(\) after replica.finish\(\)"):
             ema.finish()
         finished = replica.finish()
         own = small.model_bits(ema.module)

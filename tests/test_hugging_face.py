@@ -292,8 +292,8 @@ def test_what_is_left_alone_and_why() -> None:
         "grouped.weight": "grouped convolution",
         "recurrent.weight_ih_l0": "recurrent layer",
         "recurrent.weight_hh_l0": "recurrent layer",
-        "normed.parametrizations.weight.original0": "parametrized already",
-        "normed.parametrizations.weight.original1": "parametrized already",
+        "normed.parametrizations.weight.original0": "already parametrized",
+        "normed.parametrizations.weight.original1": "already parametrized",
         "thin.weight": "too thin to factor",
         "mine.weight": "kept by pattern 'mine'",
         "last.weight": "last layer",
@@ -347,7 +347,7 @@ def test_frozen_bases_in_every_kind_of_layer(name: str) -> None:
     """OIALR: entering low rank and finishing without a cut change no output; ranks fall, layers are plain at last."""
     model = MODELS[name]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = thinwire.OIALR(total_steps=8, delay=2, frequency=2, cutoff=0.6, layer_fraction=1.0)
+    config = thinwire.OIALR(total_steps=8, factor_at=2, redecompose=2, cutoff=0.6, layer_fraction=1.0)
     replica = thinwire.attach(model, optimizer, config)
     for number in range(8):
         loss_of(name, replica, 0, number).backward()

@@ -51,7 +51,7 @@ def test_attach_and_finish_without_a_step_is_the_identity(config: Any) -> None:
     [
         (thinwire.AllReduce(), 12),
         (ab(total_steps=30, warmup=12), 12),
-        (thinwire.OIALR(total_steps=30, delay=12), 12),
+        (thinwire.OIALR(total_steps=30, factor_at=12), 12),
     ],
 )
 def test_alone_it_trains_bit_for_bit_as_the_bare_optimizer(config: Any, steps: int) -> None:
@@ -90,7 +90,7 @@ def _without_buffers(model: nn.Module) -> nn.Module:
 def first_steps(rank: int) -> list[tuple[int, int]]:
     """Values and optimizer state after five steps by methods whose warm-up is all-reduce."""
     configs = [thinwire.AllReduce(), *(ab(warmup=6, group_size=size) for size in (1, 2, "world"))]
-    configs.append(thinwire.OIALR(total_steps=30, delay=6))
+    configs.append(thinwire.OIALR(total_steps=30, factor_at=6))
     found = []
     for config in configs:
         model = small_model(rank)
@@ -187,7 +187,7 @@ def trajectory(rank: int, settings: dict[str, Any], kind: str = "adamw") -> list
         loss = train_step(replica, optimizer, step, rank)
         replica.observe(loss)
         ranks = str(replica.ranks())
-        trace.append((replica.phase, replica.spans_world, values(replica), optimizer_values(optimizer), ranks))
+        trace.append((replica.phase, replica.in_sync, values(replica), optimizer_values(optimizer), ranks))
     return trace
 
 
@@ -324,7 +324,7 @@ class Attention(nn.Module):
     [
         ab(keep_first=False, keep_last=False, cutoff=0.4, group_size=None),
         pytest.param(
-            thinwire.OIALR(total_steps=24, delay=2, frequency=2, cutoff=0.4, layer_fraction=1.0, keep_last=False),
+            thinwire.OIALR(total_steps=24, factor_at=2, redecompose=2, cutoff=0.4, layer_fraction=1.0, keep_last=False),
             marks=pytest.mark.slow,
         ),
     ],

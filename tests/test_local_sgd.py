@@ -24,15 +24,14 @@ from thinwire import ConfigError, DiLoCo, DivergedError, LocalSGD
 from thinwire.comm.topology import arrange
 from thinwire.methods.diloco import DiLoCoMethod, cut_into_parts
 from thinwire.methods.local_sgd import LocalSGDMethod
-from thinwire.plan import foresight
 from thinwire.plan.compute import given
 from thinwire.plan.forecast import Forecast, Layout
 from thinwire.plan.links import Links
-from thinwire.plan.rehearse import Subject, rehearse
+from thinwire.plan.simulate import Workload, simulate
 from under_way import leaves, waits
 
 RAGGED = ((0, 1), (2,))
-STREAM = {"every": 6, "fragments": 3, "delay": 2, "outer_momentum": 0.6}
+STREAM = {"every": 6, "fragments": 3, "overlap": 2, "outer": Nesterov(0.7, 0.6)}
 
 
 def train(rank: int, config: Any, steps: int, model: nn.Module, momentum: float = 0.0) -> Any:
@@ -56,7 +55,7 @@ def compare(rank: int, group_size: int) -> dict[str, Any]:
     every_step = train(rank, LocalSGD(every=1, group_size=group_size), 6, small.mlp())
     plain = train(rank, thinwire.AllReduce(), 6, small.mlp())
     local = train(rank, LocalSGD(every=4, group_size=group_size), 10, small.net(), 0.9)
-    outer = train(rank, DiLoCo(every=4, outer_lr=1.0, outer_momentum=0, group_size=group_size), 10, small.net(), 0.9)
+    outer = train(rank, DiLoCo(every=4, outer=Nesterov(1.0, 0.0), group_size=group_size), 10, small.net(), 0.9)
     same = [gap(every_step, plain), gap(local, outer), gap(local.finish(), outer.finish())]
     found = {"same": same, "phases": [local.phase, plain.phase]}
     for name, settings in (("whole", {"every": 3}), ("stream", STREAM)):
@@ -79,8 +78,8 @@ def reference(config: DiLoCo, groups: tuple[tuple[int, ...], ...], steps: int) -
     weights = [len(group) / sum(map(len, groups)) for group in groups]
     outer = small.mlp()
     parts = list(zip(*(cut_into_parts(model, config.fragments) for model in (outer, *models)), strict=True))
-    momentum = {"momentum": config.outer_momentum, "nesterov": True} if config.outer_momentum else {}
-    outers = [torch.optim.SGD(part[0], config.outer_lr, **momentum) for part in parts]
+    momentum = {"momentum": config.outer.momentum, "nesterov": True} if config.outer.momentum else {}
+    outers = [torch.optim.SGD(part[0], config.outer.lr, **momentum) for part in parts]
     under_way = set()
 
     def send(i: int) -> None:
@@ -104,11 +103,11 @@ def reference(config: DiLoCo, groups: tuple[tuple[int, ...], ...], steps: int) -
             optimizer.step()
         for i in range(len(parts)):
             into = step - config.every * (i + 1) // config.fragments
-            if config.delay and into >= config.delay and (into - config.delay) % config.every == 0:
+            if config.overlap and into >= config.overlap and (into - config.overlap) % config.every == 0:
                 receive(i, config.mix)
             if into >= 0 and into % config.every == 0:
                 send(i)
-                if config.delay == 0:
+                if config.overlap == 0:
                     receive(i, 0.0)
     own = [[p.detach().clone() for p in model.parameters()] for model in models]
     for i in list(under_way):
@@ -257,7 +256,7 @@ def test_alone_local_sgd_is_the_bare_optimizer_bit_for_bit() -> None:
         small.step(bare, bare_optimizer, 0, number)
         small.step(replica, optimizer, 0, number)
         assert small.model_bits(bare) == small.model_bits(model)
-    assert replica.phase == "local" and replica.spans_world
+    assert replica.phase == "local" and replica.in_sync
     assert small.model_bits(replica.finish()) == small.model_bits(bare)
     assert replica.traffic.slow_bytes == replica.traffic.fast_bytes == 0
 
@@ -327,8 +326,8 @@ STOPS = (4, 7, 9)
 SAVED = {
     "local": LocalSGD(every=5, warmup=2, moments="average", wire="bf16", group_size=2),
     "whole": DiLoCo(every=5, warmup=2, group_size=2),
-    "stream": DiLoCo(**{**STREAM, "delay": 3}, group_size=2),
-    "coded": DiLoCo(**{**STREAM, "delay": 3}, wire="int8", group_size=2),
+    "stream": DiLoCo(**{**STREAM, "overlap": 3}, group_size=2),
+    "coded": DiLoCo(**{**STREAM, "overlap": 3}, wire="int8", group_size=2),
 }
 
 
@@ -433,7 +432,7 @@ def change_flags(rank: int, config: Any, folder: str) -> list[str]:
     replica = thinwire.attach(model, optimizer, config)
     small.step(replica, optimizer, rank, 0)
     model[3].requires_grad_(True)
-    calls = [lambda: replica.save(folder)] + ([] if replica.spans_world else [replica.finish])
+    calls = [lambda: replica.save(folder)] + ([] if replica.in_sync else [replica.finish])
     said = [said_by(call) for call in calls]
     model[3].weight.requires_grad_(False)
     small.step(replica, optimizer, rank, 1)
@@ -471,7 +470,7 @@ def test_what_is_trained_cannot_change_on_the_way(two: Any) -> None:
 
 
 def test_alone_anything_may_be_frozen() -> None:
-    for config in (thinwire.AllReduce(), LocalSGD(every=2), DiLoCo(every=2), DiLoCo(every=2, delay=1)):
+    for config in (thinwire.AllReduce(), LocalSGD(every=2), DiLoCo(every=2), DiLoCo(every=2, overlap=1)):
         model = small.mlp()
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
         replica = thinwire.attach(model, optimizer, config)
@@ -527,9 +526,9 @@ def test_a_group_that_diverged_stops_everyone_by_name(tmp_path: Path) -> None:
 # Plans.
 
 
-def subject(steps: int = 40) -> Subject:
+def workload(steps: int = 40) -> Workload:
     x, _ = small.batch(0, 0)
-    return Subject(name="net", model=small.net(), optimizer=torch.optim.AdamW, steps=steps, inputs=(x,), eval_every=7)
+    return Workload(name="net", model=small.net(), optimizer=torch.optim.AdamW, steps=steps, inputs=(x,), eval_every=7)
 
 
 @pytest.mark.parametrize("config", [LocalSGD(every=5, warmup=6), DiLoCo(**STREAM), DiLoCo(**STREAM, wire="int8")])
@@ -537,25 +536,25 @@ def test_quiet_steps_count_as_if_they_were_taken(config: Any, monkeypatch: pytes
     for workers, group_size in ((2, None), (3, 2)):
         config = dataclasses.replace(config, group_size=group_size)
         layout = arrange(0, [0] * workers, group_size)
-        quick = rehearse(subject(), config, layout, foresight.typical)
+        quick = simulate(workload(), config, layout, predicted.typical)
         with monkeypatch.context() as patched:
             for method in (LocalSGDMethod, DiLoCoMethod):
-                patched.setattr(method, "quiet_until", property(lambda self: self.step + 1))
-            slow = rehearse(subject(), config, layout, foresight.typical)
+                patched.setattr(method, "next_event", property(lambda self: self.step + 1))
+            slow = simulate(workload(), config, layout, predicted.typical)
         assert quick.calls == slow.calls and quick.exchanges == slow.exchanges and quick.steps == slow.steps
         assert quick.state_bytes == slow.state_bytes
 
 
 def test_a_plan_hides_what_is_under_way_behind_steps() -> None:
-    what, links = subject(steps=36), Links(bandwidth=1e7)
+    what, links = workload(steps=36), Links(bandwidth=1e7)
 
     def wire(config: DiLoCo, step: float) -> float:
-        forecast = Forecast(what, config, Layout(workers=2), foresight.typical, lambda r, p: given(step), lambda r: 0.0)
+        forecast = Forecast(what, config, Layout(workers=2), predicted.typical, lambda r, p: given(step), lambda r: 0.0)
         return forecast.seconds(links)["wire"]
 
     # Without a delay, steps of any length leave all of it to be waited for; with one, long steps leave nothing.
     for wire_name in ("fp32", "int8"):
-        late, blocking = (DiLoCo(every=10, delay=delay, wire=wire_name) for delay in (4, 0))
+        late, blocking = (DiLoCo(every=10, overlap=overlap, wire=wire_name) for overlap in (4, 0))
         assert wire(blocking, 1.0) == pytest.approx(wire(blocking, 1e-6))
         assert wire(late, 1e-6) == pytest.approx(wire(blocking, 1e-6), rel=0.01)
         assert wire(late, 1.0) < 0.6 * wire(late, 1e-6)
@@ -563,7 +562,7 @@ def test_a_plan_hides_what_is_under_way_behind_steps() -> None:
 
 def test_a_plan_knows_what_outer_values_take() -> None:
     local, outer = (
-        rehearse(subject(), config, arrange(0, [0, 0], None), foresight.typical).state_bytes
+        simulate(workload(), config, arrange(0, [0, 0], None), predicted.typical).state_bytes
         for config in (LocalSGD(every=5), DiLoCo(every=5))
     )
     assert outer - local == 2 * sum(p.numel() * 4 for p in small.net().parameters())

@@ -23,11 +23,12 @@ from thinwire.jobs import Job, Variant, variants
 from thinwire.methods.registry import METHODS
 from thinwire.netbench import hosts
 from thinwire.netbench.bench import _agreement, _sum
-from thinwire.plan import compute, foresight
+from thinwire.plan import compute
+from thinwire.plan import ranks as predicted
 from thinwire.plan.compute import given
 from thinwire.plan.forecast import Forecast, Layout
 from thinwire.plan.planner import Stopwatch
-from thinwire.plan.subjects import of_recipe
+from thinwire.plan.workloads import of_recipe
 from thinwire.train import fit
 
 SOURCES = Path(__file__).parents[1] / "src"
@@ -37,7 +38,7 @@ needs_hosts = needs_root(hosts.why_not())
 
 # Every method there is, every other wire it has, and settings under which the thrifty ones send more than a little.
 EXTRA = """allreduce:wire=bf16 allreduce:wire=int8 ab:wire=bf16 powersgd:rank=16 localsgd:every=6:wire=bf16
-    diloco:every=6:wire=int8 daso:max_skips=4 daso:wire=int8:max_skips=4:wait=2:sharded=true topk:density=0.2"""
+    diloco:every=6:wire=int8 daso:every=4 daso:wire=int8:every=4:overlap=2:sharded=true topk:density=0.2"""
 VARIANTS = [*METHODS, *(label for label in EXTRA.split() if label.split(":")[0] in METHODS)]
 QUICK = ("ab",)
 STEPS = 16
@@ -91,11 +92,11 @@ def test_the_ledger_counts_what_leaves_each_host(label: str, summaries: Any) -> 
     # A plan says the same, where bytes depend on data with the ranks that the run itself found.
     (variant,) = variants(label, ())
     job = job_of(variant, folder)
-    subject = of_recipe(job.trained, 4)
-    watch, layout = Stopwatch(subject, given(0.1)), Layout(workers=4, nodes=2)
-    plan = Forecast(subject, job.config, layout, foresight.typical, watch, lambda r: 0.0)
+    workload = of_recipe(job.trained, 4)
+    watch, layout = Stopwatch(workload, given(0.1)), Layout(workers=4, nodes=2)
+    plan = Forecast(workload, job.config, layout, predicted.typical, watch, lambda r: 0.0)
     if plan.depends_on_ranks:
-        plan = Forecast(subject, job.config, layout, foresight.Recorded(job.out), watch, lambda r: 0.0)
+        plan = Forecast(workload, job.config, layout, predicted.Recorded(job.out), watch, lambda r: 0.0)
     assert plan.ledger.slow_bytes == traffic["slow_bytes"]
 
 
@@ -199,10 +200,10 @@ def test_without_ip(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "sentence"),
     [
         (("digits", "--rates", "50Gbit"), "unshaped"),
-        (("digits", "--rates", "fast"), "is no rate"),
-        (("digits", "--rates", ","), "names no rate"),
+        (("digits", "--rates", "fast"), "is not a valid rate"),
+        (("digits", "--rates", ","), "has no rate"),
         (("digits", "--hosts", "1"), "no link between them"),
-        (("digits", "--hosts", "2", "--workers", "3"), "spread evenly over 2 hosts"),
+        (("digits", "--hosts", "2", "--workers", "3"), "divided evenly over 2 hosts"),
         (("digits", "--hosts", "40", "--workers", "4000"), "measure the scheduler"),
         (("digits", "--name", "a b"), "name"),
         (("digits", "--methods", "sgd"), "unknown method 'sgd'"),

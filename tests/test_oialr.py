@@ -26,7 +26,7 @@ STEPS = 20
 
 def oialr(**changes: Any) -> thinwire.OIALR:
     """Full rank for 4 steps, then an update every 3; the first reaches half of the three layers."""
-    settings = {"total_steps": STEPS, "delay": 4, "frequency": 3, "cutoff": 0.1, "layer_fraction": 0.5}
+    settings = {"total_steps": STEPS, "factor_at": 4, "redecompose": 3, "cutoff": 0.1, "layer_fraction": 0.5}
     return thinwire.OIALR(**{**settings, **changes})
 
 
@@ -144,7 +144,7 @@ def test_momentum_follows_exactly_what_is_kept(shape: tuple[int, int]) -> None:
     """m_S = Uᵀ m_W V: the mean of the gradients that S would have had, also through a truncated update."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, shape[1]), nn.Linear(*reversed(shape)), nn.Linear(shape[0], 5))
-    config = oialr(delay=3, frequency=3, cutoff=0.5, layer_fraction=1.0, keep=("1", "3"), keep_last=False)
+    config = oialr(factor_at=3, redecompose=3, cutoff=0.5, layer_fraction=1.0, keep=("1", "3"), keep_last=False)
     replica, optimizer = attached(config, lambda m: torch.optim.SGD(m.parameters(), 0.0, momentum=0.9), model)
     for step in range(3):
         train_step(replica, optimizer, step, 0)
@@ -180,7 +180,7 @@ def test_a_matched_rate_scales_what_is_not_weight_decay(decay: float) -> None:
     """For Adam's first update, which is of the size of the rate in every element."""
     for matched in (True, None, False):
         replica, optimizer = attached(
-            oialr(warmup=False, keep=("0", "3"), match_rate=matched),
+            oialr(factor_at=0, updates_from=4, keep=("0", "3"), match_rate=matched),
             lambda m: torch.optim.AdamW(m.parameters(), 1e-3, weight_decay=decay),
         )
         before = bases(replica)[0][1].detach().clone()
@@ -247,7 +247,7 @@ def test_accumulated_gradients_and_compiled_models_train_alike() -> None:
         compiled = {"backend": "eager"} if way == "compiled" else None
         # Few recompilations, and none counted of other tests: beyond Dynamo's limit it compiles layers one by one.
         torch._dynamo.reset()
-        config = oialr(cutoff=0.3, layer_fraction=1.0, frequency=7)
+        config = oialr(cutoff=0.3, layer_fraction=1.0, redecompose=7)
         replica = thinwire.attach(model, optimizer, config, compile=compiled)
         for step in range(STEPS):
             x, y = batch(step, 0)
@@ -304,7 +304,7 @@ def test_no_update_at_the_very_end() -> None:
 
 
 def test_low_rank_from_the_first_step() -> None:
-    replica, optimizer = attached(oialr(warmup=False))
+    replica, optimizer = attached(oialr(factor_at=0, updates_from=4))
     assert replica.phase == "lowrank" and replica.ranks() == {"0": 6, "3": 16, "7": 24}
     for step in range(6):
         train_step(replica, optimizer, step, 0)
@@ -314,7 +314,7 @@ def test_low_rank_from_the_first_step() -> None:
 
 
 def test_the_paper_keeps_the_last_layer_and_may_keep_the_first() -> None:
-    replica, _ = attached(oialr(warmup=False, keep_first=True, keep=("7",)))
+    replica, _ = attached(oialr(factor_at=0, updates_from=4, keep_first=True, keep=("7",)))
     assert replica.ranks() == {"3": 16}
     assert {k["layer"]: k["why"] for k in replica.describe()["kept_full"]} == {
         "0.weight": "first layer",
@@ -326,16 +326,16 @@ def test_the_paper_keeps_the_last_layer_and_may_keep_the_first() -> None:
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"delay": 30, "warmup": False}, "`delay`=30 leaves nothing"),
-        ({"delay": 20}, "`delay`=20 leaves nothing of `total_steps`=20"),
-        ({"frequency": 0}, "`frequency`=0 must be"),
+        ({"factor_at": 30}, "`factor_at`=30 leaves nothing"),
+        ({"factor_at": 20}, "`factor_at`=20 leaves nothing of `total_steps`=20"),
+        ({"redecompose": 0}, "`redecompose`=0 must be"),
         ({"layer_fraction": 0}, "`layer_fraction`=0 must be above 0 and at most 1"),
         ({"max_shrink": 1.5}, "`max_shrink`=1.5 must be above 0 and at most 1"),
         ({"cutoff": 1.0}, "`cutoff`=1.0"),
         ({"moments": "rotate"}, "choose from"),
         ({"warmup": 0.2}, "`warmup`=0.2"),
         ({"total_steps": 0}, "`total_steps`=0"),
-        ({"delay": 2.5}, "`delay`=2.5"),
+        ({"factor_at": 2.5}, "`factor_at`=2.5"),
     ],
 )
 def test_bad_settings(fields: dict[str, Any], told: str) -> None:
@@ -363,7 +363,7 @@ def test_every_way_through_three_factors_is_the_same(
     torch.manual_seed(0)
     dense, layer = copy.deepcopy(module), copy.deepcopy(module)
     root = nn.Sequential(layer)
-    replica, _ = attached(oialr(warmup=False, keep_last=False), sgd, root)
+    replica, _ = attached(oialr(factor_at=0, updates_from=4, keep_last=False), sgd, root)
     found = replica._method.layers[0]
     rank = min(rank, found.rank)
     u, s, vt = (t.detach() for t in found.factors)
@@ -450,7 +450,7 @@ def test_only_what_is_trained_crosses_the_wire() -> None:
 
 
 def shared_out(rank: int) -> tuple[int, int]:
-    replica, _ = attached(oialr(warmup=False, group_size=2))
+    replica, _ = attached(oialr(factor_at=0, updates_from=4, group_size=2))
     looked = replica.traffic.by_purpose["decomposition"]
     return int(looked["slow_bytes"]), int(looked["fast_bytes"])
 
@@ -543,13 +543,15 @@ def test_finishing_cuts_no_layer_that_training_has_not_cut() -> None:
 
 
 def test_state_is_kept_under_plain_names(tmp_path: Path) -> None:
-    replica, optimizer = attached(oialr(warmup=False), lambda m: torch.optim.AdamW(m.named_parameters(), 1e-3))
+    replica, optimizer = attached(
+        oialr(factor_at=0, updates_from=4), lambda m: torch.optim.AdamW(m.named_parameters(), 1e-3)
+    )
     train_step(replica, optimizer, 0, 0)
     assert {"7.weight_u", "7.weight_s", "7.weight_vt", "9.weight"} <= set(replica.state_dict())
     assert "7.weight_s" in optimizer.param_groups[0]["param_names"]
     replica.save(tmp_path / "save")
     other, again = attached(
-        oialr(warmup=False), lambda m: torch.optim.AdamW(m.named_parameters(), 1e-3), small_model(3)
+        oialr(factor_at=0, updates_from=4), lambda m: torch.optim.AdamW(m.named_parameters(), 1e-3), small_model(3)
     )
     other.load(tmp_path / "save")
     assert values(other) == values(replica) and optimizer_values(again) == optimizer_values(optimizer)
@@ -615,9 +617,9 @@ class OutOfOrder(nn.Module):
 @pytest.mark.parametrize(
     "config",
     [
-        oialr(warmup=False, cutoff=0.3, layer_fraction=0.3),
+        oialr(factor_at=0, updates_from=4, cutoff=0.3, layer_fraction=0.3),
         oialr(cutoff=0.3, layer_fraction=0.3),
-        thinwire.AB(total_steps=STEPS, warmup=0, group_steps=8, rebound=4, cutoff=0.5),
+        thinwire.AB(total_steps=STEPS, warmup=0, every=8, rebound=4, cutoff=0.5),
     ],
     ids=["at once", "after a delay", "AB"],
 )
@@ -668,7 +670,7 @@ def test_a_matched_rate_leaves_alone_what_the_optimizer_left_alone(why: str) -> 
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.5, fused=True)
     scales = why != "no gradient"  # a scaler would have nothing to look at
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scales)
-    replica = thinwire.attach(model, optimizer, oialr(warmup=False), scaler=scaler if scales else None)
+    replica = thinwire.attach(model, optimizer, oialr(factor_at=0, updates_from=4), scaler=scaler if scales else None)
     for step in range(3):
         loss = F.cross_entropy(replica(batch(step, 0)[0]), batch(step, 0)[1])
         optimizer.zero_grad()
@@ -688,7 +690,7 @@ def test_a_matched_rate_leaves_alone_what_the_optimizer_left_alone(why: str) -> 
 def test_a_weight_of_zeros_keeps_its_rank() -> None:
     model = small_model()
     nn.init.zeros_(model[7].weight)
-    replica, optimizer = attached(oialr(warmup=False, cutoff=0.0), adamw, model)
+    replica, optimizer = attached(oialr(factor_at=0, updates_from=4, cutoff=0.0), adamw, model)
     assert replica.ranks()["7"] == 24
     for step in range(8):
         train_step(replica, optimizer, step, 0)
@@ -733,7 +735,7 @@ def test_closures_train_alike() -> None:
     assert len(set(ends)) == 1
 
 
-@pytest.mark.parametrize("config", [oialr(), thinwire.AB(total_steps=STEPS, warmup=2, group_steps=8, cutoff=0.5)])
+@pytest.mark.parametrize("config", [oialr(), thinwire.AB(total_steps=STEPS, warmup=2, every=8, cutoff=0.5)])
 def test_an_order_that_nobody_knew_yet_is_learnt_after_a_load(config: Any, tmp_path: Path) -> None:
     replica, optimizer = attached(config, adamw, OutOfOrder(0))
     replica.save(tmp_path / "save")

@@ -23,8 +23,8 @@ METHODS: dict[str, Callable[[], Any]] = {
     "int8": lambda: thinwire.AllReduce(wire="int8"),
     "ab": lambda: small.ab(moments="carry"),
     "ab reset": lambda: small.ab(merge="trained"),
-    "oialr": lambda: thinwire.OIALR(total_steps=small.STEPS, delay=4, frequency=5, cutoff=0.3),
-    "daso": lambda: thinwire.DASO(total_steps=small.STEPS, steps_per_epoch=5, warmup_epochs=1, cooldown_epochs=1),
+    "oialr": lambda: thinwire.OIALR(total_steps=small.STEPS, factor_at=4, redecompose=5, cutoff=0.3),
+    "daso": lambda: thinwire.DASO(total_steps=small.STEPS, warmup=5, cooldown=5),
     "localsgd": lambda: thinwire.LocalSGD(every=4, moments="average"),
     "diloco": lambda: thinwire.DiLoCo(every=4),
     "powersgd": lambda: thinwire.PowerSGD(rank=2),
@@ -63,7 +63,7 @@ def train_by_two(rank: int, kind: str, folder: str) -> dict[str, Any]:
         together = []
         for number in range(small.STEPS):
             two_step(replica, optimizers, rank, number)
-            if replica.spans_world:
+            if replica.in_sync:
                 together.append([small.model_bits(model), *map(small.optimizer_bits, optimizers)])
             if number == 5:
                 replica.save(Path(folder) / name)
@@ -238,7 +238,7 @@ def test_an_optimizer_that_was_not_attached_is_an_error_that_says_why() -> None:
         for found in (here, there):
             assert "SGD steps parameters of a replica, but was not given to attach()" in found[name, "rebuilt"]
             assert found[name, "untouched"]
-            assert "without a step of what was attached (SGD)" in found[name, "noticed"]
+            assert "without a step of the attached optimizer (SGD)" in found[name, "noticed"]
         for kind, call in itertools.product(("Plain", "Silent"), ("merged", "finish")):
             # Where the world averages every gradient workers stay alike, whoever steps.
             said = here[name, kind, call]

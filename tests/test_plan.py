@@ -1,4 +1,4 @@
-"""Plans: what a rehearsal counts is what a run then counts, and times follow from it."""
+"""Plans: what a simulation counts is what a run then counts, and times follow from it."""
 
 import functools
 import json
@@ -22,13 +22,14 @@ from thinwire.comm.sent import Sent
 from thinwire.comm.topology import Topology, arrange
 from thinwire.errors import ConfigError
 from thinwire.methods.registry import METHODS
-from thinwire.plan import compute, foresight
+from thinwire.plan import compute
+from thinwire.plan import ranks as predicted
 from thinwire.plan.compute import Compute, given, measure
 from thinwire.plan.forecast import Forecast, Layout
 from thinwire.plan.links import Links
 from thinwire.plan.planner import Stopwatch, make_plan, over_nodes, pays_below
-from thinwire.plan.rehearse import Subject, rehearse
-from thinwire.plan.subjects import of_recipe
+from thinwire.plan.simulate import Workload, simulate
+from thinwire.plan.workloads import of_recipe
 from thinwire.recipes import Recipe, named
 from thinwire.train import fit
 from thinwire.train.task import PREDICT
@@ -43,9 +44,9 @@ def _short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute, "_LEAST_S", 0.05)
 
 
-def subject(**changes: Any) -> Subject:
+def workload(**changes: Any) -> Workload:
     settings = {"name": "small", "model": small_model(), "optimizer": torch.optim.AdamW, "steps": STEPS}
-    return Subject(**{**settings, "inputs": (batch(0, 0)[0],), **changes})
+    return Workload(**{**settings, "inputs": (batch(0, 0)[0],), **changes})
 
 
 # Bytes.
@@ -100,9 +101,9 @@ def recipe_named(name: str) -> Recipe:
 
 def planned(name: str, config: Any, workers: int, ranks: Path | None) -> dict[str, Any]:
     what = of_recipe(recipe_named(name), workers)
-    foresee = foresight.Recorded(ranks) if ranks else foresight.typical
+    predict = predicted.Recorded(ranks) if ranks else predicted.typical
     layout = Layout(workers=workers)
-    return Forecast(what, config, layout, foresee, Stopwatch(what, given(0.1)), lambda r: 0.0).ledger.summary()
+    return Forecast(what, config, layout, predict, Stopwatch(what, given(0.1)), lambda r: 0.0).ledger.summary()
 
 
 def without_seconds(traffic: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +113,7 @@ def without_seconds(traffic: dict[str, Any]) -> dict[str, Any]:
 
 def oialr(**changes: Any) -> thinwire.OIALR:
     """Full rank for 4 steps, an update every 3."""
-    return thinwire.OIALR(**{"total_steps": STEPS, "delay": 4, "frequency": 3, "layer_fraction": 0.5, **changes})
+    return thinwire.OIALR(**{"total_steps": STEPS, "factor_at": 4, "redecompose": 3, "layer_fraction": 0.5, **changes})
 
 
 EXACT = {
@@ -129,14 +130,14 @@ EXACT = {
     "ab, no rebound": (4, ab(cutoff=0.3, rebound=0, group_size=2)),
     "oialr": (2, oialr(cutoff=0.3, wire="bf16")),
     "oialr, pairs": (4, oialr(cutoff=0.3, group_size=2, max_shrink=1.0)),
-    "oialr, at once": (3, oialr(cutoff=0.3, warmup=False)),
+    "oialr, at once": (3, oialr(cutoff=0.3, factor_at=0, updates_from=4)),
     "localsgd, bf16": (3, thinwire.LocalSGD(every=5, warmup=3, wire="bf16", group_size=2)),
     "localsgd, average": (2, thinwire.LocalSGD(every=7, moments="average")),
     "diloco": (2, thinwire.DiLoCo(every=5, warmup=3)),
-    "diloco, streaming": (3, thinwire.DiLoCo(every=7, fragments=3, delay=2, group_size=2)),
-    "diloco, int8": (3, thinwire.DiLoCo(every=7, fragments=2, delay=3, wire="int8")),
+    "diloco, streaming": (3, thinwire.DiLoCo(every=7, fragments=3, overlap=2, group_size=2)),
+    "diloco, int8": (3, thinwire.DiLoCo(every=7, fragments=2, overlap=3, wire="int8")),
     "int8, pairs": (4, thinwire.AllReduce(wire="int8", group_size=2)),
-    "powersgd": (3, thinwire.PowerSGD(start_step=4, group_size=2)),
+    "powersgd": (3, thinwire.PowerSGD(warmup=4, group_size=2)),
     "topk": (4, thinwire.TopK(density=0.05, warmup=8, clip=1.0, group_size=2)),
     "onebit": (3, thinwire.OneBit(warmup=4)),
     "awkward": (2, thinwire.AllReduce()),
@@ -188,30 +189,30 @@ def test_quiet_steps_count_as_if_they_were_taken() -> None:
     """A method that never says it is quiet is rehearsed step by step, with the same result."""
     from thinwire.methods.ab import ABMethod
 
-    quick = rehearse(subject(), ab(), arrange(0, [0, 0], None), foresight.typical)
-    kept = ABMethod.quiet_until
-    ABMethod.quiet_until = property(lambda self: self.step + 1)  # type: ignore[assignment]
+    quick = simulate(workload(), ab(), arrange(0, [0, 0], None), predicted.typical)
+    kept = ABMethod.next_event
+    ABMethod.next_event = property(lambda self: self.step + 1)  # type: ignore[assignment]
     try:
-        slow = rehearse(subject(), ab(), arrange(0, [0, 0], None), foresight.typical)
+        slow = simulate(workload(), ab(), arrange(0, [0, 0], None), predicted.typical)
     finally:
-        ABMethod.quiet_until = kept  # type: ignore[method-assign]
+        ABMethod.next_event = kept  # type: ignore[method-assign]
     assert without_seconds(quick.ledger.summary()) == without_seconds(slow.ledger.summary())
     assert quick.steps == slow.steps and quick.calls == slow.calls and quick.exchanges == slow.exchanges
 
 
 def test_typical_lies_between_the_least_and_the_most() -> None:
-    at = {f.__name__: rehearse(subject(), ab(), arrange(0, [0, 0], None), f) for f in SCENARIOS}
+    at = {f.__name__: simulate(workload(), ab(), arrange(0, [0, 0], None), f) for f in SCENARIOS}
     sent = {name: r.ledger.slow_bytes for name, r in at.items()}
     assert sent["lowest"] < sent["typical"] <= sent["highest"]
 
 
-SCENARIOS = (foresight.lowest, foresight.typical, foresight.highest)
+SCENARIOS = (predicted.lowest, predicted.typical, predicted.highest)
 
 
 def test_a_rehearsal_leaves_the_model_alone() -> None:
-    what = subject()
+    what = workload()
     before = {k: v.clone() for k, v in what.model.state_dict().items()}
-    rehearse(what, ab(), arrange(0, [0, 0], None), foresight.typical)
+    simulate(what, ab(), arrange(0, [0, 0], None), predicted.typical)
     assert type(what.model[3]) is nn.Conv2d
     for k, v in what.model.state_dict().items():
         assert torch.equal(v, before[k]), k
@@ -264,7 +265,7 @@ def test_buckets_are_ready_when_their_last_gradient_is() -> None:
 
 def test_on_a_slow_link_time_is_bytes() -> None:
     """Where the wire is everything, the speed-up is the ratio of bytes; on an endless one it is compute."""
-    what = subject()
+    what = workload()
     plan = make_plan(
         what,
         {"allreduce": thinwire.AllReduce(), "ab": ab()},
@@ -282,9 +283,9 @@ def test_on_a_slow_link_time_is_bytes() -> None:
 
 
 def test_a_method_that_computes_more_pays_below_a_bandwidth() -> None:
-    what = subject()
+    what = workload()
     forecasts = [
-        Forecast(what, config, Layout(workers=2, nodes=2), foresight.typical, watch, lambda r: 0.0)
+        Forecast(what, config, Layout(workers=2, nodes=2), predicted.typical, watch, lambda r: 0.0)
         for config, watch in ((thinwire.AllReduce(), lambda r, p: given(0.010)), (ab(), lambda r, p: given(0.011)))
     ]
     links = Links(latency=0, overhead=0)
@@ -297,7 +298,7 @@ def test_a_method_that_computes_more_pays_below_a_bandwidth() -> None:
 
 
 def test_plans_reach_a_thousand_nodes() -> None:
-    what = subject(steps=24)
+    what = workload(steps=24)
     plan = make_plan(
         what,
         {"allreduce": thinwire.AllReduce(), "ab": ab(group_size=None)},
@@ -311,8 +312,8 @@ def test_plans_reach_a_thousand_nodes() -> None:
 
 
 def test_compute_is_measured_in_the_shape_of_each_phase() -> None:
-    what = subject()
-    found = rehearse(what, ab(cutoff=0.5), arrange(0, [0, 0], None), foresight.lowest)
+    what = workload()
+    found = simulate(what, ab(cutoff=0.5), arrange(0, [0, 0], None), predicted.lowest)
     full, factored = (measure(what, found.shapes[phase]) for phase in ("warmup", "groups"))
     for step in (full, factored):
         assert step.forward > 0 and step.backward > 0 and step.update > 0
@@ -337,8 +338,8 @@ def test_values_are_drawn_only_to_time_a_step() -> None:
 
 
 def test_memory_counts_parameters_gradients_buckets_and_state() -> None:
-    what = subject()
-    found = rehearse(what, thinwire.AllReduce(), arrange(0, [0, 0], None), foresight.typical)
+    what = workload()
+    found = simulate(what, thinwire.AllReduce(), arrange(0, [0, 0], None), predicted.typical)
     numbers = sum(p.numel() for p in what.model.parameters())
     buffers = sum(b.numel() * b.element_size() for b in what.model.buffers())
     tensors = len(list(what.model.parameters()))
@@ -347,7 +348,7 @@ def test_memory_counts_parameters_gradients_buckets_and_state() -> None:
 
 
 def test_tied_weights_stay_tied() -> None:
-    what = Subject(name="awkward", model=Awkward(), optimizer=torch.optim.AdamW, steps=1)
+    what = Workload(name="awkward", model=Awkward(), optimizer=torch.optim.AdamW, steps=1)
     blank = what.without_values
     assert blank.head.weight is blank.embedding.weight and blank.head.weight.is_meta
     assert sum(p.numel() for p in blank.parameters()) == sum(p.numel() for p in what.model.parameters())
@@ -374,23 +375,23 @@ def test_bad_input_is_a_sentence() -> None:
     with pytest.raises(ConfigError, match="`latency`=-1"):
         Links(latency=-1)
     with pytest.raises(ConfigError, match="cannot be timed without a batch"):
-        Stopwatch(subject(inputs=()))
+        Stopwatch(workload(inputs=()))
     with pytest.raises(ConfigError, match="different group sizes"):
         make_plan(
-            subject(),
+            workload(),
             {"a": ab(group_size=1), "b": ab(group_size=2)},
             Layout(workers=2),
             Links(),
-            stopwatch=Stopwatch(subject(), given(1.0)),
+            stopwatch=Stopwatch(workload(), given(1.0)),
         )
 
 
 def test_ranks_of_a_run_that_factored_nothing_are_refused(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(json.dumps({"steps": 3, "method": "allreduce", "recipe": "digits"}))
     with pytest.raises(ConfigError, match="holds no ranks"):
-        foresight.Recorded(tmp_path)
+        predicted.Recorded(tmp_path)
     with pytest.raises(ConfigError, match="there is no finished run"):
-        foresight.Recorded(tmp_path / "nowhere")
+        predicted.Recorded(tmp_path / "nowhere")
 
 
 # The time split of real runs.
@@ -461,8 +462,8 @@ def test_a_single_worker_waits_for_nobody() -> None:
 
 
 def test_means_over_nodes_of_ledgers_are_means() -> None:
-    one = rehearse(subject(), ab(), arrange(0, [0, 0], None), foresight.typical).ledger
-    two = rehearse(subject(), ab(), arrange(1, [0, 0], None), foresight.typical).ledger
+    one = simulate(workload(), ab(), arrange(0, [0, 0], None), predicted.typical).ledger
+    two = simulate(workload(), ab(), arrange(1, [0, 0], None), predicted.typical).ledger
     both = mean_over_nodes([one.state(), two.state()])
     assert both.slow_bytes == pytest.approx((one.slow_bytes + two.slow_bytes) / 2, abs=10)
 
@@ -553,13 +554,13 @@ def test_a_recipe_and_the_ranks_of_its_run(method: str, tmp_path: Path) -> None:
     ("words", "sentence"),
     [
         (("nosuch",), "unknown recipe 'nosuch'"),
-        (("digits", "--bandwidth", "fast"), "'fast' is no rate"),
-        (("digits", "--latency", "-1us"), "is no time"),
+        (("digits", "--bandwidth", "fast"), "'fast' is not a valid rate"),
+        (("digits", "--latency", "-1us"), "is not a valid time"),
         (("digits", "--workers", "3", "--nodes", "2"), "cannot be spread evenly"),
         (("digits", "--workers", "100"), "cannot be shared by 100 workers"),
         (("digits", "--group-size", "9", "--compute", "1ms"), "`group_size`=9 exceeds"),
         (("digits", "--methods", "sgd", "--compute", "1ms"), "unknown method 'sgd'"),
-        (("digits", "--compute", "soon"), "'soon' is no time"),
+        (("digits", "--compute", "soon"), "'soon' is not a valid time"),
         (("digits", "--compute", "0s"), "above 0"),
         (("--model", "x.py:f", "--data", "."), "--data is for recipes"),
         ((), "give either RECIPE or --model"),

@@ -18,13 +18,12 @@ from thinwire.methods.base import Method
 from thinwire.methods.daso import DASOMethod
 from thinwire.methods.diloco import DiLoCoMethod
 from thinwire.methods.local_sgd import LocalSGDMethod
-from thinwire.plan import foresight
 from thinwire.plan.compute import given
-from thinwire.plan.forecast import SOME_NODES, Forecast, Layout, rehearse_views
+from thinwire.plan.forecast import SOME_NODES, Forecast, Layout, simulate_views
 from thinwire.plan.links import Links
 from thinwire.plan.planner import Plan, Stopwatch, make_plan, over_nodes, total
-from thinwire.plan.rehearse import Rehearsal, rehearse
-from thinwire.plan.workload import Subject
+from thinwire.plan.simulate import Simulation, simulate
+from thinwire.plan.workload import Workload
 
 STEPS = 400
 
@@ -42,9 +41,9 @@ class Normed(nn.Module):
         return self.last(self.middle(self.norm(self.first(x))))
 
 
-def subject(**changes: Any) -> Subject:
+def workload(**changes: Any) -> Workload:
     settings = {"name": "normed", "model": Normed(), "optimizer": torch.optim.AdamW, "steps": STEPS}
-    return Subject(**{**settings, "inputs": (torch.randn(4, 12),), **changes})
+    return Workload(**{**settings, "inputs": (torch.randn(4, 12),), **changes})
 
 
 def every_method(steps: int = STEPS, group_size: Any = None) -> dict[str, Any]:
@@ -53,7 +52,7 @@ def every_method(steps: int = STEPS, group_size: Any = None) -> dict[str, Any]:
         "allreduce": thinwire.AllReduce(**own),
         "ab": thinwire.AB(total_steps=steps, **own),
         "oialr": thinwire.OIALR(total_steps=steps, **own),
-        "daso": thinwire.DASO(total_steps=steps, steps_per_epoch=steps / 30, **own),
+        "daso": thinwire.DASO(total_steps=steps, **own),
         "localsgd": thinwire.LocalSGD(**own),
         "diloco": thinwire.DiLoCo(**own),
         "powersgd": thinwire.PowerSGD(**own),
@@ -62,8 +61,8 @@ def every_method(steps: int = STEPS, group_size: Any = None) -> dict[str, Any]:
     }
 
 
-def counted(found: Rehearsal) -> dict[str, Any]:
-    """All that a plan takes from a rehearsal, calls in their order: seconds are sums in that order."""
+def counted(found: Simulation) -> dict[str, Any]:
+    """All that a plan takes from a simulation, calls in their order: seconds are sums in that order."""
     rows = [row[:5] for row in found.ledger.state()["rows"]]
     calls, exchanges = list(found.calls.items()), list(found.exchanges.items())
     own = {name: getattr(found, name) for name in ("steps", "times", "decomposed", "sharers", "assumes", "state_bytes")}
@@ -72,8 +71,8 @@ def counted(found: Rehearsal) -> dict[str, Any]:
 
 CODED = {
     "allreduce, int8": thinwire.AllReduce(wire="int8"),
-    "daso, int8": thinwire.DASO(total_steps=60, steps_per_epoch=5, wire="int8", wait=3),
-    "diloco, int8": thinwire.DiLoCo(every=7, fragments=2, delay=3, wire="int8"),
+    "daso, int8": thinwire.DASO(total_steps=60, wire="int8", overlap=3),
+    "diloco, int8": thinwire.DiLoCo(every=7, fragments=2, overlap=3, wire="int8"),
 }
 
 
@@ -81,23 +80,28 @@ CODED = {
 def test_a_worker_stands_for_those_that_do_the_same(name: str) -> None:
     """Even nodes, ragged groups, and groups of several nodes."""
     config = {**every_method(60), **CODED}[name]
-    what = subject(steps=60, inputs=())
+    what = workload(steps=60, inputs=())
     for layout, size in ((Layout(workers=6, nodes=3), None), (Layout(workers=5), 2), (Layout(workers=10, nodes=5), 4)):
         views = layout.views(size, 16)
-        together = rehearse_views(views, what, config, foresight.typical, shapes=False)
-        alone = [rehearse(what, config, view, foresight.typical) for view in views]
+        together = simulate_views(views, what, config, predicted.typical, shapes=False)
+        alone = [simulate(what, config, view, predicted.typical) for view in views]
         assert [counted(found) for found in together] == [counted(found) for found in alone]
 
 
 CYCLES = {
     "localsgd": (LocalSGDMethod, thinwire.LocalSGD(every=5, warmup=3, moments="average", wire="bf16")),
     "diloco": (DiLoCoMethod, thinwire.DiLoCo(every=6, warmup=7)),
-    "diloco, streaming": (DiLoCoMethod, thinwire.DiLoCo(every=7, fragments=3, delay=2)),
-    "diloco, int8": (DiLoCoMethod, thinwire.DiLoCo(every=7, fragments=2, delay=3, wire="int8")),
-    "daso": (DASOMethod, thinwire.DASO(total_steps=STEPS, steps_per_epoch=STEPS / 30)),
-    "daso, all wait": (DASOMethod, thinwire.DASO(total_steps=STEPS, steps_per_epoch=STEPS / 30, wait=4)),
-    "daso, int8": (DASOMethod, thinwire.DASO(total_steps=STEPS, steps_per_epoch=STEPS / 30, wire="int8", wait=3)),
-    "daso, sharded": (DASOMethod, thinwire.DASO(total_steps=STEPS, steps_per_epoch=STEPS / 30, sharded=True)),
+    "diloco, streaming": (DiLoCoMethod, thinwire.DiLoCo(every=7, fragments=3, overlap=2)),
+    "diloco, int8": (DiLoCoMethod, thinwire.DiLoCo(every=7, fragments=2, overlap=3, wire="int8")),
+    "daso": (
+        DASOMethod,
+        thinwire.DASO(
+            total_steps=STEPS,
+        ),
+    ),
+    "daso, all wait": (DASOMethod, thinwire.DASO(total_steps=STEPS, overlap=4)),
+    "daso, int8": (DASOMethod, thinwire.DASO(total_steps=STEPS, wire="int8", overlap=3)),
+    "daso, sharded": (DASOMethod, thinwire.DASO(total_steps=STEPS, sharded=True)),
 }
 
 
@@ -106,7 +110,7 @@ CYCLES = {
 def test_cycles_count_as_if_they_were_taken(name: str, eval_every: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     method, config = CYCLES[name]
     view = Layout(workers=6, nodes=2).topology(0, None)
-    what = subject(inputs=(), eval_every=eval_every)
+    what = workload(inputs=(), eval_every=eval_every)
     quick, taken = _counting_steps(what, config, view, monkeypatch)
     monkeypatch.setattr(method, "cycle", Method.cycle)
     slow, all_of_them = _counting_steps(what, config, view, monkeypatch)
@@ -114,17 +118,17 @@ def test_cycles_count_as_if_they_were_taken(name: str, eval_every: int | None, m
     assert taken < all_of_them
 
 
-def _counting_steps(what: Subject, config: Any, view: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Rehearsal, int]:
+def _counting_steps(what: Workload, config: Any, view: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Simulation, int]:
     taken: list[int] = []
     with monkeypatch.context() as patched:
         skip = Method.skip
         patched.setattr(Method, "skip", lambda self, steps: (taken.append(steps), skip(self, steps))[1])
-        found = rehearse(what, config, view, foresight.typical)
+        found = simulate(what, config, view, predicted.typical)
     return found, len(taken)
 
 
 def test_other_numbers_of_nodes_are_as_if_planned_by_themselves() -> None:
-    what = subject(steps=40, inputs=())
+    what = workload(steps=40, inputs=())
     configs = {name: every_method(40)[name] for name in ("ab", "daso", "topk", "onebit")}
     watch = Stopwatch(what, given(0.01))
     plan = make_plan(what, configs, Layout(workers=4, nodes=2), Links(), stopwatch=watch)
@@ -132,34 +136,34 @@ def test_other_numbers_of_nodes_are_as_if_planned_by_themselves() -> None:
     for count in (2, 8):
         layout = Layout(workers=2 * count, nodes=count)
         alone = {
-            name: Forecast(what, config, layout, foresight.typical, watch, watch.decomposing, SOME_NODES)
+            name: Forecast(what, config, layout, predicted.typical, watch, watch.decomposing, SOME_NODES)
             for name, config in {"usual": thinwire.AllReduce(), **configs}.items()
         }
         seconds = {name: total(forecast, plan.links) for name, forecast in alone.items()}
         assert table[count] == {name: seconds["usual"] / seconds[name] for name in configs}
 
 
-def gpt2() -> Subject:
+def gpt2() -> Workload:
     """transformers' default, 124 M parameters, without values."""
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config())
     model.tie_weights()
     tokens = torch.zeros(1, 64, dtype=torch.int64)
-    return Subject(name="gpt2", model=model, optimizer=torch.optim.AdamW, steps=10_000, inputs=(tokens,))
+    return Workload(name="gpt2", model=model, optimizer=torch.optim.AdamW, steps=10_000, inputs=(tokens,))
 
 
 @pytest.mark.slow
 def test_a_large_plan_takes_few_passes_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine methods on 128 × 8 workers: a pass for each shape of layers, no copy for each worker."""
     what, passes, copies, steps = gpt2(), [0], [0], [0]
-    deepcopy, skip, call = copy.deepcopy, Method.skip, Subject.call
+    deepcopy, skip, call = copy.deepcopy, Method.skip, Workload.call
 
     def counting(thing: Any, memo: Any = None) -> Any:
         copies[0] += isinstance(thing, nn.Module) and memo is None
         return deepcopy(thing, memo)
 
-    def calling(self: Subject, *args: Any) -> Any:
+    def calling(self: Workload, *args: Any) -> Any:
         passes[0] += 1
         return call(self, *args)
 
@@ -169,7 +173,7 @@ def test_a_large_plan_takes_few_passes_and_copies(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(copy, "deepcopy", counting)
     monkeypatch.setattr(Method, "skip", skipping)
-    monkeypatch.setattr(Subject, "call", calling)
+    monkeypatch.setattr(Workload, "call", calling)
     layout, watch = Layout(workers=1024, nodes=128), Stopwatch(what, given(0.18))
     plan = make_plan(what, every_method(10_000), layout, Links(), stopwatch=watch)
     assert [row.method for row in plan.rows] == list(every_method())
@@ -234,7 +238,7 @@ def test_a_plan_without_matplotlib_is_a_plan(words: list[str], tmp_path: Path, m
 
 
 def test_callers_hear_of_each_row() -> None:
-    what, heard = subject(steps=20), []
+    what, heard = workload(steps=20), []
 
     def after(plan: Plan, row: Any) -> None:
         heard.append((row.method, len(plan.rows), plan.row_as_dict(row)["slow_bytes"] > 0))

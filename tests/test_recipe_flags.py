@@ -174,7 +174,7 @@ def test_a_validated_run_says_so_and_is_not_compared_with_others(tmp_path):
     words = ["run", "digits", "--method", "allreduce", "--workers", 1, "--steps", 2]
     assert "on validation data" in thinwire(*words, "--validate", "--out", tmp_path / "runs" / "a")
     assert "on test data" in thinwire(*words, "--out", tmp_path / "runs" / "b")
-    assert "runs evaluated on different data cannot be compared: test, valid" in thinwire(
+    assert "runs with different splits cannot be compared: test, valid" in thinwire(
         "report", tmp_path / "runs", expect=2
     )
     summary = json.loads((tmp_path / "runs" / "a" / "summary.json").read_text())

@@ -83,7 +83,7 @@ from torch.optim import SGD
 from thinwire.recipes import MethodOverrides, digits
 STEPPER = partial(SGD, lr={rate}, momentum=0.9)
 def tuned():
-    suited = {{"ab": MethodOverrides({{"cutoff": 0.3, "group_steps": 5, "nosuch": 1}}, optimizer=STEPPER, clip=0.5)}}
+    suited = {{"ab": MethodOverrides({{"cutoff": 0.3, "every": 5, "nosuch": 1}}, optimizer=STEPPER, clip=0.5)}}
     return replace(digits(), name="tuned", steps=20, suited=suited)
 def unknown():
     return replace(digits(), suited={{"adam": MethodOverrides()}})
@@ -102,14 +102,14 @@ def _job(recipe, method, *settings, **more):
 
 def test_what_suits_a_method_holds_beneath_what_is_typed(tuned):
     own = _job(tuned, "ab").config
-    assert (own.cutoff, own.group_steps, own.total_steps) == (0.3, 5, 20)
+    assert (own.cutoff, own.every, own.total_steps) == (0.3, 5, 20)
     typed = _job(tuned, "ab", "ab.cutoff=0.2", steps=30, group_size="1").config
-    assert (typed.cutoff, typed.group_steps, typed.total_steps, typed.group_size) == (0.2, 5, 30, 1)
+    assert (typed.cutoff, typed.every, typed.total_steps, typed.group_size) == (0.2, 5, 30, 1)
     assert _job(tuned, "allreduce").config == config.AllReduce()
-    words = [tuned, "--methods", "ab,ab:group_steps=4", "--compute", "1ms", "--json"]
+    words = [tuned, "--methods", "ab,ab:every=4", "--compute", "1ms", "--json"]
     result = CliRunner().invoke(main, ["plan", *words])
     rows = [row["config"] for row in json.loads(result.output)["methods"]]
-    assert [(row["cutoff"], row["group_steps"], row["total_steps"]) for row in rows] == [(0.3, 5, 20), (0.3, 4, 20)]
+    assert [(row["cutoff"], row["every"], row["total_steps"]) for row in rows] == [(0.3, 5, 20), (0.3, 4, 20)]
 
 
 def test_the_optimizer_and_the_clipping_that_suit_a_method_are_its_own(tuned):

@@ -12,7 +12,7 @@ import torch
 import gang
 import thinwire
 from thinwire import ConfigError, ThinwireError
-from thinwire.comm.codec import checksum
+from thinwire.comm.buckets import checksum
 from thinwire.store import atomic_folder, newest
 from worlds import ab, adamw, optimizer_values, small_model, train_step, values
 
@@ -23,7 +23,7 @@ METHODS = {
     "allreduce": thinwire.AllReduce(),
     "ab": ab(total_steps=STEPS),
     "ab carry": ab(total_steps=STEPS, moments="carry", wire="bf16"),
-    "oialr": thinwire.OIALR(total_steps=STEPS, delay=4, frequency=3, cutoff=0.2, layer_fraction=0.5),
+    "oialr": thinwire.OIALR(total_steps=STEPS, factor_at=4, redecompose=3, cutoff=0.2, layer_fraction=0.5),
 }
 PHASES = {"allreduce": {"train"}, "oialr": {"warmup", "lowrank"}}
 

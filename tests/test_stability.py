@@ -280,7 +280,7 @@ def test_the_callback_keeps_few_snapshots_and_compares_with_the_right_one():
     assert all(basis.polar.dtype == torch.float32 for basis in watch.snapshots[0][1].values())
 
 
-OIALR = thinwire.OIALR(total_steps=small.STEPS, delay=4, frequency=3, cutoff=0.6, layer_fraction=1)
+OIALR = thinwire.OIALR(total_steps=small.STEPS, factor_at=4, redecompose=3, cutoff=0.6, layer_fraction=1)
 
 
 @pytest.mark.parametrize("config", [small.ab(), OIALR], ids=lambda config: type(config).__name__)
@@ -343,7 +343,7 @@ def _records(run: Path, kind: str) -> list[dict]:
 
 def test_the_command_line_looks_draws_and_compares(tmp_path):
     run, layers = tmp_path / "run", ["features.0", "features.4", "features.7", "hidden", "head"]
-    said = _run(run, "--method", "ab", "--set", "group_steps=2", "--stability", 2, "--save-every", 4)
+    said = _run(run, "--method", "ab", "--set", "every=2", "--stability", 2, "--save-every", 4)
     picture = run / "stability.png"
     assert f"picture: {picture}" in said
     records = _records(run, "stability")

@@ -51,7 +51,7 @@ def look(replica: Any, optimizers: list[Any]) -> dict[str, Any]:
     """What a worker holds now, in a few words."""
     return {
         "phase": replica.phase,
-        "spans world": replica.spans_world,
+        "spans world": replica.in_sync,
         "parameters": digest(replica.parameters()),
         "buffers": digest(replica.buffers()),
         "optimizer": " ".join(map(optimizer_digest, optimizers)),

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import thinwire
-from thinwire.comm.codec import checksum
+from thinwire.comm.buckets import checksum
 from thinwire.factor.optimizers import Optimizers
 
 
@@ -57,7 +57,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def ab(**changes: Any) -> thinwire.AB:
     """Warm-up 4, then groups 5 and rebound 2 in turn, 24 steps: three cycles less a step or two."""
-    settings = {"total_steps": 24, "warmup": 4, "group_steps": 5, "rebound": 2, "lr_rebound": 2}
+    settings = {"total_steps": 24, "warmup": 4, "every": 5, "rebound": 2, "lr_rebound": 2}
     return thinwire.AB(**{**settings, "cutoff": 0.2, "group_size": 1, **changes})
 
 

@@ -46,8 +46,8 @@ def work() -> None:
         "all-reduce, 24 B": lambda: wire.sum(small, "x"),
         "broadcast, 1 MB": lambda: wire.broadcast([large], "x"),
         "broadcast, 24 B": lambda: wire.broadcast([small], "x"),
-        "all-gather, 16 B": lambda: wire.everyone([0.0, 1.0], "x"),
-        "objects, a word": lambda: wire.tell("word"),
+        "all-gather, 16 B": lambda: wire.all_gather_scalars([0.0, 1.0], "x"),
+        "objects, a word": lambda: wire.all_gather_object("word"),
         "barrier": lambda: wire.barrier("x"),
     }
     for name, call in calls.items():
@@ -61,7 +61,7 @@ def work() -> None:
         mine = (replica.traffic.slow_bytes - counted) / CALLS
         packets = (after.packets - before.packets) / CALLS
         left = (after.bytes - before.bytes) / CALLS - HEADERS * packets - mine
-        both = wire.everyone([mine, left, packets], "x")
+        both = wire.all_gather_scalars([mine, left, packets], "x")
         if replica.topology.rank == 0:
             means = [sum(column) / 2 for column in zip(*both, strict=True)]
             print(f"| {name} | {means[0]:,.0f} | {means[1]:.0f} | {means[2]:.1f} |", flush=True)

@@ -15,7 +15,7 @@ from thinwire.plan import compute
 from thinwire.plan.forecast import Layout
 from thinwire.plan.links import Links
 from thinwire.plan.planner import Stopwatch, make_plan
-from thinwire.plan.subjects import of_recipe
+from thinwire.plan.workloads import of_recipe
 from thinwire.recipes import named
 from thinwire.report.plots import blank, colours, dress
 from thinwire.report.records import Run, read_run
@@ -100,10 +100,10 @@ def _planned(run: Run, data: Path) -> dict[str, Any]:
     told = run.summary
     # Of a recipe with another augmentation the bytes are those of the usual one.
     recipe = named(told["recipe"].removesuffix("-resized"), steps=told["steps"], eval_every=told["steps"])
-    subject = of_recipe(recipe, WORKERS, data)
+    workload = of_recipe(recipe, WORKERS, data)
     config = AB(**{**told["config"], "keep": tuple(told["config"]["keep"])})
-    watch = Stopwatch(subject, compute.given(0.1))
-    plan = make_plan(subject, {"ab": config}, Layout(workers=WORKERS), Links(), stopwatch=watch, ranks=run.folder)
+    watch = Stopwatch(workload, compute.given(0.1))
+    plan = make_plan(workload, {"ab": config}, Layout(workers=WORKERS), Links(), stopwatch=watch, ranks=run.folder)
     return plan.as_dict()["methods"][0]
 
 

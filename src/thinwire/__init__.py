@@ -1,11 +1,13 @@
 """Thinwire trains a PyTorch model over a thin wire."""
 
-from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, OneBit, PowerSGD, TopK
+from thinwire.compress import Compressed, compress
+from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, Nesterov, OneBit, PowerSGD, TopK
 from thinwire.ema import EMA
 from thinwire.errors import ConfigError, DisagreementError, DivergedError, ThinwireError
 from thinwire.factor.stability import Stability
+from thinwire.methods.base import Method
+from thinwire.methods.registry import register
 from thinwire.replica import Replica, attach
-from thinwire.squeeze import Compressed, compress
 
 __version__ = "0.1.0"
 
@@ -21,6 +23,8 @@ __all__ = [
     "DisagreementError",
     "DivergedError",
     "LocalSGD",
+    "Method",
+    "Nesterov",
     "OneBit",
     "PowerSGD",
     "Replica",
@@ -29,4 +33,5 @@ __all__ = [
     "TopK",
     "attach",
     "compress",
+    "register",
 ]

@@ -11,13 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire import snapshot
-from thinwire.admission import (
-    check_model,
-    check_optimizers,
-    check_same_architecture,
-    given_optimizers,
-    spread_first_values,
-)
 from thinwire.checks import check_cutoff
 from thinwire.comm.collectives import Wire
 from thinwire.comm.counters import watched
@@ -30,9 +23,17 @@ from thinwire.errors import ThinwireError
 from thinwire.factor.export import to_plain
 from thinwire.factor.layers import mark_as_read, weight_was_read
 from thinwire.guards import agree_on_buffers, attached, check_parameters, refuse_attached, refuse_wrappers, sign_as
-from thinwire.methods.base import Ground, Method
+from thinwire.methods.base import Method
+from thinwire.methods.context import MethodContext
 from thinwire.methods.registry import make, name_of
 from thinwire.notices import make_heard, say_attached, say_finished
+from thinwire.preflight import (
+    check_model,
+    check_optimizers,
+    check_same_architecture,
+    given_optimizers,
+    spread_first_values,
+)
 from thinwire.settings import describe as describe_config
 from thinwire.stepping import Stepping
 
@@ -66,8 +67,8 @@ def attach(
     wire = Wire.open(config.group_size, repr(config), device, Ledger(Clock(device), watched()))
     check_same_architecture(model, optimizers, wire)
     spread_first_values(model, wire)
-    ground = Ground(model, optimizers, wire, ddp=dict(ddp or {}), has_scaler=scaler is not None)
-    replica = Replica(make(config, ground), scaler=scaler, compile=compile)
+    context = MethodContext(model, optimizers, wire, ddp=dict(ddp or {}), has_scaler=scaler is not None)
+    replica = Replica(make(config, context), scaler=scaler, compile=compile)
     say_attached(replica._method, replica._trained)
     return replica
 
@@ -102,17 +103,18 @@ class Replica(nn.Module):
         sign_as(self.forward, method.model)
         self._begin_step = torch.compiler.disable(self.traffic.times.begin_step)
         self.register_load_state_dict_pre_hook(_find_inner_keys)
-        method.ground.after_merge = self._expect_scale
+        context = method.context
+        context.after_merge = self._expect_scale
         if scaler is not None:
-            method.ground.scale = scaler.get_scale
+            context.scale = scaler.get_scale
         method.attach()
         if compile is not None:
             compile_in_place(self.module, compile)
         self._stepping = Stepping(
             method.optimizers,
-            lr_factor=lambda: method.lr_factor,
-            before_update=method.before_update,
-            after_update=method.after_update,
+            lr_factor=lambda: context.lr_factor(),
+            before_update=lambda optimizer: _call_all(context.before_update, optimizer),
+            after_update=lambda optimizer: _call_all(context.after_update, optimizer),
             end_step=self._end_step,
         )
         self._release += self._stepping.follow(scaler, self._agree_on_scale)
@@ -130,7 +132,7 @@ class Replica(nn.Module):
             )
         refuse_wrappers(self, self._method, first=self.step == 0)
         self._stepping.batch()
-        self._was_called = self._was_called or self._method.replicated.syncs
+        self._was_called = self._was_called or self._method.gradients.replicated.syncs
         self._begin_step()
         self._agree_on_scale()
         return self._method.forward(*args, **kwargs)
@@ -138,7 +140,7 @@ class Replica(nn.Module):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without averaging them, as DDP's `no_sync`."""
-        with self._method.replicated.no_sync():
+        with self._method.gradients.replicated.no_sync():
             yield
 
     def observe(self, loss: float | Tensor) -> None:
@@ -148,10 +150,10 @@ class Replica(nn.Module):
     def epoch_end(self, loss: float | Tensor | None = None) -> None:
         """Tell that an epoch is over, with its mean training loss, or without where losses were observed; collective.
 
-        For methods that go by epochs: DASO averages oftener once the loss does not fall any more.
+        For methods that go by epochs: DASO averages more often once the loss does not fall any more.
         """
         given = loss.detach().double().mean() if isinstance(loss, Tensor) else loss
-        self._method.epoch_end(None if given is None else float(given))
+        _call_all(self._method.context.on_epoch_end, None if given is None else float(given))
 
     @contextlib.contextmanager
     def merged(self) -> Iterator["Replica"]:
@@ -161,8 +163,8 @@ class Replica(nn.Module):
             with self.traffic.everything_is("evaluate"), self._unrounded():
                 self._method.wire.barrier("merged()")
                 check_parameters(self._method, "merged()", finite=False)
-                if not self.spans_world:
-                    stack.enter_context(self._method.lend_merged())
+                if not self.in_sync:
+                    stack.enter_context(self._method.merged())
                     check_parameters(self._method, "merged()", everywhere=True, finite=False)
             self._stepping.expect_changes()
             self._shows_merged = True
@@ -175,7 +177,7 @@ class Replica(nn.Module):
             raise ThinwireError("finish() has run already: the replica is the finished model, replica.module")
         if cutoff is not None:
             check_cutoff(cutoff, zero_allowed=True)
-        if not self.spans_world:
+        if not self.in_sync:
             self._refuse_other_flags()
         self._method.wire.barrier("finish()")
         check_parameters(self._method, "finish()", finite=False)
@@ -190,7 +192,7 @@ class Replica(nn.Module):
         self.module._compiled_call_impl = None
         self.module = to_plain(self.module)
         self._finished = True
-        if not self.wire.is_dry:
+        if not self.wire.is_simulated:
             sizes, ranks = (self._full, _count(self.module)), self.finished_ranks.values()
             say_finished(self._method, sizes, ranks, self.baseline()["allreduce_fp32"])
         return self.module
@@ -277,14 +279,14 @@ class Replica(nn.Module):
         return self._method.step
 
     @property
-    def spans_world(self) -> bool:
+    def in_sync(self) -> bool:
         """Whether all workers hold the same model now."""
-        return self._finished or self._method.spans_world
+        return self._finished or self._method.in_sync
 
     @property
     def clips(self) -> bool:
         """Whether the method clips gradients itself; leave `clip_grad_norm_` out of the loop then."""
-        return self._method.clips
+        return self._method.context.clips
 
     @property
     def recompilations(self) -> int:
@@ -346,7 +348,7 @@ class Replica(nn.Module):
         self._refuse_other_flags()
         self.traffic.times.end_step()
         with self._unrounded():
-            self._method.after_step()
+            self._method.end_step()
         self._recompiles.look()
 
     def _unrounded(self) -> torch.autocast:
@@ -372,11 +374,11 @@ class Replica(nn.Module):
     def _agree_on_read_weights(self) -> None:
         """Rank 0 may have evaluated alone and read weights that others did not; all become the same model."""
         own = [name for name, module in self.module.named_modules() if weight_was_read(module)]
-        for name in {name for told in self.wire.tell(own) for name in told}:
+        for name in {name for told in self.wire.all_gather_object(own) for name in told}:
             mark_as_read(self.module.get_submodule(name))
 
     def _refuse_other_flags(self) -> None:
-        self._method.replicated.refuse_other_flags(self.step)
+        self._method.gradients.replicated.refuse_other_flags(self.step)
 
     def _refuse_finished(self, call: str) -> None:
         if self._finished:
@@ -388,6 +390,11 @@ def _find_inner_keys(replica: nn.Module, state: dict[str, Any], prefix: str, *_:
     inner = f"{prefix}module."
     for key in [key for key in state if key.startswith(prefix) and not key.startswith(inner)]:
         state[inner + key.removeprefix(prefix)] = state.pop(key)
+
+
+def _call_all(callbacks: Sequence[Callable[[Any], None]], argument: Any) -> None:
+    for callback in callbacks:
+        callback(argument)
 
 
 def _count(model: nn.Module) -> int:

@@ -6,6 +6,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
+from thinwire.config.outer import Nesterov
+from thinwire.config.renamed import refuse
 from thinwire.errors import ConfigError, unknown
 
 Config = TypeVar("Config")
@@ -14,12 +16,19 @@ Config = TypeVar("Config")
 def describe(config: Any) -> dict[str, Any]:
     """A config's fields as plain values."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return {name: _plain(value) for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def from_strings(cls: type[Config], given: Mapping[str, str], **defaults: Any) -> Config:
     """Build a config from FIELD=VALUE texts; `defaults` that `cls` has no field for are left out."""
     hints = typing.get_type_hints(cls)
+    refuse(cls, given)
     for name in given:
         if name not in hints:
             raise unknown(f"field of {cls.__name__}", name, hints)
@@ -33,7 +42,7 @@ def from_strings(cls: type[Config], given: Mapping[str, str], **defaults: Any) -
 
 
 def _parse(cls: type, name: str, text: str, hint: Any) -> Any:
-    for candidate in _alternatives(hint):
+    for candidate in sorted(_alternatives(hint), key=lambda each: each is str):  # any text is a text
         try:
             return _parse_as(candidate, text)
         except ValueError:
@@ -59,6 +68,11 @@ def _parse_as(hint: Any, text: str) -> Any:
         return text.lower() == "true"
     if hint in (int, float):
         return hint(text)
+    if hint is str:
+        return text
+    if hint is Nesterov:
+        lr, _, momentum = text.partition("/")
+        return Nesterov(float(lr), float(momentum))
     if typing.get_origin(hint) is Literal and text in typing.get_args(hint):
         return text
     if typing.get_origin(hint) is tuple:
@@ -71,5 +85,12 @@ def _describe(hint: Any) -> str:
         return " or ".join(repr(value) for value in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
         return "names separated by commas"
-    names = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
+    names = {
+        Nesterov: "an outer step as LR/MOMENTUM, such as 1.0/0.5",
+        str: "text",
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        type(None): "none",
+    }
     return names.get(hint, str(hint))

@@ -22,40 +22,41 @@ from thinwire.factor.moments import LINEAR, QUADRATIC
 from thinwire.factor.optimizers import Optimizers
 from thinwire.files import read_json, write_json
 from thinwire.methods.base import Method
+from thinwire.methods.context import Saved
 from thinwire.methods.registry import name_of
 from thinwire.settings import describe
-from thinwire.store import atomic_folder, like, newest, read_tensors, write_tensors
+from thinwire.store import apart, atomic_folder, like, newest, read_tensors, together, write_tensors
 
-FORMAT = 4
+FORMAT = 5
 
 
 def save(
     method: Method, scaler: Any, folder: Path | str, baseline: dict[str, int], averages: Sequence[nn.Module] = ()
 ) -> None:
     """Write everything; collective. `baseline` is what all-reduce would have sent so far, by this world and others."""
-    method.settle()
-    topology = method.topology
+    kept, topology = method.state_dict(), method.topology
+    shared, tensors = apart(kept["shared"])
+    own, own_tensors = apart(kept["local"])
     traffic = method.wire.node_mean().state()
     common = [method.wire.agree(list(average.state_dict().values()), "checksums") for average in averages]
     with atomic_folder(folder, method.wire) as aside:
         if topology.rank == 0:
-            write_json(aside / "state.json", _common(method, scaler, traffic) | {"baseline": baseline})
+            write_json(aside / "state.json", _common(method, shared, scaler, traffic) | {"baseline": baseline})
         for number, (average, same) in enumerate(zip(averages, common, strict=True)):
             if topology.rank == (0 if same else topology.group[0]):
                 ending = "" if same else f"-rank{topology.rank}"
                 write_tensors(aside / f"average{number}{ending}.safetensors", _distinct(average.state_dict()))
-        if topology.rank == (0 if method.spans_world else topology.group[0]):
+        if topology.rank == (0 if method.in_sync else topology.group[0]):
             suffix = _suffix(method)
             write_tensors(aside / f"model{suffix}.safetensors", _distinct(method.model.state_dict()))
-            write_tensors(aside / f"method{suffix}.safetensors", method.tensors())
-            with method.users_optimizer():
+            write_tensors(aside / f"method{suffix}.safetensors", tensors)
+            with method.context.users_optimizers():
                 _write_optimizers(aside, suffix, method)
-        own = {"method": method.own_state(), "ledger": method.wire.ledger.state(), "scaler": _scale(scaler)}
-        write_json(aside / f"worker-rank{topology.rank}.json", own)
-        if kept := method.own_tensors():
-            write_tensors(aside / f"worker-rank{topology.rank}.safetensors", kept)
+        worker = {"method": own, "ledger": method.wire.ledger.state(), "scaler": _scale(scaler)}
+        write_json(aside / f"worker-rank{topology.rank}.json", worker)
+        write_tensors(aside / f"worker-rank{topology.rank}.safetensors", own_tensors)
     # Both a run that goes on and one that resumes continue with a fresh wrapper, so both sum in the same order.
-    method.rewrap()
+    method.gradients.rewrap()
 
 
 def load(method: Method, scaler: Any, folder: Path | str, averages: Sequence[nn.Module] = ()) -> dict[str, int] | None:
@@ -63,13 +64,20 @@ def load(method: Method, scaler: Any, folder: Path | str, averages: Sequence[nn.
     folder = newest(folder)
     state = read_json(folder / "state.json")
     _check(method, state)
-    method.load_state(state["method"])
-    suffix = "" if state["spans_world"] else _suffix(method)  # one group's save may be gone on with by several
-    method.model.load_state_dict(_all_keys(method.model, read_tensors(folder / f"model{suffix}.safetensors")))
-    with method.users_optimizer():
-        _read_optimizers(folder, suffix, method)
-    method.load_tensors(_on_device(method, folder / f"method{suffix}.safetensors"))
-    _load_own(method, scaler, state, folder)
+    # A save of workers in sync may be resumed by other groups.
+    suffix = "" if state["in_sync"] else f"-rank{method.topology.group[0]}"
+
+    def load_values() -> None:
+        method.model.load_state_dict(_all_keys(method.model, read_tensors(folder / f"model{suffix}.safetensors")))
+        with method.context.users_optimizers():
+            _read_optimizers(folder, suffix, method)
+
+    shared = together(state["method"], _on_device(method, folder / f"method{suffix}.safetensors"))
+    workers = _Workers(method, folder, state["world_size"])
+    same = state["groups"] == _groups(method)
+    own = method.topology.rank if same else None
+    method.load_state_dict(Saved(shared, workers, own, load_values))
+    _load_ledger(method, scaler, state, folder)
     for number, average in enumerate(averages):
         _load_average(method, state, folder / f"average{number}", average)
     if (folder / f"average{len(averages)}.safetensors").is_file() or [*folder.glob(f"average{len(averages)}-rank*")]:
@@ -78,20 +86,20 @@ def load(method: Method, scaler: Any, folder: Path | str, averages: Sequence[nn.
             "load() to go on with it",
             stacklevel=3,
         )
-    method.rewrap()
+    method.gradients.rewrap()
     return state.get("baseline")
 
 
-def _common(method: Method, scaler: Any, traffic: dict[str, Any]) -> dict[str, Any]:
+def _common(method: Method, shared: Any, scaler: Any, traffic: dict[str, Any]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "method_name": name_of(method.config),
         "config": describe(method.config),
         "world_size": method.topology.world_size,
-        "spans_world": method.spans_world,
+        "in_sync": method.in_sync,
         "groups": _groups(method),
         "optimizers": _kinds(method),
-        "method": method.state(),
+        "method": shared,
         "scaler": _scale(scaler),
         "traffic": traffic,
     }
@@ -111,13 +119,13 @@ def _check(method: Method, state: Mapping[str, Any]) -> None:
             f"{', '.join(_kinds(method))}, which keeps other state; attach with the same optimizers"
         )
     size, now = state["world_size"], method.topology.world_size
-    if not state["spans_world"] and (size != now or state["groups"] != _groups(method)):
+    if not state["in_sync"] and (size != now or state["groups"] != _groups(method)):
         raise ConfigError(
             f"the save is from the middle of a group phase of {size} workers in groups {state['groups']}, "
             f"here are {now} in other groups; go on with the same layout, or save in a phase that spans the world"
         )
     own = describe(method.config)
-    free = {"group_size"} if state["spans_world"] else set()
+    free = {"group_size"} if state["in_sync"] else set()
     changed = sorted(k for k in own if own[k] != state["config"].get(k) and k not in free)
     if changed:
         told = ", ".join(f"{k}={state['config'].get(k)!r} there, {own[k]!r} here" for k in changed)
@@ -128,24 +136,32 @@ def _scale(scaler: Any) -> dict[str, Any] | None:
     return scaler.state_dict() if scaler is not None else None
 
 
-def _load_own(method: Method, scaler: Any, state: Mapping[str, Any], folder: Path) -> None:
-    """This worker's counters, ledger and scale; a world of another size starts from the nodes' mean."""
-    topology = method.topology
-    if state["world_size"] == topology.world_size:
-        own = read_json(folder / f"worker-rank{topology.rank}.json")
-        counters, ledger, scale = own["method"], own["ledger"], own["scaler"]
+class _Workers(Sequence[dict[str, Any]]):
+    """The local parts of a save by rank, read when they are looked at: most workers need only their own."""
+
+    def __init__(self, method: Method, folder: Path, count: int) -> None:
+        self.method, self.folder, self.workers = method, folder, count
+
+    def __len__(self) -> int:
+        return self.workers
+
+    def __getitem__(self, rank: Any) -> Any:
+        if not 0 <= rank < self.workers:
+            raise IndexError(rank)
+        tensors = _on_device(self.method, self.folder / f"worker-rank{rank}.safetensors")
+        return together(read_json(self.folder / f"worker-rank{rank}.json")["method"], tensors)
+
+
+def _load_ledger(method: Method, scaler: Any, state: Mapping[str, Any], folder: Path) -> None:
+    """This worker's ledger and scale; a world of another size starts from the nodes' mean."""
+    if state["world_size"] == method.topology.world_size:
+        own = read_json(folder / f"worker-rank{method.topology.rank}.json")
+        ledger, scale = own["ledger"], own["scaler"]
     else:
-        counters = read_json(folder / "worker-rank0.json")["method"]
         ledger, scale = state["traffic"], state["scaler"]
-    method.load_own_state(counters)
     method.wire.ledger.load_state(ledger)
     if scaler is not None and scale:
         scaler.load_state_dict(scale)
-    files = [folder / f"worker-rank{rank}.safetensors" for rank in range(state["world_size"])]
-    if state["groups"] == _groups(method):
-        method.load_own_tensors(_on_device(method, files[topology.rank]))
-    else:
-        method.load_others_tensors([_on_device(method, file) for file in files])
 
 
 def _load_average(method: Method, state: Mapping[str, Any], stem: Path, average: nn.Module) -> None:
@@ -187,7 +203,7 @@ def _kinds(method: Method) -> list[str]:
 
 
 def _suffix(method: Method) -> str:
-    return "" if method.spans_world else f"-rank{method.topology.group[0]}"
+    return "" if method.in_sync else f"-rank{method.topology.group[0]}"
 
 
 def _distinct(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -167,8 +167,8 @@ def test_it_can_be_exported() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        thinwire.AB(total_steps=4, warmup=0, group_steps=0.5, cutoff=0.6),
-        thinwire.OIALR(total_steps=4, delay=1, frequency=1, layer_fraction=0.5),
+        thinwire.AB(total_steps=4, warmup=0, every=0.5, cutoff=0.6),
+        thinwire.OIALR(total_steps=4, factor_at=1, redecompose=1, layer_fraction=0.5),
     ],
     ids=["ab", "oialr"],
 )

@@ -59,12 +59,12 @@ SHIPPED = ("digits", "shakespeare")
 STEPS = 3
 BATCH = 4
 SETTINGS = {
-    "ab": ("warmup=1", "group_steps=1", "rebound=1", "lr_rebound=1", "cutoff=0.95"),
-    "oialr": ("delay=1", "frequency=1"),
-    "daso": ("warmup_epochs=0", "cooldown_epochs=0", "max_skips=1", "wait=1"),
+    "ab": ("warmup=1", "every=1", "rebound=1", "lr_rebound=1", "cutoff=0.95"),
+    "oialr": ("factor_at=1", "redecompose=1"),
+    "daso": ("warmup=0", "cooldown=0", "every=1", "overlap=1"),
     "localsgd": ("every=1", "warmup=1"),
     "diloco": ("every=1", "warmup=1"),
-    "powersgd": ("rank=1", "start_step=1"),
+    "powersgd": ("rank=1", "warmup=1"),
     "topk": ("density=0.1", "warmup=1"),
     "onebit": ("warmup=1",),
 }

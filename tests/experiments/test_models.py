@@ -295,7 +295,7 @@ def test_cholesky_finds_what_qr_does(shape: tuple[int, int]) -> None:
 
 
 def test_large_orthogonal_weights(monkeypatch) -> None:
-    """The same to rounding by the fast way, nearly orthogonal in a rehearsal; small ones are the same to the bit."""
+    """The same to rounding by the fast way, nearly orthogonal in a simulation; small ones are the same to the bit."""
 
     def built() -> dict[str, Tensor]:
         torch.manual_seed(0)

@@ -90,12 +90,12 @@ def test_vgg16_has_the_published_counts() -> None:
 
 def test_a_schedule_is_chosen_by_its_name() -> None:
     guided = ab("vgg16-cifar10", "schedule=guideline")
-    assert (guided.warmup, guided.group_steps, guided.rebound, guided.lr_rebound) == (0.20, 0.0333, 0.25, 0.5)
+    assert (guided.warmup, guided.every, guided.rebound, guided.lr_rebound) == (0.20, 0.0333, 0.25, 0.5)
     assert ab("vgg16-cifar10", "ab.schedule=guideline") == guided
     assert ab("vgg16-cifar10", "schedule=table") == ab("vgg16-cifar10") != guided
     typed = ab("vgg16-cifar10", "schedule=table", "warmup=100")
     assert lengths(typed)[0] == 100 and lengths(typed)[1:] == lengths(ab("vgg16-cifar10"))[1:]
-    assert lengths(ab("vgg16-cifar10", "group_steps=500"))[1] == 500
+    assert lengths(ab("vgg16-cifar10", "every=500"))[1] == 500
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_imagenet_goes_by_the_number_of_workers(kind: str, table: dict[int, Any]
         assert recipe.defaults("ab")["warmup"] == table[column].warmup / (150 * table[column].epoch)
         shared = named(f"{kind}-imagenet-global", workers=workers)
         assert (shared.batch, shared.steps) == (4096, round(150 * 1_281_167 / 4096))
-        assert shared.defaults("ab")["group_steps"] == table[4096].group / (150 * table[4096].epoch)
+        assert shared.defaults("ab")["every"] == table[4096].group / (150 * table[4096].epoch)
     job = Job(recipe=f"{kind}-imagenet-local", method="ab", out=Path("unused"), workers=16)
     assert job.trained.batch == 4096 and lengths(job.config)[:2] == pytest.approx(table[4096][:2], rel=0.05)
 
@@ -371,13 +371,14 @@ autoformer-ettm2-336    600    400        0.4     yes         yes        no
 autoformer-ettm2-720    600    400        0.4     yes         yes        no
 autoformer-ettm2-tuned  600    400        0.4     yes         yes        no
 """)
-"""Delay and stability frequency in steps; "full rank warmup" is `warmup`."""
+"""Delay and stability frequency in steps; `warmup` is whether it starts at full rank."""
 
 
 @pytest.mark.parametrize("name", OIALR)
 def test_oialr_has_the_published_counts(name: str) -> None:
     found, told = ab(name, method="oialr"), dict(OIALR[name])
-    assert (found.delay_length, found.update_length) == (told.pop("delay"), told.pop("frequency"))
+    assert (found.updates_start, found.update_length) == (told.pop("delay"), told.pop("frequency"))
+    assert (found.warmup_length > 0) == told.pop("warmup")
     assert {field: getattr(found, field) for field in told} == told
 
 

@@ -4,6 +4,7 @@
 every call is the identity and nothing is counted.
 """
 
+import copy
 import functools
 import operator
 import pickle
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.comm import missing, process_groups
-from thinwire.comm.codec import by_dtype, checksum, pack, rounded, size_of, unpack_into, unrounded
+from thinwire.comm.buckets import by_dtype, checksum, pack, rounded, size_of, unpack_into, unrounded
 from thinwire.comm.ledger import Ledger, mean_over_nodes
 from thinwire.comm.sent import Ranks, Sent, side_by_side
 from thinwire.comm.topology import Topology, discover
@@ -26,41 +27,50 @@ from thinwire.errors import OtherRankError, one_line
 class Pending:
     """A collective under way; only the waiting for it takes time from training."""
 
-    def __init__(self, result: Tensor, work: Any, ledger: Ledger, purpose: str, sent: Sent) -> None:
+    def __init__(self, result: Tensor, work: Any, ledger: Ledger | None, purpose: str, sent: Sent) -> None:
         self.result = result
         self._work = work
         self._booking = ledger, purpose, sent
 
     def wait(self) -> Tensor:
         """What it brings, when it is there."""
-        if self._work is not None:
-            ledger, purpose, sent = self._booking
+        ledger, purpose, sent = self._booking
+        if self._work is not None and ledger is None:
+            self._work.wait()
+        elif self._work is not None and ledger is not None:
             start = ledger.clock.mark()
             self._work.wait()
             ledger.waited(purpose, sent, start, ledger.clock.mark())
-            self._work = None
+        self._work = None
         return self.result
 
 
 class Wire:
     """What a method may do with the other workers."""
 
-    is_dry = False
+    is_simulated = False
     """Whether it only counts, for workers that are not there."""
 
     def __init__(self, topology: Topology, ledger: Ledger) -> None:
         self.topology = topology
         self.ledger = ledger
+        self._in_background = False
         self._group = self._process_group_of(topology.groups)
-        self._cross = None
-        if len(topology.groups) > 1:
-            self._cross = self._process_group_of([topology.crossing(j) for j in range(topology.shares)])
+        self._cross = self._crossing_group()
         self._control = None
         if topology.world_size > 1:
             self._control = process_groups.control_group()
             ledger.times.on_step = process_groups.StepNotes(topology.rank)
             process_groups.held_by(self)
             missing.explain_uncaught(topology.rank, ledger.times)
+
+    def in_background(self) -> "Wire":
+        """The same wire for another thread: with a process group between groups of its own, and nobody waits for it."""
+        other = copy.copy(self)
+        other._in_background = True
+        other._cross = self._crossing_group("background")
+        process_groups.held_by(other)
+        return other
 
     def let_go(self) -> None:
         """Hold no process group any more; the process ends."""
@@ -109,7 +119,7 @@ class Wire:
         finally:
             self.topology = before
 
-    def deal(self, parts: Tensor, purpose: str) -> Pending:
+    def all_to_all(self, parts: Tensor, purpose: str) -> Pending:
         """Row g of `parts` to group g, from each member that carries a share to the one there that carries the same.
 
         All workers call it, to count it; nothing comes of those that carry no share.
@@ -123,7 +133,7 @@ class Wire:
             purpose,
         )
 
-    def collect(self, payload: Tensor, purpose: str, sizes: Sequence[int] | None = None) -> Pending:
+    def all_gather(self, payload: Tensor, purpose: str, sizes: Sequence[int] | None = None) -> Pending:
         """The payloads of all groups as rows, from each member that carries a share to those that carry the same.
 
         All workers call it, to count it. `sizes` are the bytes of each share, where they are not those of this one.
@@ -139,6 +149,29 @@ class Wire:
             purpose,
         )
 
+    def swap(self, flat: Tensor, partner: int, purpose: str) -> Tensor:
+        """Send a flat vector to a group, which sends its own at the same time, and return that; all members call it.
+
+        Member j of both groups exchanges share j, then each group hands its shares around.
+        """
+        topology, received = self.topology, torch.empty_like(flat)
+        pairs = [(topology.group[j], topology.groups[partner][j]) for j in range(topology.shares)]
+        mine, theirs = (list(t.tensor_split(topology.shares)) for t in (flat, received))
+        sent = side_by_side(topology.mesh(pair, size_of(share)) for pair, share in zip(pairs, mine, strict=True))
+        self._timed(lambda: self._swap_share(mine, theirs, partner), sent, purpose)
+        for j, share in enumerate(theirs):
+            self.broadcast_in_group([share], j, purpose)
+        return received
+
+    def _swap_share(self, mine: list[Tensor], theirs: list[Tensor], partner: int) -> None:
+        if self.carries:
+            j = self.topology.member
+            other = self.topology.groups[partner][j]
+            send = dist.P2POp(dist.isend, mine[j], other, self._cross)
+            receive = dist.P2POp(dist.irecv, theirs[j], other, self._cross)
+            for work in dist.batch_isend_irecv([send, receive]):
+                work.wait()
+
     def broadcast(self, tensors: Sequence[Tensor], purpose: str, members: Ranks | None = None) -> None:
         """Overwrite tensors with those of the first member."""
         members = members or self.topology.world
@@ -150,7 +183,7 @@ class Wire:
             self._broadcast(flat, members[0], self.process_group(members), sent, purpose)
             unpack_into(flat, bucket)
 
-    def share_out(self, tensors: Sequence[Tensor], owner: int, purpose: str) -> None:
+    def broadcast_in_group(self, tensors: Sequence[Tensor], owner: int, purpose: str) -> None:
         """Overwrite tensors inside this worker's group with those of its member `owner`."""
         group = self.topology.group
         if len(group) == 1:
@@ -169,11 +202,11 @@ class Wire:
         """The largest value over all workers, element by element."""
         return self._reduce(tensor, dist.ReduceOp.MAX, purpose)
 
-    def everyone(self, values: Sequence[float], purpose: str) -> list[list[float]]:
+    def all_gather_scalars(self, values: Sequence[float], purpose: str) -> list[list[float]]:
         """Each worker's few numbers, by rank, to every worker."""
-        return self.ask_everyone(values, purpose).wait().tolist()
+        return self.all_gather_scalars_async(values, purpose).wait().tolist()
 
-    def ask_everyone(self, values: Sequence[float], purpose: str) -> Pending:
+    def all_gather_scalars_async(self, values: Sequence[float], purpose: str) -> Pending:
         """The same without waiting for it: a row for each worker will be there."""
         mine = torch.tensor(values, dtype=torch.float64)
         rows = mine.repeat(self.topology.world_size, 1)
@@ -201,7 +234,7 @@ class Wire:
         """Whether all workers hold the same bits."""
         return not self.differing([tensors], purpose)
 
-    def tell(self, what: Any) -> list[Any]:
+    def all_gather_object(self, what: Any) -> list[Any]:
         """Each worker's small object, to every worker."""
         if self.topology.world_size == 1:
             return [what]
@@ -218,7 +251,7 @@ class Wire:
 
     def node_mean(self) -> Ledger:
         """The ledger as the mean over nodes, before this call's own bytes; collective."""
-        states = self.tell(self.ledger.state())
+        states = self.all_gather_object(self.ledger.state())
         return mean_over_nodes([states[node[0]] for node in self.topology.nodes])
 
     def count(self, purpose: str, sent: Sent, calls: int = 1) -> None:
@@ -252,13 +285,18 @@ class Wire:
         if failed is None and (found := process_groups.failure(number)):
             raise OtherRankError(f"{call} failed on rank {found[0]}: {found[1]}")
 
-    def _process_group_of(self, parts: Sequence[Ranks]) -> Any:
+    def _crossing_group(self, thread: str = "") -> Any:
+        if len(self.topology.groups) == 1:
+            return None
+        return self._process_group_of([self.topology.crossing(j) for j in range(self.topology.shares)], thread)
+
+    def _process_group_of(self, parts: Sequence[Ranks], thread: str = "") -> Any:
         """The process group of the part this worker is in; every worker makes all of them, in one order."""
         if self.topology.world_size == 1:
             return None
         mine = None
         for part in parts:
-            group = process_groups.process_group(part)
+            group = process_groups.process_group(part, thread)
             mine = group if self.topology.rank in part else mine
         return mine
 
@@ -282,7 +320,7 @@ class Wire:
         self._timed(cross, sent, purpose)
         for j, share in enumerate(shares):
             if len(self.topology.group) > 1 and share.numel():
-                self.share_out([share], j, purpose)
+                self.broadcast_in_group([share], j, purpose)
 
     def _broadcast(self, flat: Tensor, source: int, group: Any, sent: Sent, purpose: str) -> None:
         self._timed(lambda: dist.broadcast(flat, source, group=group), sent, purpose)
@@ -295,7 +333,8 @@ class Wire:
 
     def _begin(self, call: Callable[[], Any], result: Tensor, sent: Sent, purpose: str) -> Pending:
         self.count(purpose, sent)
-        return Pending(result, call() if self.carries else None, self.ledger, purpose, sent)
+        ledger = None if self._in_background else self.ledger
+        return Pending(result, call() if self.carries else None, ledger, purpose, sent)
 
     def _timed(self, call: Callable[[], Any], sent: Sent, purpose: str) -> None:
         start = self.ledger.clock.mark()

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.comm.coders import Coder, Rows, cut, elements
 from thinwire.comm.collectives import Pending, Wire
+from thinwire.comm.quantize import Quantizer, Rows, cut, elements
 
 _FLAG = 4
 
@@ -27,20 +27,20 @@ class CompressedSum:
         self,
         wire: Wire,
         rows: Sequence[Rows],
-        coder: Coder,
+        quantizer: Quantizer,
         device: torch.device,
         purpose: str,
         result: Tensor | None = None,
     ) -> None:
         topology = wire.topology
         self.wire = wire
-        self.coder = coder
+        self.quantizer = quantizer
         self.purpose = purpose
         self.groups = len(topology.groups)
         parts = cut(rows, topology.shares * self.groups)
         self.parts = [parts[j * self.groups : (j + 1) * self.groups] for j in range(topology.shares)]
         # Room for the longest part, and for whether the sender is well.
-        longest = max(coder.size(part) for part in parts)
+        longest = max(quantizer.size(part) for part in parts)
         self.length = -(-longest // 4) * 4 + _FLAG
         starts = [0]
         for share in self.parts:
@@ -71,8 +71,8 @@ class CompressedSum:
             sent[:, -_FLAG:] = 1
         elif not sent.is_meta:
             for payload, part, values in zip(sent, self.mine, self._split(self.next_residual), strict=True):
-                self.coder.encode(values, part, payload)
-        self._pending = self.wire.deal(sent, self.purpose)
+                self.quantizer.encode(values, part, payload)
+        self._pending = self.wire.all_to_all(sent, self.purpose)
 
     def middle(self, again: bool = False) -> None:
         """Add up the part this worker owns, and send it on."""
@@ -82,11 +82,11 @@ class CompressedSum:
         if not again:
             self.next_owned.copy_(self.owned)
         for payload, group in zip(received, topology.groups, strict=True) if not received.is_meta else ():
-            self.coder.decode(payload, part, self.next_owned, len(group) / topology.world_size)
+            self.quantizer.decode(payload, part, self.next_owned, len(group) / topology.world_size)
         out = torch.zeros(self.length, dtype=torch.uint8, device=self.owned.device)
-        self.coder.encode(self.next_owned, part, out)
+        self.quantizer.encode(self.next_owned, part, out)
         out[-_FLAG:] = received[:, -_FLAG:].amax(0)
-        self._pending = self.wire.collect(out, self.purpose)
+        self._pending = self.wire.all_gather(out, self.purpose)
 
     def end(self) -> Tensor | None:
         """The sum, the same bits on all workers; None if anyone was unhealthy, and then it must not be committed."""
@@ -97,7 +97,7 @@ class CompressedSum:
             blocks[self.wire.topology.member] = self._pending.wait()
         self._pending = None
         for j, block in enumerate(blocks):
-            self.wire.share_out([block], j, self.purpose)
+            self.wire.broadcast_in_group([block], j, self.purpose)
         if device.type == "meta":
             return self.result
         if bool(blocks[0][0, -1]):
@@ -106,7 +106,7 @@ class CompressedSum:
         for block, share in zip(blocks, self.parts, strict=True):
             for payload, part in zip(block, share, strict=True):
                 size = elements(part)
-                self.coder.decode(payload, part, self.result[place : place + size])
+                self.quantizer.decode(payload, part, self.result[place : place + size])
                 place += size
         return self.result
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm import process_groups
-from thinwire.comm.codec import WIRES, by_dtype, size_of
+from thinwire.comm.buckets import WIRES, by_dtype, size_of
 from thinwire.comm.collectives import Wire
 from thinwire.comm.sent import Ranks, Sent
 from thinwire.comm.topology import Topology
@@ -38,10 +38,11 @@ _OWN = {"process_group", "init_sync", "broadcast_buffers", "device_mesh", "mixed
 class Replicated:
     """A model whose gradients are averaged inside one group of workers, which may change."""
 
-    def __init__(self, model: nn.Module, wire: Wire, rounding: str, options: dict[str, Any] | None = None) -> None:
+    def __init__(self, model: nn.Module, wire: Wire, options: dict[str, Any] | None = None) -> None:
         self.model = model
         self.wire = wire
-        self.rounding = rounding
+        self.rounding = "fp32"
+        """What gradients are rounded to while they travel; set before `wrap`."""
         self.options = dict(options or {})
         self.members: Ranks = ()
         self._ddp: DistributedDataParallel | None = None
@@ -55,6 +56,8 @@ class Replicated:
         self.before_backward: Callable[[torch.Tensor | None], None] | None = None
         """Called at the beginning of every pass, averaging or not, before any gradient has come but that of the
         parameter it is given, if any."""
+        self.on_gradient: Callable[[torch.Tensor], None] | None = None
+        """Called with each parameter whose gradient arrives in a pass that averages."""
         self.norm_members: Ranks = ()
         """Over whom SyncBatchNorm takes its statistics, if not over those who average gradients."""
         self._is_due = False
@@ -74,8 +77,8 @@ class Replicated:
         # Looked up once: a walk through all modules at every step takes milliseconds.
         self._norms = [module for module in self.model.modules() if isinstance(module, nn.SyncBatchNorm)]
         self._trained = sum(p.requires_grad for p in self.model.parameters())
-        self._dry_buffers = list(self.model.buffers()) if self.wire.is_dry else None
-        if self.wire.topology.world_size == 1 or self.wire.is_dry:
+        self._dry_buffers = list(self.model.buffers()) if self.wire.is_simulated else None
+        if self.wire.topology.world_size == 1 or self.wire.is_simulated:
             return
         self._named = dict(self.model.named_parameters())
         self._flags = [_flags(p) for p in self._named.values()]
@@ -142,9 +145,9 @@ class Replicated:
         """The model's forward pass, prepared for a backward pass that averages gradients."""
         self._averages, self._is_due = self.syncs, False
         if self._ddp is None:
-            if self.wire.is_dry and self.syncs:
-                self._rehearse_backward()
-            elif self._over_norms > 1 and not self.wire.is_dry:
+            if self.wire.is_simulated and self.syncs:
+                self._simulate_backward()
+            elif self._over_norms > 1 and not self.wire.is_simulated:
                 self._count_norms()
             return self.model(*args, **kwargs)
         self._awaits_backward = self._awaits_backward or self.syncs
@@ -167,11 +170,11 @@ class Replicated:
         return not self._accumulating
 
     def hand_on_buffers(self, members: Ranks = ()) -> None:
-        """Overwrite buffers by the first member's, as DDP does before a forward pass; a rehearsal's never change."""
+        """Overwrite buffers by the first member's, as DDP does before a forward pass; a simulation's never change."""
         buffers = list(self.model.buffers()) if self._dry_buffers is None else self._dry_buffers
         self.wire.broadcast(buffers, "buffers", members or self.members)
 
-    def _rehearse_backward(self) -> None:
+    def _simulate_backward(self) -> None:
         """There will be no backward pass."""
         if self._over_norms > 1:
             self._count_norms()
@@ -185,7 +188,7 @@ class Replicated:
 
         A parameter's gradient may come in a pass within the pass, as checkpoints have them, which ends too early.
         """
-        if self.after_backward is not None and not self.wire.is_dry:
+        if self.after_backward is not None and not self.wire.is_simulated:
             see = self._see_output if self._averages else self._see_local_output
             for t in tree_leaves(outputs):
                 if isinstance(t, torch.Tensor) and t.requires_grad:
@@ -203,6 +206,8 @@ class Replicated:
         self._see_beginning(parameter)
         if self._averages:
             self._ask_for_end()
+            if self.on_gradient is not None:
+                self.on_gradient(parameter)
 
     def _see_beginning(self, parameter: torch.Tensor | None = None) -> None:
         if not self._is_due and self.before_backward is not None:

@@ -29,8 +29,8 @@ from thinwire.plan.compute import given
 from thinwire.plan.forecast import EVALUATION, Forecast, Layout
 from thinwire.plan.links import Links
 from thinwire.plan.planner import Row, Stopwatch, make_plan
-from thinwire.plan.subjects import of_recipe
-from thinwire.plan.workload import Subject
+from thinwire.plan.workload import Workload
+from thinwire.plan.workloads import of_recipe
 from thinwire.settings import describe
 from thinwire.train import Recipe, checkpoint
 from thinwire.train.folder import of_a_run
@@ -77,12 +77,12 @@ def _refused(job: Job, remedy: str) -> str:
 
 def _report(job: Job, step: dict[str, Any]) -> dict[str, Any]:
     """Everything, as plain values."""
-    subject = of_recipe(job.trained, len(step["losses"]), job.data)
-    traffic, state_bytes = _traffic(job, subject, len(step["losses"]))
+    workload = of_recipe(job.trained, len(step["losses"]), job.data)
+    traffic, state_bytes = _traffic(job, workload, len(step["losses"]))
     peaks = [peak for peak in step["peaks"] if peak is not None]
     return {
         "run": _run(job, step),
-        "layers": _layers(subject, job, step["order"]),
+        "layers": _layers(workload, job, step["order"]),
         "traffic": traffic,
         "memory": {
             "planned_bytes": state_bytes + step["activations"],
@@ -149,9 +149,9 @@ def _rate(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _layers(subject: Subject, job: Job, order: list[str]) -> dict[str, Any]:
+def _layers(workload: Workload, job: Job, order: list[str]) -> dict[str, Any]:
     """Every weight of two dimensions or more, and whether it is factored."""
-    fate = _fates(subject, job.config, order) if issubclass(METHODS[job.method].method, Factoring) else {}
+    fate = _fates(workload, job.config, order) if issubclass(METHODS[job.method].method, Factoring) else {}
     weights: list[dict[str, Any]] = [
         {
             "layer": name.removesuffix(".weight"),
@@ -160,19 +160,19 @@ def _layers(subject: Subject, job: Job, order: list[str]) -> dict[str, Any]:
             "parameters": p.numel(),
             "becomes": fate.get(name),
         }
-        for name, p in subject.model.named_parameters()
+        for name, p in workload.model.named_parameters()
         if p.dim() >= 2
     ]
-    total = sum(p.numel() for p in subject.model.parameters())
+    total = sum(p.numel() for p in workload.model.parameters())
     return {"weights": weights, "others": total - sum(w["parameters"] for w in weights), "parameters": total}
 
 
-def _fates(subject: Subject, config: Any, order: list[str]) -> dict[str, str]:
+def _fates(workload: Workload, config: Any, order: list[str]) -> dict[str, str]:
     """By the weight's name: "factored", or why it stays full."""
-    model: nn.Module = subject.model
+    model: nn.Module = workload.model
     factored, kept = find_layers(
         model,
-        trained=Optimizers(subject.optimizer(model.parameters())).parameters,
+        trained=Optimizers(workload.optimizer(model.parameters())).parameters,
         order=order,
         keep_first=config.keep_first,
         keep_last=config.keep_last,
@@ -181,13 +181,13 @@ def _fates(subject: Subject, config: Any, order: list[str]) -> dict[str, str]:
     return {layer.key: "factored" for layer in factored} | {each.name: f"full: {each.why}" for each in kept}
 
 
-def _traffic(job: Job, subject: Subject, workers: int) -> tuple[dict[str, Any], int]:
+def _traffic(job: Job, workload: Workload, workers: int) -> tuple[dict[str, Any], int]:
     """What the whole run would send, as in `thinwire plan`, and the bytes per worker between steps."""
     # Only bytes are used, so a step may take any time.
-    layout, watch = Layout(workers=workers, nodes=_nodes()), Stopwatch(subject, given(1.0))
-    plan = make_plan(subject, {job.method: job.config}, layout, Links(), stopwatch=watch)
+    layout, watch = Layout(workers=workers, nodes=_nodes()), Stopwatch(workload, given(1.0))
+    plan = make_plan(workload, {job.method: job.config}, layout, Links(), stopwatch=watch)
     (row,) = plan.as_dict()["methods"]
-    usual = plan.baseline.slow_bytes / subject.steps
+    usual = plan.baseline.slow_bytes / workload.steps
     names = ("slow_bytes", "slow_bytes_range", "slow_bytes_per_step", "traffic_vs_allreduce_fp32", "assumes")
     totals = {name: row[name] for name in names}
     known = METHODS[job.method].method.phases

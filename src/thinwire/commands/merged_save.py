@@ -17,7 +17,7 @@ from thinwire.store import read_tensors
 
 def merged(folder: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors that all workers would hold after a merge."""
-    if state["spans_world"]:
+    if state["in_sync"]:
         return read_tensors(folder / "model.safetensors")
     files = [folder / f"model-rank{group[0]}.safetensors" for group in state["groups"]]
     copies = [read_tensors(file) for file in files]

@@ -20,8 +20,8 @@ from thinwire.plan.forecast import Layout
 from thinwire.plan.links import Links
 from thinwire.plan.planner import Plan, Row, Stopwatch, make_plan
 from thinwire.plan.show import NODES, Rows, draw
-from thinwire.plan.subjects import OPTIMIZERS, of_function, of_recipe
-from thinwire.plan.workload import Subject
+from thinwire.plan.workload import Workload
+from thinwire.plan.workloads import OPTIMIZERS, of_function, of_recipe
 from thinwire.recipes import Recipe, named
 from thinwire.train.folder import refuse_occupied
 
@@ -75,13 +75,13 @@ def plan(
         click.echo(json.dumps(made.as_dict(), indent=2))
         return
     with Progress(quiet=quiet) as progress:
-        progress.tell("building the model")
+        progress.all_gather_object("building the model")
         made = _plan(chosen, _subject(chosen, model, flags), flags, progress)
         told = progress.end(made)
-        folder = out or Path("runs") / f"plan-{made.subject.name}"
+        folder = out or Path("runs") / f"plan-{made.workload.name}"
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder, told)
-        progress.tell("drawing")
+        progress.all_gather_object("drawing")
         missing = _draw(made, told, folder)
     click.echo(missing or f"picture and figures: {folder / 'plan.png'}, {folder / 'plan.json'}")
 
@@ -118,7 +118,7 @@ class Progress:
         if self._status is not None:
             self._status.stop()
 
-    def tell(self, what: str) -> None:
+    def all_gather_object(self, what: str) -> None:
         """What comes next."""
         if self._status is not None:
             self._status.update(f"{what} …")
@@ -129,11 +129,11 @@ class Progress:
         """The methods that will be planned."""
         self._methods = list(methods)
         self._rows = Rows(self.console, self._methods)
-        self.tell("planning fp32 all-reduce, which the others are held against")
+        self.all_gather_object("planning fp32 all-reduce, which the others are held against")
 
     def begin(self, method: str) -> None:
         """A method is being planned."""
-        self.tell(f"planning {method} ({self._methods.index(method) + 1} of {len(self._methods)})")
+        self.all_gather_object(f"planning {method} ({self._methods.index(method) + 1} of {len(self._methods)})")
 
     def add(self, plan: Plan, row: Row) -> None:
         """A row is there."""
@@ -154,7 +154,7 @@ def _write(folder: Path, told: dict[str, Any]) -> None:
     (folder / "plan.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
 
-def _subject(recipe: Recipe | None, model: str | None, flags: dict[str, Any]) -> Subject:
+def _subject(recipe: Recipe | None, model: str | None, flags: dict[str, Any]) -> Workload:
     if recipe is not None:
         return of_recipe(recipe, flags["workers"], flags["data"])
     assert model is not None
@@ -165,7 +165,7 @@ def _subject(recipe: Recipe | None, model: str | None, flags: dict[str, Any]) ->
     return of_function(model, flags["steps"], flags["optimizer"], values=flags["compute"] is None)
 
 
-def _plan(recipe: Recipe | None, subject: Subject, flags: dict[str, Any], progress: Progress | None = None) -> Plan:
+def _plan(recipe: Recipe | None, workload: Workload, flags: dict[str, Any], progress: Progress | None = None) -> Plan:
     links = Links(
         bandwidth=units.bits_per_second(flags["bandwidth"]),
         latency=units.seconds(flags["latency"]),
@@ -173,7 +173,7 @@ def _plan(recipe: Recipe | None, subject: Subject, flags: dict[str, Any], progre
         fast_latency=units.seconds(flags["fast_latency"]),
         overhead=units.seconds(flags["overhead"]),
     )
-    length = {"total_steps": subject.steps, "steps_per_epoch": subject.steps / subject.epochs}
+    length = {"total_steps": workload.steps}
     defaults = recipe.defaults if recipe else lambda method, schedule: length
     configs = {
         v.label: method_config(v.method, v.settings, defaults, flags["group_size"])
@@ -184,7 +184,7 @@ def _plan(recipe: Recipe | None, subject: Subject, flags: dict[str, Any], progre
         layout.topology(0, config.group_size)
     known = computing.given(units.seconds(flags["compute"])) if flags["compute"] else None
     make = partial(
-        make_plan, subject, configs, layout, links, stopwatch=Stopwatch(subject, known), ranks=flags["ranks"]
+        make_plan, workload, configs, layout, links, stopwatch=Stopwatch(workload, known), ranks=flags["ranks"]
     )
     if progress is None:
         return make()

@@ -109,10 +109,10 @@ def unfinished(folder: Path, saved: Path, recipe: str | None, data: Path | None)
     except (ValueError, RuntimeError) as error:
         raise _misfit(f"the save in `{folder}`", _said(trained, source), error) from error
     origin = f"{folder}: not finished; saved at step {position['step']} of {about['steps']} by {state['method_name']}"
-    if not state["spans_world"]:
+    if not state["in_sync"]:
         origin += f", in a group phase: {merged_save.how(state)}"
     config = state["config"]
-    cuts = METHODS[state["method_name"]].method.cuts_at_end
+    cuts = getattr(METHODS[state["method_name"]].method, "cuts_at_end", False)
     own: dict[str, Any] = {"cutoff": config["cutoff"] if cuts else _ROUNDING, "keep": _kept(config)}
     return Found(model=model, origin=origin, **_sizes(model), **own, **_judged(trained, source))
 

@@ -3,4 +3,4 @@
 from typing import Literal
 
 GroupSize = int | Literal["world"] | None
-"""Workers to a group: None is one node a group."""
+"""Workers per group: None is one group per node."""

@@ -15,15 +15,18 @@ from thinwire.checks import (
     length,
     patterns,
 )
+from thinwire.config.codes import check_code
 from thinwire.config.groups import GroupSize
+from thinwire.config.renamed import renamed
 from thinwire.errors import ConfigError
 
 
+@renamed(group_steps="every", cycle="nothing: there is one")
 @dataclass(frozen=True, kw_only=True)
 class AB:
     """AB training: low-rank factors A·B, trained alone by groups of workers and merged (arXiv 2405.01067).
 
-    `warmup` and `group_steps` below 1 are fractions of `total_steps`, `rebound` and `lr_rebound`
+    `warmup` and `every` below 1 are fractions of `total_steps`, `rebound` and `lr_rebound`
     below 1 are fractions of a group phase; any of them from 1 on is a whole number of steps.
     """
 
@@ -33,8 +36,11 @@ class AB:
     warmup: float = 0.20
     """Full-rank training by the whole world before the first group phase."""
 
-    group_steps: float = 0.0333
-    """Steps that groups train alone between two merges."""
+    warmup_wire: str = "fp32"
+    """The code that gradients travel in while the whole world trains: in the warm-up and in the rebounds."""
+
+    every: float = 0.0333
+    """Steps that groups train alone before a merge."""
 
     rebound: float = 0.25
     """Full-rank training by the whole world after a merge."""
@@ -46,16 +52,13 @@ class AB:
     """Singular values up to this share of the largest are dropped."""
 
     group_size: GroupSize = None
-    """Workers to a group: None is one node a group, "world" trains B by all workers without groups."""
+    """Workers per group: None is one group per node, "world" trains B by all workers without groups."""
 
     merge: Literal["mean", "trained", "weighted"] = "mean"
     """How copies are averaged: all of them, only the trained ones, or by observed loss."""
 
     moments: Literal["reset", "average", "carry"] = "reset"
     """What becomes of the optimizer's state at a merge."""
-
-    cycle: Literal["paper"] = "paper"
-    """The order of phases; "paper" rebuilds the full model after every merge."""
 
     keep_first: bool = True
     """Leave the first layer full."""
@@ -66,17 +69,17 @@ class AB:
     keep: tuple[str, ...] = ()
     """Name patterns (as in a shell) of layers to leave full."""
 
-    wire: Literal["fp32", "bf16"] = "fp32"
-    """What gradients and merged differences are rounded to while they travel."""
+    wire: str = "fp32"
+    """The code that merges travel in: fp32, bf16, int8, int4, int2, bit, lowrank:R or topk:D."""
 
     def __post_init__(self) -> None:
         check_total(self.total_steps)
-        for name in ("warmup", "group_steps", "rebound", "lr_rebound"):
-            check_fraction(self, name, zero_allowed=name != "group_steps")
+        for name in ("warmup", "every", "rebound", "lr_rebound"):
+            check_fraction(self, name, zero_allowed=name != "every")
         check_choice(self, "merge", ("mean", "trained", "weighted"))
         check_choice(self, "moments", ("reset", "average", "carry"))
-        check_choice(self, "cycle", ("paper",))
-        check_choice(self, "wire", ("fp32", "bf16"))
+        check_code(self, "wire")
+        check_code(self, "warmup_wire")
         check_group_size(self.group_size)
         check_cutoff(self.cutoff)
         check_bool(self, "keep_first")
@@ -92,7 +95,7 @@ class AB:
     @property
     def group_length(self) -> int:
         """A group phase in steps."""
-        return length(self.group_steps, self.total_steps)
+        return length(self.every, self.total_steps)
 
     @property
     def rebound_length(self) -> int:
@@ -106,10 +109,10 @@ class AB:
 
     def _check_one_cycle_fits(self) -> None:
         if self.group_length < 1:
-            least = math.floor(0.5 / self.group_steps) + 1
+            least = math.floor(0.5 / self.every) + 1
             raise ConfigError(
-                f"`total_steps`={self.total_steps} is too small for one cycle: `group_steps`={self.group_steps} "
-                f"of it is less than one step; use total_steps of at least {least}, or whole steps, as group_steps=1"
+                f"`total_steps`={self.total_steps} is too small for one cycle: `every`={self.every} of it is "
+                f"less than one step; use total_steps of at least {least}, or whole steps, as every=1"
             )
         needed = self.warmup_length + self.group_length
         if needed > self.total_steps:
@@ -117,31 +120,31 @@ class AB:
             raise ConfigError(
                 f"`total_steps`={self.total_steps} is too small for one cycle: warm-up takes {self.warmup_length} "
                 f"steps (`warmup`={self.warmup}) and a group phase {self.group_length} "
-                f"(`group_steps`={self.group_steps}), together {needed}; "
-                + (
-                    f"a warm-up of at most {room} steps fits"
-                    if room >= 0
-                    else "shorten the group phase, as group_steps=1"
-                )
+                f"(`every`={self.every}), together {needed}; "
+                + (f"a warm-up of at most {room} steps fits" if room >= 0 else "shorten the group phase, as every=1")
             )
 
 
+@renamed(delay="factor_at", frequency="redecompose", warmup="factor_at: 0 makes weights U S Vᵀ at once")
 @dataclass(frozen=True, kw_only=True)
 class OIALR:
     """Bases frozen once they are stable, the square matrix between them trained, ranks falling (dissertation of
     D. Coquelin, chapter 4).
 
-    `delay` and `frequency` below 1 are fractions of `total_steps`, from 1 on whole steps.
+    `factor_at` and `redecompose` below 1 are fractions of `total_steps`, from 1 on whole steps.
     """
 
     total_steps: int
     """Optimizer steps of the whole run."""
 
-    delay: float = 1 / 3
-    """Full-rank training before weights become U S Vᵀ; updates of the bases come every `frequency` steps after it."""
+    factor_at: float = 1 / 3
+    """Full-rank training before weights become U S Vᵀ; 0 begins with them."""
 
-    frequency: float = 0.0333
-    """Steps between two updates of the bases, in which ranks may fall."""
+    redecompose: float = 0.0333
+    """Steps from then on between two updates of the bases, in which ranks may fall."""
+
+    updates_from: float | None = None
+    """The step from which on that is counted, where it is not `factor_at`."""
 
     cutoff: float = 0.1
     """Singular values up to this share of the largest are dropped at an update."""
@@ -152,15 +155,12 @@ class OIALR:
     max_shrink: float = 0.5
     """The largest share of a layer's ranks that one update may drop; 1 drops all that the cutoff says."""
 
-    warmup: bool = True
-    """Whether training begins at full rank; False makes weights U S Vᵀ at once."""
-
     moments: Literal["carry", "reset"] = "carry"
-    """What becomes of the optimizer's state when bases change: turned into the new ones, or it starts again."""
+    """What happens to the optimizer's state when bases change: turned into the new ones, or it starts again."""
 
     match_rate: bool | None = None
-    """Whether S's updates are scaled by √(m n)/k. Adam's updates are of one size an element: of k² elements instead of
-    m n, a weight moves as far as a full one only so. None does it where the optimizer keeps second moments."""
+    """Whether S's updates are scaled by √(m n)/k. Adam's updates have one size per element: only so does a weight of k²
+    elements move as far as a full one of m n. None does it where the optimizer keeps second moments."""
 
     keep_first: bool = False
     """Leave the first layer full."""
@@ -171,41 +171,52 @@ class OIALR:
     keep: tuple[str, ...] = ()
     """Name patterns (as in a shell) of layers to leave full."""
 
-    wire: Literal["fp32", "bf16"] = "fp32"
-    """What gradients are rounded to while they travel."""
+    warmup_wire: str = "fp32"
+    """The code that gradients travel in before `factor_at`."""
+
+    wire: str = "fp32"
+    """The code that gradients travel in afterwards: fp32, bf16, int8, int4, int2, bit, lowrank:R or topk:D."""
 
     group_size: GroupSize = None
-    """Workers to a node, where one machine stands for several; they share the decompositions out."""
+    """Workers per node, where one machine stands for several; they divide the decompositions among themselves."""
 
     def __post_init__(self) -> None:
         check_total(self.total_steps)
-        check_fraction(self, "delay", zero_allowed=True)
-        check_fraction(self, "frequency", zero_allowed=False)
+        check_fraction(self, "factor_at", zero_allowed=True)
+        check_fraction(self, "redecompose", zero_allowed=False)
         check_cutoff(self.cutoff, zero_allowed=True)
         for name in ("layer_fraction", "max_shrink"):
             value = getattr(self, name)
             if not (is_number(value) and 0 < value <= 1):
                 raise ConfigError(f"`{name}`={value!r} must be above 0 and at most 1: a share")
         check_choice(self, "moments", ("carry", "reset"))
-        check_choice(self, "wire", ("fp32", "bf16"))
-        for name in ("warmup", "keep_first", "keep_last"):
+        check_code(self, "wire")
+        check_code(self, "warmup_wire")
+        for name in ("keep_first", "keep_last"):
             check_bool(self, name)
         if self.match_rate is not None:
             check_bool(self, "match_rate")
         check_group_size(self.group_size)
         object.__setattr__(self, "keep", patterns(self.keep))
-        if self.delay_length >= self.total_steps:
+        if self.updates_from is not None:
+            check_fraction(self, "updates_from")
+        if self.warmup_length >= self.total_steps:
             raise ConfigError(
-                f"`delay`={self.delay} leaves nothing of `total_steps`={self.total_steps} for training at low rank; "
-                "use a smaller one, such as a third"
+                f"`factor_at`={self.factor_at} leaves nothing of `total_steps`={self.total_steps} for training at low "
+                "rank; use a smaller one, such as a third"
             )
 
     @property
-    def delay_length(self) -> int:
-        """The delay in steps."""
-        return length(self.delay, self.total_steps)
+    def warmup_length(self) -> int:
+        """Full-rank training in steps."""
+        return length(self.factor_at, self.total_steps)
+
+    @property
+    def updates_start(self) -> int:
+        """The step from which on updates are counted."""
+        return self.warmup_length if self.updates_from is None else length(self.updates_from, self.total_steps)
 
     @property
     def update_length(self) -> int:
         """Steps from one update of the bases to the next, at least one."""
-        return max(1, length(self.frequency, self.total_steps))
+        return max(1, length(self.redecompose, self.total_steps))

@@ -13,7 +13,10 @@ from thinwire.checks import (
     is_number,
     length,
 )
+from thinwire.config.codes import check_code
 from thinwire.config.groups import GroupSize
+from thinwire.config.outer import Nesterov
+from thinwire.config.renamed import renamed
 from thinwire.errors import ConfigError
 
 
@@ -21,51 +24,16 @@ from thinwire.errors import ConfigError
 class AllReduce:
     """Data-parallel training by PyTorch's own DistributedDataParallel, with its bytes counted."""
 
-    wire: Literal["fp32", "bf16", "int8"] = "fp32"
-    """What gradients are rounded to while they travel; "int8" with a scale a block and error feedback."""
+    wire: str = "fp32"
+    """The code that gradients travel in: fp32, bf16, int8, int4, int2, bit, lowrank:R or topk:D."""
 
     group_size: GroupSize = None
-    """Workers to a node, where one machine stands for several. In fp32 and bf16 it changes what is counted, not what is
-    computed; int8 is for the link between groups, inside them gradients are averaged as they are."""
+    """Workers per node, where one machine stands for several. In fp32 and bf16 it changes what is counted, not what is
+    computed. Other codes are for the link between groups; inside them gradients are averaged exactly."""
 
     def __post_init__(self) -> None:
-        check_choice(self, "wire", ("fp32", "bf16", "int8"))
+        check_code(self, "wire")
         check_group_size(self.group_size)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PowerSGD:
-    """Gradients between groups as low-rank products, with error feedback (arXiv 1905.13727)."""
-
-    rank: int = 4
-    """Rank of what is sent of each weight."""
-
-    start_step: float = 0
-    """Steps of plain all-reduce before: a whole number, or a fraction of `total_steps` below 1."""
-
-    min_compression: float = 2.0
-    """Weights that would not become smaller by at least this factor travel as they are; 0 compresses all."""
-
-    total_steps: int | None = None
-    """Optimizer steps of the whole run, where `start_step` is a fraction of it."""
-
-    group_size: GroupSize = None
-    """Workers to a group, inside which gradients are averaged as they are: None is one node a group."""
-
-    def __post_init__(self) -> None:
-        check_whole(self, "rank", 1)
-        check_length(self, "start_step")
-        if not (is_number(self.min_compression) and self.min_compression >= 0):
-            raise ConfigError(
-                f"`min_compression`={self.min_compression!r} must be a number from 0 on: how many times smaller a "
-                "weight must become to be compressed"
-            )
-        check_group_size(self.group_size)
-
-    @property
-    def start_length(self) -> int:
-        """Plain steps before the first compressed one."""
-        return length(self.start_step, self.total_steps or 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +41,22 @@ class _Warmed:
     """What methods share that begin with a warm-up."""
 
     warmup: float = 0
-    """Steps of plain all-reduce before: a whole number, or a fraction of `total_steps` below 1."""
+    """Steps at the beginning in which the whole world averages gradients: a whole number, or a fraction of
+    `total_steps` below 1."""
+
+    warmup_wire: str = "fp32"
+    """The code that those gradients travel in; a cheap one such as lowrank:16 keeps the warm-up from being most of the
+    bytes."""
 
     total_steps: int | None = None
     """Optimizer steps of the whole run, where `warmup` is a fraction of it."""
 
     group_size: GroupSize = None
-    """Workers to a group, which averages its gradients as they are at every step: None is one node a group."""
+    """Workers per group, which averages its gradients exactly at every step: None is one group per node."""
 
     def __post_init__(self) -> None:
         check_length(self, "warmup")
+        check_code(self, "warmup_wire")
         check_group_size(self.group_size)
 
     @property
@@ -91,75 +65,94 @@ class _Warmed:
         return length(self.warmup, self.total_steps or 1)
 
 
+@renamed(start_step="warmup")
 @dataclass(frozen=True, kw_only=True)
-class LocalSGD(_Warmed):
-    """Groups train alone and average their parameters now and then (arXiv 1805.09767, 1808.07217)."""
+class PowerSGD(_Warmed):
+    """Gradients between groups as low-rank products, with error feedback (arXiv 1905.13727)."""
 
-    every: int = 24
-    """Steps between two averages."""
+    rank: int = 4
+    """Rank of what is sent of each weight."""
 
-    moments: Literal["keep", "average", "reset"] = "keep"
-    """What becomes of the optimizer's state at an average: each group keeps its own, all take the mean, or it starts
-    again."""
-
-    wire: Literal["fp32", "bf16"] = "fp32"
-    """What parameters are rounded to while they travel; bf16 carries the difference to the last average."""
+    min_compression: float = 2.0
+    """Weights that would not become smaller by at least this factor travel as they are; 0 compresses all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole(self, "every", 1)
-        check_choice(self, "moments", ("keep", "average", "reset"))
-        check_choice(self, "wire", ("fp32", "bf16"))
+        check_whole(self, "rank", 1)
+        if not (is_number(self.min_compression) and self.min_compression >= 0):
+            raise ConfigError(
+                f"`min_compression`={self.min_compression!r} must be a number from 0 on: how many times smaller a "
+                "weight must become to be compressed"
+            )
+
+
+_PAPERS = Nesterov(lr=0.7, momentum=0.9)
+_OUTER = {"outer_lr": "outer=Nesterov(lr=…)", "outer_momentum": "outer=Nesterov(momentum=…)", "delay": "overlap"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiLoCo(_Warmed):
-    """Groups train alone; the mean of how far they came is a gradient for an outer Nesterov step (arXiv 2311.08105).
+class LocalSGD(_Warmed):
+    """Groups train alone and average their parameters every so often (arXiv 1805.09767, 1808.07217)."""
 
-    `fragments` above 1 is the streaming variant (arXiv 2501.18512): a part of the model at a time, sent while training
-    goes on and merged `delay` steps later.
-    """
+    every: int = 24
+    """Steps between two averages of the same fragment of the model."""
 
-    every: int = 48
-    """Steps between two outer steps of the same part of the model."""
+    wire: str = "fp32"
+    """The code that averages travel in: fp32, bf16, int8, int4, int2, bit, lowrank:R or topk:D."""
 
-    outer_lr: float = 0.7
-    """Learning rate of the outer step."""
-
-    outer_momentum: float = 0.9
-    """Nesterov momentum of the outer step."""
-
-    wire: Literal["fp32", "bf16", "int8"] = "fp32"
-    """What differences are rounded to while they travel; "int8" with a scale a block and error feedback."""
+    outer: Nesterov | None = None
+    """What is done with the mean of how far groups came: None takes it, Nesterov(lr=1.0, momentum=0.5) is an outer
+    step."""
 
     fragments: int = 1
     """Parts of the model that are sent at different times."""
 
-    delay: int = 0
-    """Steps that training goes on while a part is under way."""
+    overlap: int = 0
+    """Steps that training goes on while an average is under way."""
 
     mix: float = 0.5
-    """Share of a group's own values when a part comes back that was sent `delay` steps before; 0 takes none of them."""
+    """Share of a group's own values when an average comes back that was sent `overlap` steps before; 0 takes none."""
+
+    moments: Literal["keep", "average", "reset"] = "keep"
+    """What happens to the optimizer's state at an average: each group keeps its own, all take the mean, or it starts
+    again."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole(self, "every", 1)
         check_whole(self, "fragments", 1)
-        check_whole(self, "delay", 0)
-        check_choice(self, "wire", ("fp32", "bf16", "int8"))
-        if not (is_number(self.outer_lr) and self.outer_lr > 0):
-            raise ConfigError(f"`outer_lr`={self.outer_lr!r} must be a number above 0; the paper has 0.7")
-        check_share(self, "outer_momentum", "the paper has 0.9")
-        check_share(self, "mix", "0 takes the outer values as they are")
+        check_whole(self, "overlap", 0)
+        check_code(self, "wire")
+        check_share(self, "mix", "0 takes the average as it is")
+        check_choice(self, "moments", ("keep", "average", "reset"))
+        if not (self.outer is None or isinstance(self.outer, Nesterov)):
+            raise ConfigError(f"`outer`={self.outer!r} must be None or thinwire.Nesterov(lr=1.0, momentum=0.5)")
         if self.fragments > self.every:
             raise ConfigError(
-                f"`fragments`={self.fragments} do not fit into `every`={self.every} steps: at most one is sent a step; "
-                f"use at most {self.every}"
+                f"`fragments`={self.fragments} do not fit into `every`={self.every} steps: at most one is sent per "
+                f"step; use at most {self.every}"
             )
-        if self.delay >= self.every:
+        if self.overlap >= self.every:
             raise ConfigError(
-                f"`delay`={self.delay} must be below `every`={self.every}: a part must be back before it is sent again"
+                f"`overlap`={self.overlap} must be below `every`={self.every}: an average must be back before the next "
+                "one is sent"
             )
+
+
+@renamed(**_OUTER)
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo(LocalSGD):
+    """Groups train alone; the mean of how far they came is a gradient for an outer Nesterov step (arXiv 2311.08105).
+
+    `fragments` above 1 is the streaming variant (arXiv 2501.18512): a part of the model at a time, sent while training
+    goes on and merged `overlap` steps later.
+    """
+
+    every: int = 48
+    """Steps between two outer steps of the same fragment of the model."""
+
+    outer: Nesterov | None = _PAPERS
+    """The outer step, with the paper's values; 1.0 and 0.5 are better with small `every`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,10 +160,11 @@ class TopK(_Warmed):
     """Only the largest accumulated gradients travel: Deep Gradient Compression (arXiv 1712.01887)."""
 
     density: float = 0.001
-    """Share of each weight's elements that is sent a step."""
+    """Share of each weight's elements that is sent per step."""
 
-    warmup: float = 0
-    """Steps over which the density falls from a quarter: a whole number, or a fraction of `total_steps` below 1."""
+    ramp: float = 0
+    """Steps after the warm-up over which the density falls from a quarter: a whole number, or a fraction of
+    `total_steps` below 1."""
 
     momentum: float | None = None
     """Momentum that is applied before sending; None takes it over from `torch.optim.SGD`, which then has none."""
@@ -183,6 +177,7 @@ class TopK(_Warmed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_length(self, "ramp")
         if not (is_number(self.density) and 0 < self.density <= 1):
             raise ConfigError(f"`density`={self.density!r} must be above 0 and at most 1: a share, such as 0.001")
         if self.momentum is not None:
@@ -191,7 +186,12 @@ class TopK(_Warmed):
         if self.clip is not None and not (is_number(self.clip) and self.clip > 0):
             raise ConfigError(f"`clip`={self.clip!r} must be a norm above 0, or None for no clipping")
 
+    @property
+    def ramp_length(self) -> int:
+        """The ramp in steps."""
+        return length(self.ramp, self.total_steps or 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class OneBit(_Warmed):
-    """A bit an element and two scales a column, with error feedback: 1-bit SGD (Seide et al., Interspeech 2014)."""
+    """One bit per element and two scales per column, with error feedback (1-bit SGD, Seide et al. 2014)."""

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import AdamW
 
+from thinwire.config import Nesterov
 from thinwire.experiments import data, models, tables
 from thinwire.experiments.pictures import CIFAR10, CIFAR100, Pictures
 from thinwire.recipes.sizes import checked, for_images
@@ -49,11 +50,11 @@ def vgg16(**sizes: Any) -> Recipe:
         eval_every=_steps(2),
         suited={
             "ab": tables.ab(tables.VGG16),
-            "daso": MethodOverrides({"compensate": True}),
+            "daso": MethodOverrides({"warmup": 4 / 30, "cooldown": 4 / 30, "compensate": True}),
             "localsgd": MethodOverrides({"every": 24, "warmup": 0.05}),
-            "diloco": MethodOverrides({"every": 24, "outer_momentum": 0.5, "warmup": 0.05}),
-            "powersgd": MethodOverrides({"rank": 16, "start_step": 0.05}),
-            "topk": MethodOverrides({"warmup": 0.05}),
+            "diloco": MethodOverrides({"every": 24, "outer": Nesterov(0.7, 0.5), "warmup": 0.05}),
+            "powersgd": MethodOverrides({"rank": 16, "warmup": 0.05}),
+            "topk": MethodOverrides({"ramp": 0.05}),
             "onebit": MethodOverrides({"warmup": 0.05}),
         },
     )
@@ -79,6 +80,7 @@ _AUGMENTED = Pictures(statistics=CIFAR10, scale=(0.8, 1.0), rand_augment=9, eras
 
 def mini_vit(**sizes: Any) -> Recipe:
     """OIALR's mini-ViT, 43 M parameters; the baseline of Table A.2, and Table A.1 for what that does not say."""
+    steps = _steps(125)
     whole = checked(models.ViT, {**_MINI, "drop_path": 0.2, **sizes})
     return Recipe(
         name="minivit-cifar10",
@@ -87,7 +89,7 @@ def mini_vit(**sizes: Any) -> Recipe:
         source=data.cifar10,
         model=lambda source: models.library.vit(**for_images(models.ViT, whole, source)),
         optimizer=partial(AdamW, lr=1e-4),
-        steps=_steps(125),
+        steps=steps,
         epochs=125,
         epochs_are_passes=True,
         batch=_BATCH,
@@ -97,10 +99,12 @@ def mini_vit(**sizes: Any) -> Recipe:
         eval_every=_steps(5),
         suited={
             "ab": MethodOverrides({"merge": "trained"}),
-            "oialr": MethodOverrides({"delay": 4000 / _steps(125), "frequency": 1000 / _steps(125), "cutoff": 0.2}),
+            "oialr": MethodOverrides(
+                {"factor_at": 4000 / _steps(125), "redecompose": 1000 / _steps(125), "cutoff": 0.2}
+            ),
             "localsgd": MethodOverrides({"every": 24, "warmup": 0.05}),
             "diloco": MethodOverrides({"every": 24, "warmup": 0.05}),
-            "powersgd": MethodOverrides({"rank": 16, "start_step": 0.05}),
+            "powersgd": MethodOverrides({"rank": 16, "warmup": 0.05}),
         },
     )
 

@@ -66,7 +66,7 @@ def vit_b16_oialr(**sizes: Any) -> Recipe:
         autocast=True,
         eval_every=round(steps / epochs),
         suited={
-            "oialr": MethodOverrides({"delay": 25_000 / steps, "frequency": 1000 / steps, "cutoff": 0.1}),
+            "oialr": MethodOverrides({"factor_at": 25_000 / steps, "redecompose": 1000 / steps, "cutoff": 0.1}),
         },
     )
 

@@ -76,10 +76,10 @@ def autoformer(horizon: int, **sizes: Any) -> Recipe:
         suited={
             "oialr": MethodOverrides(
                 {
-                    "delay": 600 / steps,
-                    "frequency": 400 / steps,
+                    "factor_at": 0,
+                    "updates_from": 600 / steps,
+                    "redecompose": 400 / steps,
                     "cutoff": 0.4,
-                    "warmup": False,
                     "keep_first": True,
                 }
             ),

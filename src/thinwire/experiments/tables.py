@@ -24,7 +24,7 @@ class Counts(NamedTuple):
         total = self.epoch * epochs
         return {
             "warmup": self.warmup / total,
-            "group_steps": self.group / total,
+            "every": self.group / total,
             "rebound": self.rebound / self.group,
             "lr_rebound": self.lr_rebound / self.group,
         }

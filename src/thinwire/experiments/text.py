@@ -8,6 +8,7 @@ from typing import Any, cast
 from torch import nn
 from torch.optim import AdamW
 
+from thinwire.config import Nesterov
 from thinwire.experiments import data, models
 from thinwire.recipes.sizes import checked
 from thinwire.train.data import Source, Text
@@ -60,11 +61,11 @@ def _wikitext2(name: str, summary: str, sizes: dict[str, Any], *, lr: float, epo
         eval_every=max(1, steps // 20),
         suited={
             "ab": MethodOverrides({"merge": "trained"}),
-            "oialr": MethodOverrides({"delay": 0.5, "layer_fraction": 0.25}),
+            "oialr": MethodOverrides({"factor_at": 0.5, "layer_fraction": 0.25}),
             "localsgd": MethodOverrides({"every": 8, "warmup": 0.05}),
-            "diloco": MethodOverrides({"every": 12, "outer_momentum": 0.5, "warmup": 0.05}),
-            "powersgd": MethodOverrides({"rank": 16, "start_step": 0.05}),
-            "topk": MethodOverrides({"density": 0.05, "warmup": 0.05}),
+            "diloco": MethodOverrides({"every": 12, "outer": Nesterov(0.7, 0.5), "warmup": 0.05}),
+            "powersgd": MethodOverrides({"rank": 16, "warmup": 0.05}),
+            "topk": MethodOverrides({"density": 0.05, "ramp": 0.05}),
             "onebit": MethodOverrides({"warmup": 0.05}),
         },
     )

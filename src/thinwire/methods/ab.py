@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,13 +21,16 @@ from torch import Tensor, nn
 
 from thinwire.comm.topology import Topology
 from thinwire.config import AB
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, DivergedError
 from thinwire.factor import moments
 from thinwire.factor.convert import Layer, to_factors, to_full
 from thinwire.methods.ab_timetable import timetable
-from thinwire.methods.base import Ground
+from thinwire.methods.averaged import AveragedTensors
+from thinwire.methods.averaging import role_by_codes
+from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.factoring import Factoring
-from thinwire.methods.merging import average_buffers, average_moments, average_parameters, put_back, refuse_diverged
+from thinwire.methods.merging import average_buffers, average_moments, put_back, refuse_diverged
+from thinwire.methods.registry import register
 
 
 class Weights(NamedTuple):
@@ -37,24 +41,33 @@ class Weights(NamedTuple):
     rest: float
 
 
+def _example(**more: Any) -> AB:
+    # The cutoff is high because random weights have flat spectra.
+    fields = {"total_steps": 20, "warmup": 3, "every": 4, "rebound": 2, "lr_rebound": 3, "cutoff": 0.6}
+    return AB(**{**fields, **more})
+
+
+@register("ab", AB, example=_example)
 class ABMethod(Factoring):
-    """Low-rank factors, trained apart and merged."""
+    """Groups train low-rank factors alone and merge (AB training)."""
 
     phases = ("warmup", "groups", "rebound", "final")
     cuts_at_end = True
     config: AB
 
-    def __init__(self, config: AB, ground: Ground) -> None:
-        super().__init__(config, ground)
+    def __init__(self, config: AB, context: MethodContext) -> None:
+        super().__init__(config, context)
         self.segments = timetable(config)
         self.index = 0
         self.lr_start: int | None = None
-        self.base: list[Tensor] = []
+        self.average: AveragedTensors | None = None
+        """What a merge averages, while groups train apart."""
+        context.lr_factor = self._lr_factor
 
     @classmethod
     def role(cls, config: AB, topology: Topology) -> Hashable:
-        """The factor that its group trains."""
-        return _trained_factor(topology)
+        """The factor that its group trains; where codes say so, the group."""
+        return _trained_factor(topology), role_by_codes(topology, config.wire, config.warmup_wire)
 
     def attach(self) -> None:
         """Begin with the first phase; a warm-up of no steps begins with the groups."""
@@ -62,18 +75,18 @@ class ABMethod(Factoring):
         self._follow_timetable()
 
     def after_step(self) -> None:
-        """Count it, agree on the buffers, and change phase where the timetable says so."""
+        """Change phase where the timetable says so."""
         super().after_step()
         self._follow_timetable()
         self.warn_beyond_the_end()
 
     @property
-    def spans_world(self) -> bool:
+    def in_sync(self) -> bool:
         """False while groups train apart."""
         return self.phase != "groups" or len(self.topology.groups) == 1
 
     @property
-    def quiet_until(self) -> int:
+    def next_event(self) -> int:
         """The end of the present phase."""
         return self.segments[self.index].end if self.index + 1 < len(self.segments) else sys.maxsize
 
@@ -82,8 +95,7 @@ class ABMethod(Factoring):
         """The factor this worker's group trains: the first half of the groups A, the others B, a lone group B."""
         return _trained_factor(self.topology)
 
-    @property
-    def lr_factor(self) -> float:
+    def _lr_factor(self) -> float:
         """The learning-rate rebound: linear from near zero to one after each change of shape."""
         length = self.config.lr_rebound_length
         if self.lr_start is None or self.step - self.lr_start >= length:
@@ -97,13 +109,15 @@ class ABMethod(Factoring):
             self._merge()
         self.agree_on_order()
         self.find_layers()
-        self._cut(self.config.cutoff if cutoff is None else cutoff)
-        self.replicated.unwrap()
+        self.cut(self.config.cutoff if cutoff is None else cutoff)
 
     @contextmanager
-    def lend_merged(self) -> Iterator[None]:
+    def merged(self) -> Iterator[None]:
         """Average copies of everything, and put the group's own back."""
-        with put_back(self.model):
+        if self.average is None:
+            yield
+            return
+        with put_back(self.model), self.average.restored():
             self._average(self._weigh())
             yield
 
@@ -115,7 +129,7 @@ class ABMethod(Factoring):
             if self.phase == "groups":
                 self._merge()
             self.index += 1
-            self._set_phase(self.segments[self.index].phase)
+            self.set_phase(self.segments[self.index].phase)
             if self.phase == "groups":
                 self._split()
 
@@ -129,8 +143,8 @@ class ABMethod(Factoring):
             self.warn_of_no_factors(self.config.cutoff)
         self._freeze()
         self.observed.zero_()
-        self.base = self._copy_base()
-        self.replicated.wrap(self.topology.group)
+        self._make_average()
+        self.gradients.apart()
 
     def _merge(self) -> None:
         """Step 4: one model again, full-rank, with the optimizer in the same state everywhere."""
@@ -141,12 +155,12 @@ class ABMethod(Factoring):
         for layer in self.factored:
             self._to_full(layer, states[layer.key])
         if self.config.moments == "reset":
-            self.optimizers.reset(self.parameters())
+            self.optimizers.reset(list(self.model.parameters()))
         else:
-            average_moments(self.wire, self.optimizers, self.parameters(), weights.rest)
-        self.base = []
-        self.replicated.wrap(self.topology.world)
-        self.ground.after_merge()
+            average_moments(self.wire, self.optimizers, list(self.model.parameters()), weights.rest)
+        self.average = None
+        self.gradients.together(self.config.warmup_wire)
+        self.context.after_merge()
 
     def _weigh(self) -> Weights:
         """This group's weights in a merge; a group that diverged stops the run here, by name."""
@@ -172,21 +186,26 @@ class ABMethod(Factoring):
         return Weights(0.0, sizes[own] / sum(sizes[half:]), rest)
 
     def _average(self, weights: Weights) -> None:
-        parameters = self._merged_parameters()
-        chosen = [getattr(weights, kind) for _, kind in parameters]
-        average_parameters(self.wire, [p for p, _ in parameters], chosen, self.config.wire, self.base)
+        assert self.average is not None, "groups are not apart"
+        chosen = [getattr(weights, kind) for _, kind in self._merged_parameters()]
+        self.average.send(self.step, 0, weights=chosen)
+        if not self.average.receive():
+            raise DivergedError(
+                f"what groups sent does not add up to finite numbers at step {self.step}, so nothing was merged; lower "
+                "the learning rate or go back to a checkpoint"
+            )
+        self.average.agree()
+        self.average.move(1.0, self.step)
         average_buffers(self.wire, self.model.buffers(), weights.rest)
 
     def _merged_parameters(self) -> list[tuple[nn.Parameter, str]]:
         """What a merge averages and by which weight; parameters the user froze are the same everywhere."""
         kinds = {id(p): kind for x in self.factored for p, kind in zip(x.factors, "ab", strict=True)}
-        return [(p, kinds.get(id(p), "rest")) for p in self.parameters() if p.requires_grad or id(p) in kinds]
+        return [(p, kinds.get(id(p), "rest")) for p in self.model.parameters() if p.requires_grad or id(p) in kinds]
 
-    def _copy_base(self) -> list[Tensor]:
-        """Where all groups start from, if the wire carries differences."""
-        if self.config.wire == "fp32":
-            return []
-        return [p.detach().clone() for p, _ in self._merged_parameters()]
+    def _make_average(self) -> None:
+        parameters = [p for p, _ in self._merged_parameters()]
+        self.average = AveragedTensors(self.wire, lambda: parameters, self.config.wire, self.step)
 
     # Layers.
 
@@ -227,33 +246,38 @@ class ABMethod(Factoring):
 
     # Checkpoints.
 
-    def state(self) -> dict[str, Any]:
-        """Place in the timetable, order of use, ranks and the learning rate's rebound."""
-        return {**super().state(), "index": self.index, "lr_start": self.lr_start}
+    def state_dict(self) -> dict[str, Any]:
+        """Place in the timetable, the learning rate's rebound, and what groups started from."""
+        state = super().state_dict()
+        average = self.average.state_dict() if self.average is not None else {"shared": None, "local": {}}
+        state["shared"] |= {"index": self.index, "lr_start": self.lr_start, "average": average["shared"]}
+        state["local"]["average"] = average["local"]
+        return state
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: Saved) -> None:
         """Go to a place in the timetable and give the model the shape it had there."""
-        super().load_state(state)
-        for layer in self.factored:
-            self._to_full(layer, {})
-        self.index = state["index"]
-        self.load_order(state)
-        for layer in self.layers:
-            rank = state["ranks"].get(layer.key)
-            if rank is not None:
-                m, n = layer.view.tall
-                self._to_factors(layer, torch.empty(m, rank), torch.empty(rank, n))
-        self.lr_start = state["lr_start"]
-        self._freeze()
-        self.replicated.wrap(self.topology.group if self.phase == "groups" else self.topology.world)
+        shared = saved.shared
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The values that groups started from, where the wire carries differences."""
-        return {f"base.{i}": t for i, t in enumerate(self.base)}
+        def reshape_and_load() -> None:
+            for layer in self.factored:
+                self._to_full(layer, {})
+            self.index = shared["index"]
+            self.load_order(shared)
+            for layer in self.layers:
+                rank = shared["ranks"].get(layer.key)
+                if rank is not None:
+                    m, n = layer.view.tall
+                    self._to_factors(layer, torch.empty(m, rank), torch.empty(rank, n))
+            self.lr_start = shared["lr_start"]
+            self._freeze()
+            saved.load_values()
 
-    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take the starting values back."""
-        self.base = [tensors[f"base.{i}"] for i in range(len(tensors))]
+        super().load_state_dict(replace(saved, load_values=reshape_and_load))
+        self.average = None
+        if self.phase == "groups":
+            self._make_average()
+            assert self.average is not None and saved.local is not None, "a group phase resumes in the same groups"
+            self.average.load_state_dict(shared["average"], saved.local["average"])
 
 
 def _trained_factor(topology: Topology) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from thinwire.comm.codec import all_finite
+from thinwire.comm.buckets import all_finite
 from thinwire.comm.collectives import Wire
 from thinwire.comm.topology import Topology
 from thinwire.errors import DivergedError
@@ -33,7 +33,7 @@ def agreed_factors(
     with wire.ledger.times.decomposing():
         # Nothing is handed around on a dry wire, so there everyone finds all.
         mine = (None, wire.topology.member)
-        found = [find(layer) if wire.is_dry or owner in mine else None for layer, owner in owners]
+        found = [find(layer) if wire.is_simulated or owner in mine else None for layer, owner in owners]
     for member in sorted({owner for _, owner in owners if owner is not None}):
         its = [i for i, (_, owner) in enumerate(owners) if owner == member]
         _hand_around(layers, found, its, wire, member, count)
@@ -110,7 +110,7 @@ def _hand_around(
         if member is None:
             wire.broadcast(tensors, "decomposition")
         else:
-            wire.share_out(tensors, member, "decomposition")
+            wire.broadcast_in_group(tensors, member, "decomposition")
 
     ranks = torch.tensor([_rank(found[i]) for i in which], device=device)
     send([ranks])

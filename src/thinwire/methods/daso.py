@@ -1,4 +1,4 @@
-"""DASO: hierarchical, asynchronous averaging (dissertation, chapter 3).
+"""DASO: hierarchical, asynchronous averaging (dissertation of D. Coquelin, chapter 3).
 
 Gradients are averaged inside the node at every step. Between nodes, parameters:
 
@@ -8,139 +8,240 @@ Gradients are averaged inside the node at every step. Between nodes, parameters:
        the node itself has trained since
     3. cool-down: as the warm-up, so that all end with one model
 
-Once the loss does not fall any more B and S are halved; at B = 1 both start again. What travels is the difference to
-the last agreed values, which every worker has. Running statistics travel with the parameters, in fp32; other buffers
-are averaged where phases change. The optimizer's state is each node's own. With one node it is plain data-parallel
-training.
+Once the loss does not fall any more B and S are halved; at B = 1 both start again. Running statistics travel with the
+parameters, in fp32; other buffers are averaged where phases change. The optimizer's state is each node's own. With one
+node it is plain data-parallel training.
 """
 
 import logging
 import math
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor, nn
 
-from thinwire.comm.codec import all_finite, pack_wide, reals
+from thinwire.comm.collectives import Pending
 from thinwire.comm.topology import Topology
-from thinwire.comm.transfer import make_rotating, make_transfer
 from thinwire.config import DASO
 from thinwire.errors import ConfigError, DivergedError
-from thinwire.methods.base import Cycle, Ground, Method
-from thinwire.methods.cargo import Cargo, Flight
+from thinwire.methods.averaged import AveragedTensors
+from thinwire.methods.averaging import Cycle, role_by_codes
+from thinwire.methods.base import Method
+from thinwire.methods.context import MethodContext, Saved
+from thinwire.methods.counters import compare_counters, gather_counters
 from thinwire.methods.merging import average_buffers, put_back, refuse_diverged
 from thinwire.methods.plateau import Plateau
+from thinwire.methods.registry import register
 
 log = logging.getLogger("thinwire")
 
 
+def _example(**more: Any) -> DASO:
+    fields = {"total_steps": 20, "warmup": 4, "cooldown": 4, "every": 4, "overlap": 2, "plateau_patience": None}
+    return DASO(**{**fields, **more})
+
+
+@register("daso", DASO, example=_example)
 class DASOMethod(Method):
-    """Parameters averaged between nodes while training goes on."""
+    """Gradients inside the node, parameters between nodes while training goes on."""
 
     phases = ("warmup", "cycling", "cooldown")
-    complex_wires = ("fp32", "bf16", "int8")
     config: DASO
 
-    def __init__(self, config: DASO, ground: Ground) -> None:
-        super().__init__(config, ground)
-        self.every, self.wait = config.max_skips, config.wait
+    def __init__(self, config: DASO, context: MethodContext) -> None:
+        super().__init__(config, context)
+        self.every, self.overlap = config.every, config.overlap
         self.plateau = Plateau(config.plateau_patience or 0, config.plateau_threshold)
         self.epochs = 0
-        self.sent_at = self.sends = 0
-        self.agreed_at = 0
-        self.flight: Flight | None = None
-        self.cargo: list[Cargo] = []
+        self.sent_at = 0
+        self.averaged: list[AveragedTensors] = []
         """Parameters, then statistics if there are any."""
+        self._counters: Pending | None = None
         self._warned: set[str] = set()
+        if config.plateau_patience is not None:
+            context.on_epoch_end.append(self._epoch_end)
 
     @classmethod
     def role(cls, config: DASO, topology: Topology) -> Hashable:
-        """Where sums are coded each node owns another part of them."""
-        return super().role(config, topology) if config.wire == "int8" else None
+        """All nodes do the same, unless codes say otherwise."""
+        return role_by_codes(topology, config.wire, config.warmup_code)
 
     def attach(self) -> None:
         """Nodes by themselves from the first step; a warm-up of no steps is over at once."""
-        self.replicated.wrap(self.topology.group)
-        self._load_cargo()
+        self.gradients.apart()
+        self._make_averaged(self.config.warmup_code)
         self._enter_phase()
 
     def after_step(self) -> None:
-        """Count it, agree on buffers inside the node, and exchange what is due between nodes."""
-        self.step += 1
-        self.replicated.hand_on_buffers()
-        if not self.spans_world:
+        """Exchange what is due between nodes."""
+        if not self.in_sync:
             if self.phase == "cycling":
                 self._cycle()
             else:
                 self._send(0)
                 self._arrive()
         self._enter_phase()
-        if self.step == self.config.total_steps and not self.spans_world:
+        if self.step == self.config.total_steps and not self.in_sync:
             self._average_rest()
         self._warn()
 
     @property
-    def spans_world(self) -> bool:
+    def in_sync(self) -> bool:
         """Only with one node: parameters may agree between steps, the optimizer's state never does."""
         return len(self.topology.groups) == 1
 
     @property
-    def assumes(self) -> str:
-        """Losses are not known before."""
-        adapts = self.config.plateau_patience is not None and not self.spans_world
-        return "the loss keeps falling, so B and S stay" if adapts else ""
-
-    @property
-    def quiet_until(self) -> int:
+    def next_event(self) -> int:
         """The end of a phase; in cycling the next average that is sent, or comes back."""
-        if self.phase != "cycling" or self.spans_world:
+        if self.phase != "cycling" or self.in_sync:
             return self._phase_end
-        flight = self.flight
-        ahead = [self._phase_end, self.sent_at + self.every]
-        if flight is not None:
-            turn = self.cargo[0].transfer.turn(flight.wait)
-            ahead += [flight.sent + flight.wait, *([flight.sent + turn] if turn is not None else [])]
-        return min(step for step in ahead if step > self.step)
+        first = self.averaged[0]
+        ahead = [self._phase_end, self.sent_at + self.every, first.due, first.turn]
+        return min(step for step in ahead if step is not None and step > self.step)
 
-    def skip(self, steps: int) -> None:
-        """Those of warm-up and cool-down send something each."""
-        super().skip(steps)
-        if self.phase != "cycling":
-            self.sends += steps
+    def finish(self, cutoff: float | None) -> None:
+        """One model again; cut it where a cutoff is given."""
+        self.check_counters()
+        self._merge()
+        super().finish(cutoff)
+
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        """The mean of what nodes hold; what is under way is waited for, and taken in when it is due."""
+        with self.wire.ledger.everything_is("merge"):  # training pays for it, not the evaluation
+            self._settle()
+        sent_at = self.sent_at
+        with put_back(self.model), ExitStack() as stack:
+            for part in self.averaged:
+                stack.enter_context(part.restored())
+            stack.callback(setattr, self, "sent_at", sent_at)
+            self._merge()
+            yield
+
+    # Exchanges.
+
+    def _make_averaged(self, code: str) -> None:
+        self.averaged = []
+        if self.in_sync:
+            return
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        if not trained:
+            raise ConfigError("no parameter of the model is trained: all are frozen, so there is nothing to average")
+        kinds: list[tuple[Callable[[], Sequence[Tensor]], str]] = [(lambda: trained, code), (self._statistics, "fp32")]
+        self.averaged = [
+            AveragedTensors(self.wire, tensors, its_code, self.step, rotating=not self.config.sharded)
+            for tensors, its_code in kinds
+            if any(t.numel() for t in tensors())
+        ]
+
+    def _statistics(self) -> list[Tensor]:
+        """Running means and variances; in fewer bits a small variance beside a large one might become negative."""
+        norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+        found = [b for norm in norms for b in norm.buffers(recurse=False) if b.is_floating_point()]
+        return list({id(b): b for b in found}.values())
+
+    def _average_rest(self) -> None:
+        """Buffers that do not travel with the parameters, if they differ."""
+        known = {id(b) for part in self.averaged for b in part.tensors()}
+        average_buffers(self.wire, [b for b in self.model.buffers() if id(b) not in known], self.weight)
+
+    def _cycle(self) -> None:
+        """Take in what is due, then send what is, unless it would come back after the phase is over."""
+        first = self.averaged[0]
+        if first.due is not None and self.step >= first.due:
+            self._arrive()
+        elif first.turn is not None and self.step >= first.turn:
+            first.aggregator.middle()
+        is_due = first.pending is None and self.step >= self.sent_at + self.every
+        if is_due and self.step + self.overlap <= self._phase_end:
+            self._send(self.overlap)
+            if self.overlap == 0:
+                self._arrive()
+
+    def _send(self, overlap: int, first: int = 0) -> None:
+        self._counters = gather_counters(self.wire, self.step, self.forwards)
+        for part in self.averaged[first:]:
+            keep_own = part is self.averaged[0] and overlap > 0 and self.config.compensate
+            part.send(self.step, overlap, keep_own=keep_own)
+        self.sent_at = self.step
+
+    def _arrive(self) -> None:
+        """Take in what came back; statistics are never compensated.
+
+        A variance plus what it changed by elsewhere may be negative.
+        """
+        self._settle()
+        nodes = len(self.topology.groups)
+        for part in self.averaged:
+            if part.pending is None:
+                continue
+            pending = part.agree()
+            if pending.own is not None:
+                part.shift_from(pending.own)
+            else:
+                part.move(nodes / (2 * pending.overlap + nodes), self.step)
+
+    def _settle(self) -> None:
+        """Wait for what is under way; it is taken in when it is due all the same."""
+        if self._counters is not None:
+            rows, self._counters = self._counters.wait().tolist(), None
+            compare_counters(rows, self.step, self.context.has_scaler)
+        sound = [part.receive() for part in self.averaged if part.pending is not None]
+        if not all(sound):
+            for part in self.averaged:
+                part.pending = None
+            refuse_diverged(self.wire, self.model, self.observed, self.step)
+            raise DivergedError(
+                f"what nodes sent does not add up to finite numbers at step {self.step}; lower the learning rate or go "
+                "back to a checkpoint"
+            )
+
+    def _merge(self) -> None:
+        """The mean of what nodes hold now; what is under way is older, and only agreed on."""
+        if self.in_sync:
+            return
+        refuse_diverged(self.wire, self.model, self.observed, self.step)
+        self._settle()
+        for part in self.averaged:
+            if part.pending is not None:
+                part.agree()
+        # Statistics may have moved since, by batches that were no step of training.
+        first = 1 if self.averaged[0].level == self.step else 0
+        if self.averaged[first:]:
+            self._send(0, first)
+            self._arrive()
+        self._average_rest()
+
+    # Phases and pace.
 
     @property
-    def cycle(self) -> Cycle | None:
-        """From one average to the next that the same member carries, while the pace stays."""
-        if self.phase != "cycling" or self.spans_world:
-            return None
-        flight = self.flight
-        under_way = flight and (self.step - flight.sent, flight.wait, bool(flight.means), flight.first)
-        since = self.step - self.sent_at, self.agreed_at == self.step
-        place = self.every, self.wait, self.plateau.worse, self.sends % self.topology.shares, *since, under_way
-        # What would come back after the phase is not sent.
-        return Cycle(place, self._phase_end - self.every - self.wait)
+    def _phase_end(self) -> int:
+        ends = {"warmup": self.config.warmup_length, "cycling": self.config.total_steps - self.config.cooldown_length}
+        return ends.get(self.phase, sys.maxsize)
 
-    def shift(self, steps: int) -> None:
-        """So much later was the last average sent."""
-        super().shift(steps)
-        self.sent_at += steps
-        self.agreed_at += steps
-        if self.flight is not None:
-            self.flight.sent += steps
+    def _enter_phase(self) -> None:
+        while self.step >= self._phase_end:
+            self.check_counters()
+            if not self.in_sync:
+                self._average_rest()
+            if self.phase == "warmup" and self.config.warmup_code != self.config.wire:
+                self._make_averaged(self.config.wire)
+            self.set_phase(self.phases[self.phases.index(self.phase) + 1])
+            self.sent_at = self.step
 
-    def epoch_end(self, loss: float | None) -> None:
-        """Average oftener once the mean loss over workers does not fall any more; then less often again."""
+    def _epoch_end(self, loss: float | None) -> None:
+        """Average more often once the mean loss over workers does not fall any more; then less often again."""
         self.epochs += 1
-        if self.spans_world:
+        if self.in_sync:
             return
         self.wire.barrier("epoch_end()")
         total, count = self.observed.tolist() if loss is None else (loss, 1.0)
         self.observed.zero_()
-        rows = self.wire.everyone([total, count], "control")
+        rows = self.wire.all_gather_scalars([total, count], "control")
         if not all(row[1] for row in rows):
             raise ConfigError(
                 "epoch_end() was given no loss and none was observed since the last one; "
@@ -153,254 +254,91 @@ class DASOMethod(Method):
                 "lower the learning rate or go back to a checkpoint"
             )
         mean = sum(total / count for total, count in rows) / len(rows)
-        if self.phase == "cycling" and self.config.plateau_patience is not None and self.plateau.reached(mean):
+        if self.phase == "cycling" and self.plateau.reached(mean):
             self._change_pace()
-
-    def finish(self, cutoff: float | None) -> None:
-        """One model again; cut it where a cutoff is given."""
-        self.check_counters()
-        self.merge()
-        super().finish(cutoff)
-
-    def merge(self) -> None:
-        """The mean of what nodes hold now; what is under way is older, and only agreed on."""
-        if self.spans_world:
-            return
-        self.check_health()
-        if self.flight is not None:
-            self._take()
-        # Statistics may have moved since, by batches that were no step of training.
-        first = 0 if self.agreed_at != self.step else 1
-        if self.cargo[first:]:
-            self._send(0, first)
-            self._arrive()
-        self._average_rest()
-
-    @contextmanager
-    def lend_merged(self) -> Iterator[None]:
-        """Lend what `merge` would leave; what is under way is waited for, and taken in when it is due."""
-        with self.wire.ledger.everything_is("merge"):  # training pays for it, not the evaluation
-            self.settle()
-        before = self.flight, self.cargo, self.sends, self.sent_at, self.agreed_at
-        self.cargo = [Cargo(part.tensors, part.transfer, part.base.clone()) for part in self.cargo]
-        errors = [{name: t.clone() for name, t in part.transfer.state().items()} for part in self.cargo]
-        with put_back(self.model):
-            try:
-                self.merge()
-                yield
-            finally:
-                self.flight, self.cargo, self.sends, self.sent_at, self.agreed_at = before
-                for part, error in zip(self.cargo, errors, strict=True):
-                    part.transfer.load_state(error)
-
-    @property
-    def weight(self) -> float:
-        """This node's share in a mean over workers."""
-        return len(self.topology.group) / self.topology.world_size
-
-    def check_health(self) -> None:
-        """A node that diverged stops the run here, by name."""
-        refuse_diverged(self.wire, self.model, self.observed, self.step)
-
-    # Exchanges.
-
-    def _load_cargo(self) -> None:
-        """Who travels, from now on as if all nodes had just agreed on it."""
-        self.cargo = []
-        if self.spans_world:
-            return
-        trained = [p for p in self.parameters() if p.requires_grad]
-        if not trained:
-            raise ConfigError("no parameter of the model is trained: all are frozen, so there is nothing to average")
-        make = make_transfer if self.config.sharded else make_rotating
-        kinds: list[tuple[Callable[[], list[Tensor]], str]]
-        kinds = [(lambda: [reals(p) for p in trained], self.config.wire), (self._statistics, "fp32")]
-        for tensors, rounding in kinds:
-            if any(t.numel() for t in tensors()):
-                base = pack_wide(tensors())
-                transfer = make(self.wire, base.numel(), rounding, base.device, "merge")
-                self.cargo.append(Cargo(tensors, transfer, base))
-
-    def _statistics(self) -> list[Tensor]:
-        """Running means and variances; in fewer bits a small variance beside a large one might become negative."""
-        norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
-        found = [b for norm in norms for b in norm.buffers(recurse=False) if b.is_floating_point()]
-        return list({id(b): b for b in found}.values())
-
-    def _average_rest(self) -> None:
-        """Buffers that do not travel with the parameters, if they differ."""
-        known = {id(b) for part in self.cargo for b in part.tensors()}
-        average_buffers(self.wire, [b for b in self.model.buffers() if id(b) not in known], self.weight)
-
-    def _cycle(self) -> None:
-        """Take in what is due, then send what is, unless it would come back after the phase is over."""
-        flight = self.flight
-        if flight is not None:
-            turn = self.cargo[0].transfer.turn(flight.wait)
-            if self.step >= flight.sent + flight.wait:
-                self._arrive()
-            elif not flight.means and turn is not None and self.step >= flight.sent + turn:
-                self.cargo[0].transfer.middle()
-        if self.flight is None and self.step >= self.sent_at + self.every and self.step + self.wait <= self._phase_end:
-            self._send(self.wait)
-            if self.wait == 0:
-                self._arrive()
-
-    def _send(self, wait: int, first: int = 0) -> None:
-        self.flight = Flight(self.step, wait, self.ask_counters(), first=first)
-        for part in self.cargo[first:]:
-            if part is self.cargo[0] and wait and self.config.compensate:
-                self.flight.own = pack_wide(part.tensors())
-            part.send(wait, self.sends)
-        self.sent_at = self.step
-        self.sends += 1
-
-    def _arrive(self) -> None:
-        """Take in what came back; statistics are never compensated.
-
-        A variance plus what it changed by elsewhere may be negative.
-        """
-        flight, nodes = self._take(), len(self.topology.groups)
-        weight = nodes / (2 * flight.wait + nodes)
-        for part in self.cargo[flight.first :]:
-            if part is self.cargo[0] and flight.own is not None:
-                part.shift_from(flight.own)
-            else:
-                part.mix(weight)
-        if flight.wait == 0:
-            self.agreed_at = self.step
-
-    def _take(self) -> Flight:
-        """What was under way; its means are from now on what all agree on."""
-        self.settle()
-        flight, self.flight = self.flight, None
-        assert flight is not None, "nothing is on its way"
-        for part, mean in zip(self.cargo[flight.first :], flight.means, strict=True):
-            part.agree_on(mean)
-        return flight
-
-    def settle(self) -> None:
-        """Wait for what is under way; it is taken in when it is due all the same."""
-        flight = self.flight
-        if flight is None or flight.means:
-            return
-        assert flight.counters is not None
-        self.compare_counters(flight.counters.wait().tolist())
-        parts = self.cargo[flight.first :]
-        found = [part.transfer.end_narrow() for part in parts]
-        means = [mean for mean in found if mean is not None]
-        if len(means) < len(found) or not all_finite(means):
-            self.flight = None
-            self.check_health()
-            raise DivergedError(
-                f"what nodes sent does not add up to finite numbers at step {self.step}; lower the learning rate or go "
-                "back to a checkpoint"
-            )
-        flight.means = [part.received(mean) for mean, part in zip(means, parts, strict=True)]
-
-    # Phases and pace.
-
-    @property
-    def _phase_end(self) -> int:
-        ends = {"warmup": self.config.warmup_length, "cycling": self.config.total_steps - self.config.cooldown_length}
-        return ends.get(self.phase, sys.maxsize)
-
-    def _enter_phase(self) -> None:
-        while self.step >= self._phase_end:
-            self.check_counters()
-            if not self.spans_world:
-                self._average_rest()
-            self._set_phase(self.phases[self.phases.index(self.phase) + 1])
-            self.sent_at = self.step
 
     def _change_pace(self) -> None:
         config = self.config
         if self.every == 1:
-            self.every, self.wait = config.max_skips, config.wait
+            self.every, self.overlap = config.every, config.overlap
         else:
             self.every = max(1, self.every // 2)
-            self.wait = min(max(1, self.wait // 2), self.every) if config.wait else 0
-        self.events.append({"step": self.step, "every": self.every, "wait": self.wait})
+            self.overlap = min(max(1, self.overlap // 2), self.every) if config.overlap else 0
+        self.events.append({"step": self.step, "every": self.every, "overlap": self.overlap})
         if self.topology.rank == 0:
             log.info("the loss stopped falling at step %d: from now on B = %d, S = %d", *self.events[-1].values())
 
     def _warn(self) -> None:
-        config = self.config
-        late = self.step > 2 * max(1.0, config.steps_per_epoch)
-        if self.assumes and late and not self.epochs and self.phase == "cycling":
+        total = self.config.total_steps
+        if self.assumes and not self.epochs and self.phase == "cycling" and self.step > total // 2:
             self._warn_once(
-                f"epoch_end() was not called in {self.step} steps, so B={self.every} and S={self.wait} stay as they "
+                f"epoch_end() was not called in {self.step} steps, so B={self.every} and S={self.overlap} stay as they "
                 "are; call replica.epoch_end(loss) after each epoch, or pin them by plateau_patience=None"
             )
-        if self.step > config.total_steps:
-            self._warn_once(f"step {self.step} is beyond total_steps={config.total_steps}: training stays in cool-down")
+        if self.step > total:
+            self._warn_once(f"step {self.step} is beyond total_steps={total}: training stays in cool-down")
 
     def _warn_once(self, text: str) -> None:
         kind = text.split()[0]
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(text, stacklevel=4)
+            warnings.warn(text, stacklevel=5)
 
-    # Checkpoints.
+    # Checkpoints and plans.
 
-    def state(self) -> dict[str, Any]:
-        """With the pace, and what is under way."""
-        return {
-            **super().state(),
-            "pace": [self.every, self.wait],
+    def state_dict(self) -> dict[str, Any]:
+        """With the pace, and what is under way, which is waited for."""
+        self._settle()
+        state, averaged = super().state_dict(), [part.state_dict() for part in self.averaged]
+        state["shared"] |= {
+            "pace": [self.every, self.overlap],
             "plateau": asdict(self.plateau),
             "epochs": self.epochs,
             "events": self.events,
-            "exchanges": [self.sent_at, self.sends, self.agreed_at],
-            "flight": [self.flight.sent, self.flight.wait] if self.flight else None,
+            "sent_at": self.sent_at,
+            "averaged": [part["shared"] for part in averaged],
         }
+        state["local"]["averaged"] = [part["local"] for part in averaged]
+        return state
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go to where the save was made; what is under way is dropped unseen, for it may be what diverged."""
-        if self.flight is not None and not self.flight.means:
-            assert self.flight.counters is not None
-            self.flight.counters.wait()
-            for part in self.cargo:
-                part.transfer.end_narrow()
-        super().load_state(state)
-        self.every, self.wait = state["pace"]
-        self.plateau = Plateau(**state["plateau"])
-        self.epochs, self.events = state["epochs"], state["events"]
-        self.sent_at, self.sends, self.agreed_at = state["exchanges"]
-        self.flight = Flight(*state["flight"]) if state["flight"] else None
+    def load_state_dict(self, saved: Saved) -> None:
+        """What is under way is dropped; a save of one node has agreed on nothing but the model."""
+        if self._counters is not None:
+            self._counters.wait()
+        self._counters = None
+        for part in self.averaged:
+            part.drop()
+        super().load_state_dict(saved)
+        shared, local = saved.shared, saved.local
+        self.every, self.overlap = shared["pace"]
+        self.plateau = Plateau(**shared["plateau"])
+        self.epochs, self.events, self.sent_at = shared["epochs"], shared["events"], shared["sent_at"]
+        self._make_averaged(self.config.warmup_code if self.phase == "warmup" else self.config.wire)
+        for i, (part, kept) in enumerate(zip(self.averaged, shared["averaged"], strict=False)):
+            part.load_state_dict(kept, local["averaged"][i] if local else {})
 
-    def tensors(self) -> dict[str, Tensor]:
-        """What was last agreed on, and what came back but is not due yet."""
-        kept = {f"base.{i}": part.base for i, part in enumerate(self.cargo)}
-        if self.flight is not None:
-            kept |= {f"mean.{i}": mean for i, mean in enumerate(self.flight.means)}
-            kept |= {"own": self.flight.own} if self.flight.own is not None else {}
-        return kept
+    @property
+    def assumes(self) -> str:
+        """For plans: losses are not known before."""
+        adapts = self.config.plateau_patience is not None and not self.in_sync
+        return "the loss keeps falling, so B and S stay" if adapts else ""
 
-    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take it back; in a save of one node all agree on the model."""
-        self._load_cargo()
-        for i, part in enumerate(self.cargo if tensors else ()):
-            base = tensors[f"base.{i}"]
-            if base.shape != part.base.shape:
-                raise ConfigError(
-                    f"the save holds {len(base)} values that nodes average, here are {len(part.base)}; "
-                    "build the same model, with the same parameters frozen"
-                )
-            part.base = base
-        if self.flight is not None:
-            self.flight.means = [tensors[f"mean.{i}"] for i in range(len(self.cargo))]
-            self.flight.own = tensors.get("own")
+    @property
+    def cycle(self) -> Cycle | None:
+        """From one average to the next, while the pace stays."""
+        if self.phase != "cycling" or self.in_sync:
+            return None
+        first = self.averaged[0]
+        under_way = first.pending and (self.step - first.pending.sent, first.pending.overlap, first.pending.received)
+        since = self.step - self.sent_at, first.level == self.step
+        # What would come back after the phase is not sent.
+        place = self.every, self.overlap, self.plateau.worse, *since, under_way
+        return Cycle(place, self._phase_end - self.every - self.overlap)
 
-    def workspace(self) -> list[Tensor]:
-        """Room for what is packed."""
-        return [part.room for part in self.cargo]
-
-    def own_tensors(self) -> dict[str, Tensor]:
-        """What this worker could not say in the bits it had."""
-        return self.cargo[0].transfer.state() if self.cargo else {}
-
-    def load_own_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take it back."""
-        if tensors:
-            self.cargo[0].transfer.load_state(tensors)
+    def shift(self, steps: int) -> None:
+        """The last average was sent so many steps later."""
+        self.sent_at += steps
+        for part in self.averaged:
+            part.level += steps
+            if part.pending is not None:
+                part.pending.sent += steps

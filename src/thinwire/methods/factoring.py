@@ -11,7 +11,9 @@ from thinwire.errors import ConfigError
 from thinwire.factor.convert import Layer, find_layers, warn_of_idle_patterns
 from thinwire.factor.decompose import smallest_cutoff
 from thinwire.factor.usage import OrderOfUse
-from thinwire.methods.base import Ground, Method
+from thinwire.methods.averaging import role_by_codes
+from thinwire.methods.base import Method
+from thinwire.methods.context import MethodContext
 
 log = logging.getLogger("thinwire")
 
@@ -19,17 +21,18 @@ log = logging.getLogger("thinwire")
 class Factoring(Method):
     """A method whose layers change their shape; its config has `total_steps`, `keep`, `keep_first` and `keep_last`."""
 
-    def __init__(self, config: Any, ground: Ground) -> None:
-        super().__init__(config, ground)
-        self.usage = OrderOfUse(ground.model)
+    def __init__(self, config: Any, context: MethodContext) -> None:
+        super().__init__(config, context)
+        self.usage = OrderOfUse(context.model)
+        context.on_release.append(self.usage.stop)
         self.found_by: list[str] = []
         """The order of use by which the present layers were found; it may become known only later."""
         self._warned = False
 
     @classmethod
     def role(cls, config: Any, topology: Topology) -> Hashable:
-        """All do the same."""
-        return None
+        """All do the same, unless codes say otherwise."""
+        return role_by_codes(topology, config.wire, config.warmup_wire)
 
     def attach(self) -> None:
         """Find the layers, and watch the order in which a forward pass uses them."""
@@ -42,23 +45,11 @@ class Factoring(Method):
             )
         warn_of_idle_patterns(self.model, self.config.keep)
         self.usage.watch()
-        self.replicated.wrap(self.topology.world)
+        self.gradients.together(self.config.warmup_wire)
 
     def after_step(self) -> None:
-        """Count it and agree on the buffers."""
-        self.step += 1
+        """From the first step on the order of use is known."""
         self.agree_on_order()
-        self.replicated.hand_on_buffers()
-
-    @property
-    def gradient_wire(self) -> str:
-        """As the config says."""
-        return self.config.wire
-
-    def release(self) -> None:
-        """Let go of the model, and of its layers' order."""
-        super().release()
-        self.usage.stop()
 
     def warn_beyond_the_end(self) -> None:
         """Once, when there are more steps than the config has."""
@@ -72,7 +63,7 @@ class Factoring(Method):
 
     def warn_of_no_factors(self, cutoff: float) -> None:
         """Once, where the first decomposition made nothing smaller: with the cutoff that would."""
-        if self.factored or not self.layers or self.wire.is_dry or self.topology.rank:
+        if self.factored or not self.layers or self.wire.is_simulated or self.topology.rank:
             return
         needed = sorted(smallest_cutoff(layer.matrix()) for layer in self.layers)
         half = math.ceil(100 * needed[len(needed) // 2]) / 100
@@ -100,11 +91,11 @@ class Factoring(Method):
         """From now on the order of use is known; rank 0's counts, who may have evaluated alone."""
         if self.usage.is_watching:
             self.usage.stop()
-            self.usage.order = self.wire.tell(self.usage.order)[0]
+            self.usage.order = self.wire.all_gather_object(self.usage.order)[0]
 
     def make_room(self) -> None:
         """Drop gradients that the last step used up and the wrapper's buckets, before both shapes are in memory."""
-        self.replicated.unwrap()
+        self.gradients.replicated.unwrap()
         for layer in self.layers:
             for p in layer.parameters:
                 p.grad = None
@@ -114,16 +105,17 @@ class Factoring(Method):
         """The layers that are factors now."""
         return [layer for layer in self.layers if layer.is_factored]
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Order of use, the one that layers were found by, and ranks."""
-        ranks = {layer.key: layer.rank for layer in self.factored}
-        return {**super().state(), "order": self.usage.order, "found_by": self.found_by, "ranks": ranks}
+        state, ranks = super().state_dict(), {layer.key: layer.rank for layer in self.factored}
+        state["shared"] |= {"order": self.usage.order, "found_by": self.found_by, "ranks": ranks}
+        return state
 
-    def load_order(self, state: dict[str, Any]) -> None:
+    def load_order(self, shared: dict[str, Any]) -> None:
         """Find the layers as they were found, and take back the order of use; only while all are full."""
-        self.usage.order = state["found_by"]
+        self.usage.order = shared["found_by"]
         self.find_layers()
-        self.usage.order = state["order"]
+        self.usage.order = shared["order"]
         if self.step:
             self.agree_on_order()
         elif not self.usage.is_watching:

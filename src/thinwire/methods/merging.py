@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm.codec import all_finite
+from thinwire.comm.buckets import all_finite
 from thinwire.comm.collectives import Wire
 from thinwire.errors import DivergedError
 from thinwire.factor.matrix import wide
@@ -22,7 +22,7 @@ def refuse_diverged(wire: Wire, model: nn.Module, observed: Tensor, step: int) -
     loss, count = observed.tolist()
     bad = next((i for i, (_, p) in enumerate(named) if not all_finite([p])), None)
     fault = bad + 1 if bad is not None else -1 if not math.isfinite(loss) else 0
-    reports = wire.everyone([loss if math.isfinite(loss) else 0.0, count, fault], "control")
+    reports = wire.all_gather_scalars([loss if math.isfinite(loss) else 0.0, count, fault], "control")
     for i, group in enumerate(wire.topology.groups):
         faults = [int(reports[rank][2]) for rank in group if reports[rank][2]]
         if faults:
@@ -32,6 +32,14 @@ def refuse_diverged(wire: Wire, model: nn.Module, observed: Tensor, step: int) -
                 "was merged; lower the learning rate or go back to a checkpoint"
             )
     return [row[:2] for row in reports]
+
+
+def average_model(wire: Wire, model: nn.Module, observed: Tensor, step: int) -> None:
+    """All parameters that are trained, and buffers, by their mean over groups, exactly; refuses groups that diverged."""
+    refuse_diverged(wire, model, observed, step)
+    weight = len(wire.topology.group) / wire.topology.world_size
+    average(wire, [p for p in model.parameters() if p.requires_grad], weight, "merge")
+    average_buffers(wire, model.buffers(), weight)
 
 
 @contextmanager
@@ -47,25 +55,6 @@ def put_back(model: nn.Module) -> Iterator[None]:
                 t.copy_(value)
 
 
-def average_parameters(
-    wire: Wire, parameters: Sequence[Tensor], weights: Sequence[float], rounding: str, base: Sequence[Tensor]
-) -> None:
-    """Replace each parameter by the sum over groups, this group's copy times its weight; weights add up to 1.
-
-    A rounded wire carries the difference to `base`, the values all groups started from: rounding
-    the parameters themselves would delete small updates.
-    """
-    starts = base if rounding != "fp32" else [None] * len(parameters)
-    values = [
-        (wide(p.detach()) if start is None else wide(p.detach()) - start) * weight
-        for p, start, weight in zip(parameters, starts, weights, strict=True)
-    ]
-    wire.sum_over_groups(values, "merge", rounding)
-    with torch.no_grad():
-        for p, start, value in zip(parameters, starts, values, strict=True):
-            p.copy_(value if start is None else start + value)
-
-
 def average_buffers(wire: Wire, buffers: Iterable[Tensor], weight: float) -> None:
     """Running statistics by their mean, counters by their maximum, anything else as rank 0 has it.
 
@@ -76,7 +65,7 @@ def average_buffers(wire: Wire, buffers: Iterable[Tensor], weight: float) -> Non
         return
     apart = [buffers[i] for i in wire.differing([[b] for b in buffers], "checksums")]
     statistics = [b for b in apart if b.is_floating_point()]
-    _average(wire, statistics, weight, "buffers")
+    average(wire, statistics, weight, "buffers")
     counters = [b for b in apart if b.numel() == 1 and not (b.is_floating_point() or b.is_complex())]
     if counters:
         agreed = wire.largest(torch.stack([c.reshape(()).to(torch.int64) for c in counters]), "buffers")
@@ -91,7 +80,7 @@ def average_moments(wire: Wire, optimizers: Optimizers, parameters: Sequence[nn.
     absent = wire.differing([_fingerprint(optimizers.state_of(p)) for p in parameters], "moments")
     optimizers.reset([parameters[i] for i in absent])
     states = [state for p in parameters if (state := optimizers.state_of(p))]
-    _average(wire, [state[name] for state in states for name in moments_of(state)], weight, "moments")
+    average(wire, [state[name] for state in states for name in moments_of(state)], weight, "moments")
     steps = [state for state in states if "step" in state]
     if steps and len(wire.topology.groups) > 1:
         agreed = wire.largest(torch.tensor([float(state["step"]) for state in steps], dtype=torch.float64), "moments")
@@ -100,12 +89,12 @@ def average_moments(wire: Wire, optimizers: Optimizers, parameters: Sequence[nn.
             state["step"] = step.fill_(value) if isinstance(step, Tensor) else type(step)(value)
 
 
-def _average(wire: Wire, tensors: Sequence[Tensor], weight: float, purpose: str) -> None:
-    means = [wide(t).mul_(weight) for t in tensors]
+def average(wire: Wire, tensors: Sequence[Tensor], weight: float, purpose: str) -> None:
+    """Replace tensors by their mean over groups, exactly."""
+    means = [wide(t.detach()).mul_(weight) for t in tensors]
     wire.sum_over_groups(means, purpose)
     for t, mean in zip(tensors, means, strict=True):
-        if t is not mean:
-            t.copy_(mean)
+        t.detach().copy_(mean)
 
 
 def _fingerprint(state: Mapping[str, Any]) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """OIALR, orthogonality-informed adaptive low-rank training (dissertation of D. Coquelin, section 4.3, Algorithm 1).
 
-    1. full rank for `delay` steps, until the bases of the weights are stable
+    1. warm-up: full rank until `factor_at`, when the bases of the weights are stable
     2. every weight becomes U S Vᵀ: U and V are frozen, the square S is trained
-    3. every `frequency` steps S of the last layers is decomposed, its vectors are folded into U and V, and small
+    3. every `redecompose` steps S of the last layers is decomposed, its vectors are folded into U and V, and small
        singular values are dropped; each time more layers are among the last ones
 
 Only S and what is not factored have gradients, so only they cross the wire.
@@ -10,6 +10,7 @@ Only S and what is not factored have gradients, so only they cross the wire.
 
 import math
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from thinwire.factor import moments
 from thinwire.factor.convert import Kept, Layer, to_factors, to_full
 from thinwire.factor.matrix import product, wide
 from thinwire.methods.agree import agreed_factors, empty_factors
-from thinwire.methods.base import Ground
+from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.factoring import Factoring
+from thinwire.methods.registry import register
 
 _FORM = 3  # U, S, Vᵀ
 
@@ -37,33 +39,41 @@ def decoupled_decay(optimizer: Optimizer) -> dict[int, float]:
     return found
 
 
+def _example(**more: Any) -> OIALR:
+    fields = {"total_steps": 20, "factor_at": 4, "redecompose": 3, "cutoff": 0.3, "layer_fraction": 0.5}
+    return OIALR(**{**fields, **more})
+
+
+@register("oialr", OIALR, example=_example)
 class OIALRMethod(Factoring):
-    """The small matrices between frozen bases, trained by the whole world."""
+    """Bases frozen once stable, the small matrix between them trained (OIALR)."""
 
     phases = ("warmup", "lowrank")
     config: OIALR
 
-    def __init__(self, config: OIALR, ground: Ground) -> None:
-        super().__init__(config, ground)
+    def __init__(self, config: OIALR, context: MethodContext) -> None:
+        super().__init__(config, context)
         self.updates = 0
+        context.before_update.append(self._before_update)
+        context.after_update.append(self._after_update)
         self._before: list[tuple[Layer, Tensor, float]] = []
 
     def attach(self) -> None:
         """Begin at full rank, or at low rank at once."""
         super().attach()
-        if not self.config.warmup or self.config.delay_length == 0:
+        if self.config.warmup_length == 0:
             self._begin()
 
     def after_step(self) -> None:
-        """Count it, agree on the buffers; enter low rank, or update the bases, where it is time."""
+        """Enter low rank, or update the bases, where it is time."""
         super().after_step()
-        if self.phase == "warmup" and self.step >= self.config.delay_length:
+        if self.phase == "warmup" and self.step >= self.config.warmup_length:
             self._begin()
         elif self.phase == "lowrank" and self._is_due:
             self._update()
         self.warn_beyond_the_end()
 
-    def before_update(self, optimizer: Optimizer) -> None:
+    def _before_update(self, optimizer: Optimizer) -> None:
         """Remember every S, as its update may be scaled; a closure may still have to find their gradients."""
         if self.config.match_rate is not False:
             decay = decoupled_decay(optimizer)
@@ -71,7 +81,7 @@ class OIALRMethod(Factoring):
             self._before = [(layer, s.detach().clone(), decay[id(s)]) for layer, s in middles if id(s) in decay]
 
     @torch.no_grad()
-    def after_update(self, optimizer: Optimizer) -> None:
+    def _after_update(self, optimizer: Optimizer) -> None:
         """S where an update as many times larger, but for weight decay, would have brought it."""
         for layer, before, decay in self._before:
             s = layer.factors[1]
@@ -87,12 +97,14 @@ class OIALRMethod(Factoring):
         return any(name in moments.QUADRATIC for name in self.optimizers.state_of(p))
 
     @property
-    def quiet_until(self) -> int:
+    def next_event(self) -> int:
         """The next update, or the end of the full-rank steps."""
-        delay, every = self.config.delay_length, self.config.update_length
-        if self.step < delay:
-            return delay if self.phase == "warmup" else delay + every
-        following = delay + ((self.step - delay) // every + 1) * every
+        start, every = self.config.updates_start, self.config.update_length
+        if self.phase == "warmup":
+            return self.config.warmup_length
+        if self.step < start:
+            return start + every
+        following = start + ((self.step - start) // every + 1) * every
         return following if following < self.config.total_steps else sys.maxsize
 
     def finish(self, cutoff: float | None) -> None:
@@ -105,14 +117,13 @@ class OIALRMethod(Factoring):
         if self.phase == "warmup":
             self.find_layers()
             if cutoff is not None:
-                self._cut(cutoff)
+                self.cut(cutoff)
         else:
             if cutoff is None:
                 self._recut(self._reached, self.config.cutoff)
             else:
                 self._recut(self.layers, cutoff, max_shrink=1.0)
             self._fold()
-        self.replicated.unwrap()
 
     @property
     def _reached(self) -> list[Layer]:
@@ -123,7 +134,7 @@ class OIALRMethod(Factoring):
     @property
     def _is_due(self) -> bool:
         # An update at the very end would cut what nothing trains again; `finish` cuts there anyway.
-        since = self.step - self.config.delay_length
+        since = self.step - self.config.updates_start
         return since > 0 and since % self.config.update_length == 0 and self.step < self.config.total_steps
 
     def _begin(self) -> None:
@@ -131,7 +142,7 @@ class OIALRMethod(Factoring):
         self.check_counters()
         self.find_layers()
         self._recut(self.layers, 0.0)
-        self._set_phase("lowrank")
+        self.set_phase("lowrank")
 
     def _update(self) -> None:
         """New bases for the last layers, of which there are more each time."""
@@ -144,12 +155,12 @@ class OIALRMethod(Factoring):
             return
         shrink = self.config.max_shrink if max_shrink is None else max_shrink
         self.make_room()
-        found = agreed_factors(layers, self.wire, lambda layer: self.ground.find_basis(layer, cutoff, shrink), _FORM)
+        found = agreed_factors(layers, self.wire, lambda layer: self.context.find_basis(layer, cutoff, shrink), _FORM)
         for layer, factors in found:
             self._to_basis(layer, factors)
         self.decompositions += 1
         self.found_ranks = {layer.label: layer.rank for layer in self.factored if layer.rank}
-        self.replicated.wrap(self.topology.world)
+        self.gradients.together(self.config.wire)
 
     def _to_basis(self, layer: Layer, factors: tuple[Any, ...]) -> None:
         """Give a layer these U, S and Vᵀ; the optimizer has S in place of what it trained of the layer before."""
@@ -180,21 +191,27 @@ class OIALRMethod(Factoring):
 
     # Checkpoints.
 
-    def state(self) -> dict[str, Any]:
-        """Updates so far, order of use and ranks."""
-        return {**super().state(), "updates": self.updates}
+    def state_dict(self) -> dict[str, Any]:
+        """With the number of updates so far."""
+        state = super().state_dict()
+        state["shared"]["updates"] = self.updates
+        return state
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: Saved) -> None:
         """Give the model the shape it had."""
-        super().load_state(state)
-        for layer in self.factored:
-            middle = layer.factors[1]
-            to_full(layer)
-            self.optimizers.exchange([middle], [layer.weight])
-        self.updates = state["updates"]
-        self.load_order(state)
-        for layer in self.layers:
-            rank = state["ranks"].get(layer.key)
-            if rank is not None:
-                self._to_basis(layer, empty_factors(layer, rank, _FORM))
-        self.replicated.wrap(self.topology.world)
+        shared = saved.shared
+
+        def reshape_and_load() -> None:
+            for layer in self.factored:
+                middle = layer.factors[1]
+                to_full(layer)
+                self.optimizers.exchange([middle], [layer.weight])
+            self.updates = shared["updates"]
+            self.load_order(shared)
+            for layer in self.layers:
+                rank = shared["ranks"].get(layer.key)
+                if rank is not None:
+                    self._to_basis(layer, empty_factors(layer, rank, _FORM))
+            saved.load_values()
+
+        super().load_state_dict(replace(saved, load_values=reshape_and_load))

@@ -1,30 +1,32 @@
-"""1-bit SGD (Seide, Fu, Droppo, Li, Yu, Interspeech 2014)."""
+"""1-bit SGD (Seide, Fu, Droppo, Li, Yu, Interspeech 2014): engine 1 in one bit per element, scales per column."""
 
-from torch import nn
+from collections.abc import Sequence
 
-from thinwire.comm.coders import Bits, Coder, Rows
+from torch import Tensor
+
+from thinwire.comm.aggregate import Aggregator, Quantized
+from thinwire.comm.collectives import Wire
+from thinwire.comm.quantize import OneBitQuantizer, Rows
 from thinwire.config import OneBit
-from thinwire.methods.compressing import Coded
+from thinwire.methods.coding import CodedGradients
+from thinwire.methods.registry import register
 
 
-class OneBitMethod(Coded):
-    """A bit for each element of a weight's gradient, in both directions; biases and norms travel as they are."""
+@register("onebit", OneBit, example=lambda **more: OneBit(warmup=2, **more))
+class OneBitMethod(CodedGradients):
+    """One bit per element of the gradient, with error feedback (1-bit SGD)."""
 
     config: OneBit
 
-    @property
-    def plain_steps(self) -> int:
-        """The warm-up."""
-        return self.config.warmup_length
+    @staticmethod
+    def code_of(config: OneBit) -> str:
+        """One bit."""
+        return "bit"
 
-    def is_coded(self, p: nn.Parameter) -> bool:
-        """Weights."""
-        return p.dim() > 1 and p.numel() > 0
+    def aggregator(self, wire: Wire, like: Sequence[Tensor]) -> Aggregator:
+        """Rows are what goes into one output unit, the paper's column."""
+        return Quantized(wire, like, "gradients", OneBitQuantizer(), _columns)
 
-    def rows(self, coded: list[nn.Parameter]) -> list[Rows]:
-        """What goes into one output unit, the paper's column."""
-        return [Rows(p.shape[0], p.numel() // p.shape[0]) for p in coded]
 
-    def coder(self) -> Coder:
-        """A bit an element."""
-        return Bits()
+def _columns(weights: Sequence[Tensor]) -> list[Rows]:
+    return [Rows(w.shape[0], w.numel() // w.shape[0]) for w in weights]

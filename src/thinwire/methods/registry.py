@@ -1,44 +1,43 @@
 """Every method there is, by the name users type."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
-from thinwire import config
 from thinwire.errors import ConfigError
-from thinwire.methods.ab import ABMethod
-from thinwire.methods.allreduce import AllReduceMethod
-from thinwire.methods.base import Ground, Method
-from thinwire.methods.daso import DASOMethod
-from thinwire.methods.diloco import DiLoCoMethod
-from thinwire.methods.local_sgd import LocalSGDMethod
-from thinwire.methods.oialr import OIALRMethod
-from thinwire.methods.onebit import OneBitMethod
-from thinwire.methods.powersgd import PowerSGDMethod
-from thinwire.methods.topk import TopKMethod
+from thinwire.methods.base import Method
+from thinwire.methods.context import MethodContext
+
+M = TypeVar("M", bound=type[Method])
 
 
 class Entry(NamedTuple):
-    """A method: its config, its class, and one line for `thinwire list`."""
+    """A method: its config, its class, one line for `thinwire list`, and a config for the contract suite."""
 
     config: type
     method: type[Method]
     summary: str
+    example: Callable[..., Any]
 
 
-METHODS: dict[str, Entry] = {
-    "allreduce": Entry(config.AllReduce, AllReduceMethod, "gradients averaged at every step (PyTorch's DDP)"),
-    "ab": Entry(config.AB, ABMethod, "groups train low-rank factors alone and merge (AB training)"),
-    "oialr": Entry(
-        config.OIALR, OIALRMethod, "bases frozen once stable, the small matrix between them trained (OIALR)"
-    ),
-    "daso": Entry(
-        config.DASO, DASOMethod, "gradients inside the node, parameters between nodes while training goes on"
-    ),
-    "localsgd": Entry(config.LocalSGD, LocalSGDMethod, "groups train alone and average parameters now and then"),
-    "diloco": Entry(config.DiLoCo, DiLoCoMethod, "groups train alone; outer Nesterov steps by how far they came"),
-    "powersgd": Entry(config.PowerSGD, PowerSGDMethod, "gradients as low-rank products, with error feedback"),
-    "topk": Entry(config.TopK, TopKMethod, "only the largest accumulated gradients (Deep Gradient Compression)"),
-    "onebit": Entry(config.OneBit, OneBitMethod, "a bit an element of the gradient, with error feedback (1-bit SGD)"),
-}
+METHODS: dict[str, Entry] = {}
+
+
+def register(name: str, config: type, *, example: Callable[..., Any], summary: str = "") -> Callable[[M], M]:
+    """Make a method known under a name that users type, for `attach` and for the command line.
+
+    `example(group_size=…)` makes a config whose phases all happen within 20 steps, for the contract suite. The summary
+    is the class's first line of documentation, unless given.
+    """
+
+    def add(method: M) -> M:
+        taken = METHODS.get(name)
+        if taken is not None and taken.method.__qualname__ != method.__qualname__:
+            raise ConfigError(f"the name {name!r} is taken by {taken.method.__qualname__}; register under another one")
+        line = summary or (method.__doc__ or "").strip().partition("\n")[0].rstrip(".")
+        METHODS[name] = Entry(config, method, line, example)
+        return method
+
+    return add
 
 
 def name_of(given: Any) -> str:
@@ -50,6 +49,6 @@ def name_of(given: Any) -> str:
     raise ConfigError(f"{given!r} is not the config of a method, choose from: {known}")
 
 
-def make(given: Any, ground: Ground) -> Method:
+def make(given: Any, context: MethodContext) -> Method:
     """The method that a config asks for."""
-    return METHODS[name_of(given)].method(given, ground)
+    return METHODS[name_of(given)].method(given, context)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.factor.decompose import decompose_if_smaller
-from thinwire.plan.workload import Subject, copy_with
+from thinwire.plan.workload import Workload, copy_with
 from thinwire.train.first_step import kept_for_backward
 from thinwire.train.run import own_device
 
@@ -64,16 +64,16 @@ def given(seconds: float) -> Compute:
     return Compute(forward=seconds / 3, backward=seconds * 2 / 3, update=0.0)
 
 
-def measure(subject: Subject, shape: nn.Module | None = None) -> Compute:
-    """Steps of the subject's model, or of one with another's shape, on one thread as workers have it."""
-    model = copy.deepcopy(subject.with_values) if shape is None else _filled(shape, subject.with_values)
+def measure(workload: Workload, shape: nn.Module | None = None) -> Compute:
+    """Steps of the workload's model, or of one with another's shape, on one thread as workers have it."""
+    model = copy.deepcopy(workload.with_values) if shape is None else _filled(shape, workload.with_values)
     device = own_device()
     with _threads():
         try:
-            return _Bench(subject, model.to(device).train(), device).run()
+            return _Bench(workload, model.to(device).train(), device).run()
         except (RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"a step of {subject.name} cannot be timed here ({type(error).__name__}: {error}); "
+                f"a step of {workload.name} cannot be timed here ({type(error).__name__}: {error}); "
                 "mend its inputs, or give its seconds by --compute"
             ) from error
 
@@ -93,12 +93,12 @@ def decomposition_seconds(tall: tuple[int, int], cutoff: float = 0.15) -> float:
 
 
 class _Bench:
-    def __init__(self, subject: Subject, model: nn.Module, device: torch.device) -> None:
-        self.subject = subject
+    def __init__(self, workload: Workload, model: nn.Module, device: torch.device) -> None:
+        self.workload = workload
         self.model = model
         self.device = device
         self.trained = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = subject.optimizer(self.trained)
+        self.optimizer = workload.optimizer(self.trained)
 
     def run(self) -> Compute:
         """Enough steps for a median; the first one warms up and shows when gradients come."""
@@ -120,15 +120,15 @@ class _Bench:
         marks.append(self.now())
         time.sleep(_PAUSE_S)
         resumed = self.now()
-        if self.subject.clip is not None:
-            nn.utils.clip_grad_norm_(self.trained, self.subject.clip)
+        if self.workload.clip is not None:
+            nn.utils.clip_grad_norm_(self.trained, self.workload.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return marks[1] - marks[0], marks[2] - marks[1], self.now() - resumed
 
     def loss(self) -> Tensor:
-        outputs = self.subject.call(self.model, self.device)
-        return self.subject.loss(outputs) if self.subject.loss else _first_tensor(outputs).float().mean()
+        outputs = self.workload.call(self.model, self.device)
+        return self.workload.loss(outputs) if self.workload.loss else _first_tensor(outputs).float().mean()
 
     def now(self) -> float:
         _wait(self.device)
@@ -173,7 +173,7 @@ def _filled(shape: nn.Module, source: nn.Module) -> nn.Module:
         return empty.normal_(std=0.02) if t.is_floating_point() else empty
 
     model = copy_with(shape, fill)
-    model.__dict__.pop("forward", None)  # a rehearsal's
+    model.__dict__.pop("forward", None)  # a simulation's
     return model
 
 

@@ -14,10 +14,10 @@ from thinwire.errors import ConfigError
 from thinwire.methods.agree import decomposers
 from thinwire.methods.registry import METHODS, name_of
 from thinwire.plan.compute import Compute
-from thinwire.plan.foresight import Foresight
 from thinwire.plan.links import Links
-from thinwire.plan.rehearse import Rehearsal, rehearse_together
-from thinwire.plan.workload import Subject
+from thinwire.plan.ranks import RankPredictor
+from thinwire.plan.simulate import Simulation, simulate_together
+from thinwire.plan.workload import Workload
 
 # The mean over nodes is exact up to here; where only times are asked for, a few nodes tell.
 ALL_NODES, SOME_NODES = 16, 2
@@ -58,38 +58,38 @@ class Layout:
 
 
 class Forecast:
-    """One method on one layout, with ranks as foreseen."""
+    """One method on one layout, with ranks as predicted."""
 
     def __init__(
         self,
-        subject: Subject,
+        workload: Workload,
         config: Any,
         layout: Layout,
-        foreseen: Foresight | list[Rehearsal],
-        computing: Callable[[Rehearsal, str], Compute],
-        decomposing: Callable[[Rehearsal], float],
+        predicted: RankPredictor | list[Simulation],
+        computing: Callable[[Simulation, str], Compute],
+        decomposing: Callable[[Simulation], float],
         nodes: int = ALL_NODES,
     ) -> None:
-        """By ranks as foreseen, or from rehearsals that were made by them."""
-        self.subject = subject
+        """By ranks as predicted, or from simulations that were made by them."""
+        self.workload = workload
         self.config = config
         views = layout.views(config.group_size, nodes)
         self.nodes = len(views[0].nodes)
-        if not isinstance(foreseen, list):
-            foreseen = rehearse_views(views, subject, config, foreseen)
-        self.rehearsals = foreseen
+        if not isinstance(predicted, list):
+            predicted = simulate_views(views, workload, config, predicted)
+        self.simulations = predicted
         self._computing = computing
         self._decomposing = decomposing
 
     @property
     def depends_on_ranks(self) -> bool:
         """Whether bytes depend on what decompositions find."""
-        return any(r.decomposed for r in self.rehearsals)
+        return any(r.decomposed for r in self.simulations)
 
     @cached_property
     def ledger(self) -> Ledger:
         """The mean over nodes, as a run's summary has it; over many nodes that of a sample."""
-        return mean_over_nodes([r.ledger.state() for r in self.rehearsals])
+        return mean_over_nodes([r.ledger.state() for r in self.simulations])
 
     @property
     def slow_bytes(self) -> int:
@@ -99,50 +99,50 @@ class Forecast:
     @property
     def memory(self) -> int:
         """Bytes a worker holds in a step, with activations where they are known."""
-        activations = [self._computing(r, phase).activations or 0 for r in self.rehearsals for phase in r.steps]
-        return max(r.state_bytes for r in self.rehearsals) + max(activations, default=0)
+        activations = [self._computing(r, phase).activations or 0 for r in self.simulations for phase in r.steps]
+        return max(r.state_bytes for r in self.simulations) + max(activations, default=0)
 
     def seconds(self, links: Links) -> dict[str, float]:
         """Where the time of a whole run goes, without evaluation: for the worker that takes longest."""
-        return max((self._seconds(r, links) for r in self.rehearsals), key=lambda split: sum(split.values()))
+        return max((self._seconds(r, links) for r in self.simulations), key=lambda split: sum(split.values()))
 
     def seconds_by_phase(self, links: Links) -> dict[str, float]:
         """Seconds of each phase without decompositions, for the worker that takes longest."""
-        each = [self._by_phase(r, links) for r in self.rehearsals]
+        each = [self._by_phase(r, links) for r in self.simulations]
         return {phase: max(split[phase] for split in each) for phase in each[0]}
 
-    def _seconds(self, rehearsal: Rehearsal, links: Links) -> dict[str, float]:
-        computing = sum(n * self._computing(rehearsal, phase).seconds for phase, n in rehearsal.steps.items())
-        whole = sum(self._by_phase(rehearsal, links).values())
-        return {"compute": computing, "wire": whole - computing, "decomposition": self._decomposing(rehearsal)}
+    def _seconds(self, simulation: Simulation, links: Links) -> dict[str, float]:
+        computing = sum(n * self._computing(simulation, phase).seconds for phase, n in simulation.steps.items())
+        whole = sum(self._by_phase(simulation, links).values())
+        return {"compute": computing, "wire": whole - computing, "decomposition": self._decomposing(simulation)}
 
-    def _by_phase(self, rehearsal: Rehearsal, links: Links) -> dict[str, float]:
+    def _by_phase(self, simulation: Simulation, links: Links) -> dict[str, float]:
         total: dict[str, float] = defaultdict(float)
-        for phase, steps in rehearsal.steps.items():
-            total[phase] += steps * self._computing(rehearsal, phase).seconds
-        for call, times in rehearsal.calls.items():
+        for phase, steps in simulation.steps.items():
+            total[phase] += steps * self._computing(simulation, phase).seconds
+        for call, times in simulation.calls.items():
             if call.purpose != EVALUATION:
                 seconds = links.seconds(call.sent) + (call.calls - 1) * links.overhead
-                hidden = call.overlap * self._computing(rehearsal, call.phase).seconds if call.overlap else 0.0
+                hidden = call.overlap * self._computing(simulation, call.phase).seconds if call.overlap else 0.0
                 total[call.phase] += times * max(0.0, seconds - hidden)
-        for exchange, times in rehearsal.exchanges.items():
-            step = self._computing(rehearsal, exchange.phase)
+        for exchange, times in simulation.exchanges.items():
+            step = self._computing(simulation, exchange.phase)
             ready = step.ready_at([_size(part) for part in exchange.parts])
             total[exchange.phase] += times * links.exposed(exchange.parts, ready, step.backward)
         return dict(total)
 
 
-def rehearse_views(
-    views: Sequence[Topology], subject: Subject, config: Any, foresee: Foresight, *, shapes: bool = True
-) -> list[Rehearsal]:
+def simulate_views(
+    views: Sequence[Topology], workload: Workload, config: Any, predict: RankPredictor, *, shapes: bool = True
+) -> list[Simulation]:
     """What each of these workers would count, of one layout or of several; one acts for all that do the same."""
     alike: dict[Hashable, list[int]] = defaultdict(list)
     for i, view in enumerate(views):
-        role = METHODS[name_of(config)].method.role(config, view)
+        role = _role(config, view)
         alike[kind(view), decomposers(view), role].append(i)
-    found: dict[int, Rehearsal] = {}
+    found: dict[int, Simulation] = {}
     for places in alike.values():
-        together = rehearse_together(subject, config, [views[i] for i in places], foresee, shapes=shapes)
+        together = simulate_together(workload, config, [views[i] for i in places], predict, shapes=shapes)
         found.update(zip(places, together, strict=True))
     return [found[i] for i in range(len(views))]
 
@@ -162,3 +162,9 @@ def _size(sent: Sent) -> int:
 def _views(nodes: int, most: int) -> list[int]:
     """The nodes to look from: all, or of many one of each half; the first ones send more, being near a tree's root."""
     return list(range(nodes)) if nodes <= most else [nodes // 4, nodes - 1]
+
+
+def _role(config: Any, view: Topology) -> Hashable:
+    """Workers that do the same have the same; a method that does not say takes each group for another."""
+    method: Any = METHODS[name_of(config)].method
+    return method.role(config, view) if hasattr(method, "role") else (len(view.groups), view.group_index)

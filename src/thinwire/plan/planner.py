@@ -13,12 +13,13 @@ from torch import nn
 from thinwire.config import AllReduce
 from thinwire.errors import ConfigError
 from thinwire.factor.convert import find_layers
-from thinwire.plan import compute, foresight
+from thinwire.plan import compute
+from thinwire.plan import ranks as predicted
 from thinwire.plan.compute import Compute
-from thinwire.plan.forecast import ALL_NODES, SOME_NODES, Forecast, Layout, rehearse_views
+from thinwire.plan.forecast import ALL_NODES, SOME_NODES, Forecast, Layout, simulate_views
 from thinwire.plan.links import Links
-from thinwire.plan.rehearse import Rehearsal
-from thinwire.plan.workload import Subject
+from thinwire.plan.simulate import Simulation
+from thinwire.plan.workload import Workload
 from thinwire.settings import describe
 
 Signature = tuple[tuple[str, tuple[int, ...], bool], ...]
@@ -30,36 +31,36 @@ _LEAST_RATE, _MOST_RATE = 1e5, 1e14
 class Stopwatch:
     """Compute times of every shape a plan meets, each measured once, or one that was given."""
 
-    def __init__(self, subject: Subject, given: Compute | None = None, slowdown: float = 1.0) -> None:
-        self.subject = subject
+    def __init__(self, workload: Workload, given: Compute | None = None, slowdown: float = 1.0) -> None:
+        self.workload = workload
         self.given = given
         self.slowdown = slowdown
         self._known: dict[Signature, Compute] = {}
         self._decompositions: dict[tuple[int, int], float] = {}
-        if given is None and not subject.has_inputs:
+        if given is None and not workload.has_inputs:
             raise ConfigError(
-                f"a step of {subject.name} cannot be timed without a batch; give its seconds as `compute`, "
+                f"a step of {workload.name} cannot be timed without a batch; give its seconds as `compute`, "
                 "or a function that returns the model and its inputs"
             )
 
-    def __call__(self, rehearsal: Rehearsal, phase: str) -> Compute:
+    def __call__(self, simulation: Simulation, phase: str) -> Compute:
         """A step in the shape of this phase."""
         if self.given is not None:
             return self.given
-        shape = rehearsal.shapes[phase]
+        shape = simulation.shapes[phase]
         signature = _signature(shape)
         if signature not in self._known:
-            self._known[signature] = compute.measure(self.subject, shape).slower(self.slowdown)
+            self._known[signature] = compute.measure(self.workload, shape).slower(self.slowdown)
         return self._known[signature]
 
-    def decomposing(self, rehearsal: Rehearsal) -> float:
+    def decomposing(self, simulation: Simulation) -> float:
         """A worker's decompositions over the run; nothing where compute was given for another machine."""
         if self.given is not None:
             return 0.0
-        for tall in rehearsal.decomposed.keys() - self._decompositions.keys():
+        for tall in simulation.decomposed.keys() - self._decompositions.keys():
             self._decompositions[tall] = compute.decomposition_seconds(tall) * self.slowdown
-        whole = sum(times * self._decompositions[tall] for tall, times in rehearsal.decomposed.items())
-        return whole / rehearsal.sharers
+        whole = sum(times * self._decompositions[tall] for tall, times in simulation.decomposed.items())
+        return whole / simulation.sharers
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Row:
 class Plan:
     """All methods, and what they are held against."""
 
-    subject: Subject
+    workload: Workload
     layout: Layout
     links: Links
     stopwatch: Stopwatch
@@ -95,8 +96,8 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {
-            "subject": self.subject.name,
-            "steps": self.subject.steps,
+            "workload": self.workload.name,
+            "steps": self.workload.steps,
             "workers": self.layout.workers,
             "nodes": self.baseline.nodes,
             "allreduce": self.layout.algorithm,
@@ -108,7 +109,7 @@ class Plan:
 
     def row_as_dict(self, row: Row) -> dict[str, Any]:
         """One of its methods, as plain values."""
-        forecast, steps = row.forecast, self.subject.steps
+        forecast, steps = row.forecast, self.workload.steps
         split = forecast.seconds(self.links)
         seconds = sum(split.values())
         bounds = [f.slow_bytes for f in (row.lowest, row.highest) if f]
@@ -124,16 +125,16 @@ class Plan:
             "seconds_per_step": seconds / steps,
             "split": split,
             "seconds_by_phase": forecast.seconds_by_phase(self.links),
-            "steps_by_phase": dict(forecast.rehearsals[0].steps),
+            "steps_by_phase": dict(forecast.simulations[0].steps),
             "speedup": row.speedup(self.baseline, self.links),
             "pays_below_bits": pays_below(forecast, self.baseline, self.links),
             "memory_bytes": forecast.memory,
-            "assumes": forecast.rehearsals[0].assumes,
+            "assumes": forecast.simulations[0].assumes,
         }
 
 
 def make_plan(
-    subject: Subject,
+    workload: Workload,
     configs: Mapping[str, Any],
     layout: Layout,
     links: Links,
@@ -144,30 +145,30 @@ def make_plan(
     before: Callable[[str], None] = lambda name: None,
     after: Callable[[Plan, Row], None] = lambda plan, row: None,
 ) -> Plan:
-    """Rehearse every method; `configs` are by the names to show them under, `counts` other numbers of nodes to look at.
+    """Simulate every method; `configs` are by the names to show them under, `counts` other numbers of nodes to look at.
 
     `before` hears of each method that is begun, `after` of each row that is there.
     """
-    recorded = _recorded(subject, ranks) if ranks else None
+    recorded = _recorded(workload, ranks) if ranks else None
     group_size = layout_group_size(configs.values())
     over = _layouts(layout, counts, group_size)
 
     def forecast(
-        config: Any, foresee: foresight.Foresight, over: Mapping[int, Layout]
+        config: Any, predict: predicted.RankPredictor, over: Mapping[int, Layout]
     ) -> tuple[Forecast, dict[int, Forecast]]:
         layouts = [*((there, SOME_NODES) for there in over.values()), (layout, ALL_NODES)]
-        *there, here = _forecast_all(subject, config, foresee, stopwatch, layouts)
+        *there, here = _forecast_all(workload, config, predict, stopwatch, layouts)
         return here, dict(zip(over, there, strict=True))
 
     usual = AllReduce(group_size=group_size)
-    plan = Plan(subject, layout, links, stopwatch, forecast(usual, foresight.typical, {})[0])
+    plan = Plan(workload, layout, links, stopwatch, forecast(usual, predicted.typical, {})[0])
     plan.ranks = str(ranks) if ranks else None
     for name, config in configs.items():
         before(name)
-        likely, there = forecast(config, recorded or foresight.typical, over)
+        likely, there = forecast(config, recorded or predicted.typical, over)
         lowest = highest = None
         if likely.depends_on_ranks and recorded is None:
-            lowest, highest = (forecast(config, bound, {})[0] for bound in (foresight.lowest, foresight.highest))
+            lowest, highest = (forecast(config, bound, {})[0] for bound in (predicted.lowest, predicted.highest))
         plan.rows.append(Row(name, likely, lowest, highest, there))
         after(plan, plan.rows[-1])
     return plan
@@ -176,20 +177,24 @@ def make_plan(
 def over_nodes(plan: Plan, counts: Iterable[int]) -> dict[int, dict[str, float]]:
     """Speed-up of every method over all-reduce on other numbers of nodes; quick for those the plan was made with."""
     group_size = layout_group_size(row.forecast.config for row in plan.rows)
-    recorded = foresight.Recorded(Path(plan.ranks)) if plan.ranks else foresight.typical
+    recorded = predicted.Recorded(Path(plan.ranks)) if plan.ranks else predicted.typical
     fitting = _layouts(plan.layout, counts, group_size)
     # On other numbers of nodes all-reduce has nodes as the machines are.
-    base = _on_layouts(plan, {}, AllReduce(), foresight.typical, fitting)
+    base = _on_layouts(plan, {}, AllReduce(), predicted.typical, fitting)
     rows = {r.method: _on_layouts(plan, r.over_nodes, r.forecast.config, recorded, fitting) for r in plan.rows}
     return {n: {name: base[n] / its[n] for name, its in rows.items()} for n in fitting}
 
 
 def _on_layouts(
-    plan: Plan, known: Mapping[int, Forecast], config: Any, foresee: foresight.Foresight, layouts: Mapping[int, Layout]
+    plan: Plan,
+    known: Mapping[int, Forecast],
+    config: Any,
+    predict: predicted.RankPredictor,
+    layouts: Mapping[int, Layout],
 ) -> dict[int, float]:
     """Seconds of the whole run on each layout."""
     lacking = {count: (layout, SOME_NODES) for count, layout in layouts.items() if count not in known}
-    found = _forecast_all(plan.subject, config, foresee, plan.stopwatch, list(lacking.values()))
+    found = _forecast_all(plan.workload, config, predict, plan.stopwatch, list(lacking.values()))
     forecasts = {**known, **dict(zip(lacking, found, strict=True))}
     return {count: total(forecasts[count], plan.links) for count in layouts}
 
@@ -201,19 +206,19 @@ def _layouts(layout: Layout, counts: Iterable[int], group_size: int | None) -> d
 
 
 def _forecast_all(
-    subject: Subject,
+    workload: Workload,
     config: Any,
-    foresee: foresight.Foresight,
+    predict: predicted.RankPredictor,
     watch: Stopwatch,
     layouts: Sequence[tuple[Layout, int]],
 ) -> list[Forecast]:
-    """A method on all of these layouts, each from so many nodes at most, in as few rehearsals as can be."""
-    subject = subject.suited_to(config)
+    """A method on all of these layouts, each from so many nodes at most, in as few simulations as can be."""
+    workload = workload.suited_to(config)
     views = [layout.views(config.group_size, most) for layout, most in layouts]
     flat = [view for own in views for view in own]
-    found = iter(rehearse_views(flat, subject, config, foresee, shapes=watch.given is None))
+    found = iter(simulate_views(flat, workload, config, predict, shapes=watch.given is None))
     return [
-        Forecast(subject, config, layout, list(islice(found, len(own))), watch, watch.decomposing)
+        Forecast(workload, config, layout, list(islice(found, len(own))), watch, watch.decomposing)
         for (layout, _), own in zip(layouts, views, strict=True)
     ]
 
@@ -249,16 +254,16 @@ def layout_group_size(configs: Iterable[Any]) -> int | None:
     return sizes.pop() if sizes else None
 
 
-def _recorded(subject: Subject, folder: Path) -> foresight.Recorded:
+def _recorded(workload: Workload, folder: Path) -> predicted.Recorded:
     """A run's ranks, which must be of this model's layers."""
-    recorded = foresight.Recorded(folder)
-    model = subject.without_values
+    recorded = predicted.Recorded(folder)
+    model = workload.without_values
     layers, _ = find_layers(model, trained=list(model.parameters()), keep_first=False, keep_last=False)
     strange = sorted(recorded.labels - {layer.label for layer in layers})
-    if strange or subject.recipe not in (None, recorded.recipe):
+    if strange or workload.recipe not in (None, recorded.recipe):
         lacks = f", with layers such as {strange[0]!r}" if strange else ""
         raise ConfigError(
-            f"`{folder}` is a run of another model ({recorded.recipe}{lacks}) than {subject.name}; "
+            f"`{folder}` is a run of another model ({recorded.recipe}{lacks}) than {workload.name}; "
             "give a run of the same one"
         )
     return recorded
@@ -269,7 +274,7 @@ def _signature(shape: nn.Module) -> Signature:
 
 
 def _without_seconds(traffic: dict[str, Any]) -> dict[str, Any]:
-    """A rehearsal's own seconds mean nothing."""
+    """A simulation's own seconds mean nothing."""
     for table in (traffic["by_phase"], traffic["by_purpose"]):
         for row in table.values():
             del row["seconds"]

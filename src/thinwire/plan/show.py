@@ -47,8 +47,8 @@ class Rows:
         """The title and the columns' names."""
         links = plan.links
         title = (
-            f"{plan.subject.name}, {plan.subject.steps} steps, {plan.layout.workers} workers on {plan.baseline.nodes} "
-            f"nodes, {units.rate(links.bandwidth)} and {units.time(links.latency)} between them"
+            f"{plan.workload.name}, {plan.workload.steps} steps, {plan.layout.workers} workers on "
+            f"{plan.baseline.nodes} nodes, {units.rate(links.bandwidth)} and {units.time(links.latency)} between them"
         )
         self._console.print(title, style="italic", highlight=False)
         self._console.print(self._table(with_names=True))
@@ -127,7 +127,7 @@ def draw(plan: Plan, path: Path) -> dict[str, Any]:
     over_count.set_xscale("log", base=2)
     _logarithmic(over_bandwidth)
     _logarithmic(over_count)
-    figure.suptitle(f"{plan.subject.name}: time to the same number of steps, planned")
+    figure.suptitle(f"{plan.workload.name}: time to the same number of steps, planned")
     figure.savefig(path)
     return {
         "bandwidth_bits": BANDWIDTHS.tolist(),

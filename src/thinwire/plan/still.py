@@ -1,4 +1,4 @@
-"""Tensors without values: their shapes are all that a rehearsal looks at, and torch takes its time to find them."""
+"""Tensors without values: their shapes are all that a simulation looks at, and torch takes its time to find them."""
 
 from typing import Any
 

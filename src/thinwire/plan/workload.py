@@ -45,7 +45,7 @@ class Blank:
 
 
 @dataclass(kw_only=True)
-class Subject:
+class Workload:
     """What is planned for."""
 
     name: str
@@ -76,7 +76,7 @@ class Subject:
     blank: Blank = field(default_factory=Blank, repr=False)
     """What is known of the model without values, whatever the optimizer."""
 
-    def suited_to(self, config: Any) -> "Subject":
+    def suited_to(self, config: Any) -> "Workload":
         """The same with the optimizer of this config's method."""
         own = self.suited.get(name_of(config))
         return self if own is None else replace(self, optimizer=own)

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from torch.optim import AdamW
 
+from thinwire.config import Nesterov
 from thinwire.recipes.sizes import checked, for_images
 from thinwire.train import data, models
 from thinwire.train.task import CLASSIFY, PREDICT, MethodOverrides, Recipe
@@ -32,20 +33,20 @@ def digits(**sizes: Any) -> Recipe:
         clip=1.0,
         eval_every=25,
         suited={
-            "oialr": MethodOverrides({"delay": 0.1, "cutoff": 0.2}),
+            "oialr": MethodOverrides({"factor_at": 0.1, "cutoff": 0.2}),
             "daso": MethodOverrides(
                 {
-                    "max_skips": 32,
-                    "warmup_epochs": 1,
-                    "cooldown_epochs": 1,
+                    "every": 32,
+                    "warmup": 1 / 30,
+                    "cooldown": 1 / 30,
                     "compensate": True,
                     "plateau_patience": None,
                 }
             ),
             "powersgd": MethodOverrides({"rank": 1}),
             "localsgd": MethodOverrides({"every": 48}),
-            "diloco": MethodOverrides({"every": 24, "outer_lr": 0.4, "warmup": 0.05}),
-            "topk": MethodOverrides({"density": 0.001, "warmup": 0.05}),
+            "diloco": MethodOverrides({"every": 24, "outer": Nesterov(0.4, 0.9), "warmup": 0.05}),
+            "topk": MethodOverrides({"density": 0.001, "ramp": 0.05}),
         },
     )
 
@@ -70,12 +71,12 @@ def shakespeare(**sizes: Any) -> Recipe:
         eval_every=100,
         suited={
             "ab": MethodOverrides({"merge": "trained"}),
-            "oialr": MethodOverrides({"delay": 0.8, "layer_fraction": 0.25}),
-            "daso": MethodOverrides({"compensate": True}),
-            "powersgd": MethodOverrides({"rank": 16, "start_step": 0.05}),
+            "oialr": MethodOverrides({"factor_at": 0.8, "layer_fraction": 0.25}),
+            "daso": MethodOverrides({"warmup": 4 / 30, "cooldown": 4 / 30, "compensate": True}),
+            "powersgd": MethodOverrides({"rank": 16, "warmup": 0.05}),
             "localsgd": MethodOverrides({"every": 4, "warmup": 0.05}),
-            "diloco": MethodOverrides({"every": 12, "outer_momentum": 0.5, "warmup": 0.05}),
-            "topk": MethodOverrides({"density": 0.05, "warmup": 0.05}),
+            "diloco": MethodOverrides({"every": 12, "outer": Nesterov(0.7, 0.5), "warmup": 0.05}),
+            "topk": MethodOverrides({"density": 0.05, "ramp": 0.05}),
             "onebit": MethodOverrides({"warmup": 0.05}),
         },
     )

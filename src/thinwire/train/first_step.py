@@ -40,7 +40,7 @@ def first_step(recipe: Recipe, config: Any, *, out: Path, seed: int = 0, data: P
         run = prepare(recipe, config, out, seed, data, resume=False)
     usage = OrderOfUse(run.replica.module)
     usage.watch()
-    steps = run.replica.wire.tell(_taken(run))
+    steps = run.replica.wire.all_gather_object(_taken(run))
     usage.stop()
     run.recorder.close()
     about, source = run.replica.describe(), run.batcher.source

@@ -100,7 +100,7 @@ def train_step(run: Run, batch: Batch) -> Tensor:
 def _evaluate(run: Run, *, finished: bool = False, validate: bool = False) -> dict[str, float]:
     """Figures of the merged model on held-out data; with `validate` also its loss on validation data."""
     replica, task = run.replica, run.recipe.task
-    model = "finished" if finished else "world" if replica.spans_world else "merged"
+    model = "finished" if finished else "world" if replica.in_sync else "merged"
     with nullcontext() if model != "merged" else replica.merged():
         figures = task.figures(replica.wire.sum(_totals(run), purpose="evaluate"))
         if validate:

@@ -83,7 +83,7 @@ class Run:
         if self.shape != (shape := (replica.phase, replica.decompositions)):
             self.shape = shape
             self.counts.update(replica)
-        self.counts.count(together=replica.spans_world, full=not replica.ranks())
+        self.counts.count(together=replica.in_sync, full=not replica.ranks())
 
     def note_stability(self) -> None:
         """Record each comparison of the bases."""

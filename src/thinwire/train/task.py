@@ -223,11 +223,8 @@ class Recipe:
     def defaults(self, method: str, schedule: str | None = None) -> dict[str, Any]:
         """Defaults for the fields of a method's config, with one of its schedules."""
         own = self.suited.get(method, MethodOverrides())
-        length = {"total_steps": self.steps, "steps_per_epoch": self.steps_per_epoch}
-        phase = min(4, self.epochs / 4)  # leaves room for the phases between, in a run of few epochs
-        phases = {"warmup_epochs": phase, "cooldown_epochs": phase}
         timed = self._schedule(method, own, schedule)
-        return {"clip": self.suited_to(method).clip, **phases, **own.settings, **timed, **length}
+        return {"clip": self.suited_to(method).clip, **own.settings, **timed, "total_steps": self.steps}
 
     def _schedule(self, method: str, own: MethodOverrides, name: str | None) -> Mapping[str, Any]:
         if name is None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.comm.codec import WIRES, by_dtype, size_of
+from thinwire.comm.buckets import WIRES, by_dtype, size_of
 from thinwire.comm.collectives import Pending, Wire
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.panorama import Panorama, SentByView
@@ -76,10 +76,10 @@ class Booked:
         return ledger, calls, exchanges
 
 
-class DryWire(Wire):
+class SimulatedWire(Wire):
     """The end of a wire that is not there, of one worker or of several that do the same."""
 
-    is_dry = True
+    is_simulated = True
 
     def __init__(self, views: Sequence[Topology]) -> None:
         self.topology = Panorama.of(views)
@@ -140,7 +140,7 @@ class DryWire(Wire):
         """Count what the first member sends."""
         self._count_tree(tensors, purpose, members or self.topology.world, 0)
 
-    def share_out(self, tensors: Sequence[Tensor], owner: int, purpose: str) -> None:
+    def broadcast_in_group(self, tensors: Sequence[Tensor], owner: int, purpose: str) -> None:
         """Count what a member of the group sends."""
         self._count_tree(tensors, purpose, self.topology.group, owner)
 

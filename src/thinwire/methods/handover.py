@@ -13,7 +13,7 @@ from thinwire.factor.optimizers import Optimizers
 
 
 @dataclass
-class Taken:
+class Settings:
     """What was taken from one parameter group."""
 
     momentum: float = 0.0
@@ -23,13 +23,13 @@ class Taken:
     """Whether there ever was momentum."""
 
 
-class Takeover:
+class MomentumHandover:
     """The optimizers' own settings, kept here while they have none; other optimizers than SGD keep theirs."""
 
     def __init__(self, optimizers: Optimizers, given: float | None) -> None:
         self.optimizers = optimizers
         self.given = given
-        self.taken: list[Taken] = []
+        self.taken: list[Settings] = []
         self.group_of: dict[int, int] = {}
         self._places: list[int] = []
         self._find_groups()
@@ -47,9 +47,9 @@ class Takeover:
                     f"`momentum`={self.given} would be applied twice: {kind} has its own; leave the field out, then it "
                     "is taken over from torch.optim.SGD, and other optimizers keep theirs"
                 )
-        self.look()
+        self.update()
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Take what is there; at every step, because a scheduler may have set momentum anew."""
         self._find_groups()
         for (optimizer, group), taken in zip(self.optimizers.groups, self.taken, strict=True):
@@ -70,13 +70,13 @@ class Takeover:
         if len(groups) != len(self.taken):
             known = dict(zip(self._places, self.taken, strict=True))
             self._places = [id(group) for _, group in groups]
-            self.taken = [known.get(place, Taken()) for place in self._places]
+            self.taken = [known.get(place, Settings()) for place in self._places]
             self.group_of = {id(p): i for i, (_, group) in enumerate(groups) for p in group["params"]}
 
-    def of(self, parameter: nn.Parameter) -> Taken:
+    def of(self, parameter: nn.Parameter) -> Settings:
         """What holds for a parameter; one that the optimizer does not hold has no momentum."""
         place = self.group_of.get(id(parameter))
-        return self.taken[place] if place is not None else Taken()
+        return self.taken[place] if place is not None else Settings()
 
     def give_back(self) -> None:
         """Leave the optimizers as they were."""
@@ -85,20 +85,20 @@ class Takeover:
                 group["momentum"], group["nesterov"] = taken.momentum, taken.nesterov
             if taken.decay:
                 group["weight_decay"] = taken.decay
-        self.taken = [Taken() for _ in self.taken]
+        self.taken = [Settings() for _ in self.taken]
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """The optimizer as its user knows it; what it holds in the end is taken again."""
-        self.look()
+        self.update()
         self.give_back()
         try:
             yield
         finally:
-            self.look()
+            self.update()
 
 
-def with_momentum(g: Tensor, u: Tensor, taken: Taken, again: bool, out: Tensor) -> Tensor:
+def with_momentum(g: Tensor, u: Tensor, taken: Settings, again: bool, out: Tensor) -> Tensor:
     """What SGD would make of a gradient; `again` is one more of the same step. The new momentum is `out`."""
     if not taken.momentum:
         if taken.used and not again:

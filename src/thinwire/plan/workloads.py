@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from thinwire.errors import ConfigError, unknown
 from thinwire.plan.still import Undrawn
-from thinwire.plan.workload import Subject
+from thinwire.plan.workload import Workload
 from thinwire.recipes import Recipe, call_function, model_without_values
 from thinwire.train.batcher import Batcher
 from thinwire.train.data.source import check_share
@@ -24,12 +24,12 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
 }
 
 
-def of_recipe(recipe: Recipe, workers: int, data: Path | None = None) -> Subject:
+def of_recipe(recipe: Recipe, workers: int, data: Path | None = None) -> Workload:
     """A recipe as one of its workers meets it."""
     check_share(recipe.batch, workers)
     source = recipe.source(data)
     x, y = Batcher(recipe, source, torch.device("cpu"), world_size=workers).batch(0)
-    return Subject(
+    return Workload(
         name=recipe.name,
         model=model_without_values(recipe, source),
         values=lambda: recipe.model(source),
@@ -45,7 +45,7 @@ def of_recipe(recipe: Recipe, workers: int, data: Path | None = None) -> Subject
     )
 
 
-def of_function(text: str, steps: int | None, optimizer: str = "adamw", *, values: bool = True) -> Subject:
+def of_function(text: str, steps: int | None, optimizer: str = "adamw", *, values: bool = True) -> Workload:
     """The model that FILE.py:FUNCTION returns, alone or with the inputs of one worker's batch.
 
     Without `values` it draws no first ones, where no step is timed with them.
@@ -65,7 +65,7 @@ def of_function(text: str, steps: int | None, optimizer: str = "adamw", *, value
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError(f"the model of {text} has no parameters to train")
     by_name = isinstance(inputs, Mapping)
-    return Subject(
+    return Workload(
         name=_name(text),
         model=model,
         optimizer=OPTIMIZERS[optimizer],

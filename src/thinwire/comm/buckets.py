@@ -61,7 +61,7 @@ def size_of(tensor: Tensor) -> int:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether every value is a number; tensors without values, as in a rehearsal, have none that is not."""
+    """Whether every value is a number; tensors without values, as in a simulation, have none that is not."""
     return all(t.is_meta or not t.numel() or _is_finite(t) for t in tensors)
 
 

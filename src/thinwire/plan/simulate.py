@@ -14,19 +14,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from thinwire.admission import check_optimizers, check_same_architecture, check_same_data, spread_first_values
-from thinwire.comm.codec import size_of
-from thinwire.comm.dry import Booked, Call, DryWire, Exchange
+from thinwire.comm.aggregate import Aggregator
+from thinwire.comm.buckets import size_of
+from thinwire.comm.compressed import CompressedSum
 from thinwire.comm.ledger import Ledger
+from thinwire.comm.simulated import Booked, Call, Exchange, SimulatedWire
 from thinwire.comm.topology import Topology
 from thinwire.factor.convert import Layer
 from thinwire.factor.optimizers import Optimizers
 from thinwire.methods.agree import decomposers
-from thinwire.methods.base import Ground, Method
+from thinwire.methods.averaged import AveragedTensors, PendingAverage
+from thinwire.methods.averaging import Cycle
+from thinwire.methods.base import Method
+from thinwire.methods.context import MethodContext
+from thinwire.methods.gradients import GradientAveraging
 from thinwire.methods.registry import make
-from thinwire.plan.foresight import Foresight, basis, factors
+from thinwire.plan.ranks import RankPredictor, basis, factors
 from thinwire.plan.still import Still
-from thinwire.plan.workload import Subject, state_like
+from thinwire.plan.workload import Workload, state_like
+from thinwire.preflight import check_optimizers, check_same_architecture, check_same_data, spread_first_values
 from thinwire.replica import Replica
 
 # DDP sends the order of its buckets with the second backward pass after it was wrapped.
@@ -36,7 +42,7 @@ _FALLING = 1000
 
 
 @dataclass
-class Rehearsal:
+class Simulation:
     """What one node's first worker would have counted and held."""
 
     ledger: Ledger
@@ -64,37 +70,37 @@ class Rehearsal:
             self.shapes[phase] = copy.deepcopy(model)
 
 
-def rehearse(subject: Subject, config: Any, topology: Topology, foresee: Foresight) -> Rehearsal:
+def simulate(workload: Workload, config: Any, topology: Topology, predict: RankPredictor) -> Simulation:
     """Go through a whole run as one worker of `topology`."""
-    return rehearse_together(subject, config, [topology], foresee)[0]
+    return simulate_together(workload, config, [topology], predict)[0]
 
 
-def rehearse_together(
-    subject: Subject, config: Any, views: Sequence[Topology], foresee: Foresight, *, shapes: bool = True
-) -> list[Rehearsal]:
+def simulate_together(
+    workload: Workload, config: Any, views: Sequence[Topology], predict: RankPredictor, *, shapes: bool = True
+) -> list[Simulation]:
     """Go through a whole run once as several workers that do the same; `shapes` keeps those of the model."""
-    wire = DryWire(views)
-    found = Rehearsal(Ledger(), Counter(), Counter(), sharers=decomposers(wire.topology))
-    with subject.borrowed() as model:
-        method = _make(subject, config, model, wire, foresee, found)
-        found.assumes = method.assumes
+    wire = SimulatedWire(views)
+    found = Simulation(Ledger(), Counter(), Counter(), sharers=decomposers(wire.topology))
+    with workload.borrowed() as model:
+        method = _make(workload, config, model, wire, predict, found)
+        found.assumes = getattr(method, "assumes", "")
         # There is no update, as where a scaler skips it.
-        method.before_update = method.after_update = lambda optimizer: None  # type: ignore[method-assign]
+        method.context.before_update, method.context.after_update = [], []
         with Still():
             replica = Replica(method)
-        _Stage(subject, method, replica, wire, found, shapes).play()
+        _Stage(workload, method, replica, wire, found, shapes).play()
     return [replace(found, **_counts(wire, view)) for view in range(len(views))]
 
 
-def _counts(wire: DryWire, view: int) -> dict[str, Any]:
+def _counts(wire: SimulatedWire, view: int) -> dict[str, Any]:
     return dict(zip(("ledger", "calls", "exchanges"), wire.booked.seen_from(view), strict=True))
 
 
 def _make(
-    subject: Subject, config: Any, model: nn.Module, wire: DryWire, foresee: Foresight, found: Rehearsal
+    workload: Workload, config: Any, model: nn.Module, wire: SimulatedWire, predict: RankPredictor, found: Simulation
 ) -> Method:
     """Attach the method to a model, as `attach` does."""
-    optimizers = Optimizers(subject.optimizer(model.parameters()))
+    optimizers = Optimizers(workload.optimizer(model.parameters()))
     check_optimizers(model, optimizers)
     wire.count_opening()
     check_same_architecture(model, optimizers, wire)
@@ -103,13 +109,13 @@ def _make(
 
     def find_factors(layer: Layer, cutoff: float) -> tuple[Tensor, ...] | None:
         found.decomposed[layer.view.tall] += 1
-        return factors(layer, foresee(layer, method.step / subject.steps))
+        return factors(layer, predict(layer, method.step / workload.steps))
 
     def find_basis(layer: Layer, cutoff: float, max_shrink: float) -> tuple[Tensor, ...]:
         found.decomposed[(layer.rank, layer.rank) if layer.rank else layer.view.tall] += 1
-        return basis(layer, foresee(layer, method.step / subject.steps) if cutoff else None, max_shrink)
+        return basis(layer, predict(layer, method.step / workload.steps) if cutoff else None, max_shrink)
 
-    method = make(config, Ground(model, optimizers, wire, find_factors=find_factors, find_basis=find_basis))
+    method = make(config, MethodContext(model, optimizers, wire, find_factors=find_factors, find_basis=find_basis))
     return method
 
 
@@ -133,11 +139,11 @@ class _Taken(NamedTuple):
 
 @dataclass
 class _Stage:
-    subject: Subject
+    workload: Workload
     method: Method
     replica: Replica
-    wire: DryWire
-    found: Rehearsal
+    wire: SimulatedWire
+    found: Simulation
     shapes: bool
     known: dict[_Turn, _Taken] = field(default_factory=dict)
     """Turns of cycles that were taken once."""
@@ -150,10 +156,10 @@ class _Stage:
         """Every step, every evaluation, the end."""
         # After the method's own: an update by the gradients it may have left is slow without values, and shows nothing.
         self.method.optimizers[0].register_step_pre_hook(lambda optimizer, *_: optimizer.zero_grad())
-        if self.subject.recipe:
+        if self.workload.recipe:
             check_same_data((), self.wire)  # workers send a digest, of one length whatever their data
         restless, place = 0, None
-        while self.replica.step < self.subject.steps:
+        while self.replica.step < self.workload.steps:
             if place != (self.replica.phase, self.replica.decompositions):
                 restless, place = 0, (self.replica.phase, self.replica.decompositions)
                 self.known, self.quiet = {}, {}
@@ -169,28 +175,28 @@ class _Stage:
 
     def _take(self, is_quiet: bool) -> None:
         """One turn; what it came to is kept where the method may come to the same place again."""
-        step, cycle = self.replica.step, self.method.cycle
-        until = self.method.quiet_until
+        step, cycle = self.replica.step, self._cycle
+        until = self.method.next_event
         turn = self._turn(step, cycle.place if cycle else None, until if is_quiet else step + 1)
         with self.wire.booking() as booked:
             self._step(turn.steps)
             if turn.ends_epoch:
                 # A plan believes in losses that fall: when they stop is not known before.
-                self.replica.epoch_end(-(2.0 ** (1000 * self.replica.step / self.subject.steps)))
+                self.replica.epoch_end(-(2.0 ** (1000 * self.replica.step / self.workload.steps)))
             if turn.evaluates:
-                with Still(), nullcontext() if self.replica.spans_world else self.replica.merged():
+                with Still(), nullcontext() if self.replica.in_sync else self.replica.merged():
                     self._sum_of_evaluation()
-        after = self.method.cycle
-        if is_quiet and cycle and after and not (turn.ends_epoch and self.subject.epochs > _FALLING):
+        after = self._cycle
+        if is_quiet and cycle and after and not (turn.ends_epoch and self.workload.epochs > _FALLING):
             self.known[turn], self.quiet[turn.place] = _Taken(booked, after.place), until - step
 
     def _leap(self) -> None:
         """Count turns that were taken before, as far as they lead back to where the method is."""
-        cycle = self.method.cycle
+        cycle = self._cycle
         if cycle is None:
             return
         start, place, passed, back = self.replica.step, cycle.place, [], 0
-        step, end = start, min(cycle.end, self.subject.steps)
+        step, end = start, min(cycle.end, self.workload.steps)
         while place in self.quiet:
             turn = self._turn(step, place, step + self.quiet[place])
             if turn not in self.known or step + turn.steps >= end:
@@ -203,22 +209,34 @@ class _Stage:
             self.wire.booked.add(self.known[turn].booked, times)
         steps = sum(turn.steps for turn in passed[:back])
         self.found.steps[self.replica.phase] += steps
-        self.method.shift(steps)
+        self._skip(steps)
+        if steps:
+            self.method.shift(steps)  # type: ignore[attr-defined]
 
-    def _turn(self, step: int, place: Hashable, quiet_until: int) -> _Turn:
+    @property
+    def _cycle(self) -> Cycle | None:
+        """Where the method is in a cycle that it repeats, if it says so."""
+        return getattr(self.method, "cycle", None)
+
+    def _skip(self, steps: int) -> None:
+        """Count steps that are not taken."""
+        self.method.step += steps
+        self.method.forwards += steps
+
+    def _turn(self, step: int, place: Hashable, next_event: int) -> _Turn:
         """The next one; the step before a change is taken alone: the change happens at its end."""
-        steps, every = self.subject.steps, self.subject.eval_every
+        steps, every = self.workload.steps, self.workload.eval_every
         next_evaluation = (step // every + 1) * every if every else steps
         epoch = self._next_epoch(step)
-        taken = max(1, min(quiet_until, next_evaluation, epoch, steps) - step - 1)
+        taken = max(1, min(next_event, next_evaluation, epoch, steps) - step - 1)
         after = step + taken
         evaluates = every is not None and (after % every == 0 or after == steps)
         return _Turn(place, taken, after == epoch, evaluates)
 
     def _next_epoch(self, step: int) -> int:
         """The next step that ends an epoch, as a loop over data counts them; the last one where no method cares."""
-        steps, epochs = self.subject.steps, self.subject.epochs
-        if type(self.method).epoch_end is Method.epoch_end:
+        steps, epochs = self.workload.steps, self.workload.epochs
+        if not self.method.context.on_epoch_end:
             return steps
         over = step * epochs // steps
         return -(-(over + 1) * steps // epochs)
@@ -227,8 +245,8 @@ class _Stage:
         """A forward pass in each shape, for the order of layers and the weights they read; others only count."""
         model = self.replica.module
         model.__dict__.pop("forward", None)
-        if self.subject.has_inputs:
-            self.subject.show(model, getattr(self.method, "usage", None))
+        if self.workload.has_inputs:
+            self.workload.show(model, getattr(self.method, "usage", None))
         model.forward = lambda *args, **kwargs: None
 
     def _step(self, times: int) -> None:
@@ -239,7 +257,7 @@ class _Stage:
             self.replica()
         self.replica.observe(1.0)
         self._make_state()
-        self.method.skip(times - 1)
+        self._skip(times - 1)
         with Still():
             self.method.optimizers[0].step()  # no gradients: only its hooks run
         self.wire.repeat = 1
@@ -252,19 +270,18 @@ class _Stage:
         optimizer = self.method.optimizers[0]
         for p in self.method.optimizers.parameters:
             if p.requires_grad and not optimizer.state.get(p):
-                optimizer.state[p] = {name: state_like(value, p) for name, value in self.subject.state.items()}
+                optimizer.state[p] = {name: state_like(value, p) for name, value in self.workload.state.items()}
 
     def _sum_of_evaluation(self) -> None:
-        if self.subject.eval_every:
+        if self.workload.eval_every:
             self.wire.sum(torch.empty(3, dtype=torch.float64), "evaluate")
 
     def _state_bytes(self) -> int:
-        kept = [*self.method.tensors().values(), *self.method.own_tensors().values(), *self.method.workspace()]
         # The model and what the optimizer keeps of it change with the phase, or where state is dropped.
         place = self.replica.phase, self.replica.decompositions, len(self.method.optimizers[0].state)
         if self.held[0] != place:
             self.held = place, self._model_bytes()
-        return self.held[1] + sum(size_of(t) for t in kept)
+        return self.held[1] + sum(size_of(t) for t in held_by(self.method))
 
     def _model_bytes(self) -> int:
         """Parameters, buffers, gradients, their buckets, and the optimizer's state."""
@@ -274,8 +291,37 @@ class _Stage:
         state = [
             v for values in self.method.optimizers[0].state.values() for v in values.values() if isinstance(v, Tensor)
         ]
-        buckets = gradients if len(self.method.replicated.members) > 1 else []
+        buckets = gradients if len(self.method.gradients.replicated.members) > 1 else []
         return sum(size_of(t) for t in [*parameters, *model.buffers(), *gradients, *state, *buckets])
+
+
+def held_by(method: Method) -> list[Tensor]:
+    """Tensors that a method keeps for itself, beside the model and the optimizers."""
+    found: dict[int, Tensor] = {}
+    seen: set[int] = set()
+    todo: list[Any] = [
+        value for name, value in vars(method).items() if name not in ("model", "layers", "context", "usage")
+    ]
+    while todo:
+        each = todo.pop()
+        if isinstance(each, Tensor):
+            if not isinstance(each, nn.Parameter):
+                found[id(each.untyped_storage())] = each
+        elif id(each) not in seen:
+            seen.add(id(each))
+            todo += _inside(each)
+    return list(found.values())
+
+
+def _inside(each: Any) -> list[Any]:
+    if isinstance(each, dict):
+        return list(each.values())
+    if isinstance(each, list | tuple):
+        return list(each)
+    if isinstance(each, GradientAveraging):
+        return list(each.buckets)
+    mine = isinstance(each, AveragedTensors | PendingAverage | Aggregator | CompressedSum)
+    return [value for name, value in vars(each).items() if name not in ("wire", "like", "method")] if mine else []
 
 
 def _statistics(model: nn.Module) -> set[int]:

@@ -13,7 +13,7 @@ from thinwire.factor.convert import Layer
 from thinwire.methods.agree import empty_factors
 from thinwire.report.records import read_records, read_run
 
-Foresight = Callable[[Layer, float], int | None]
+RankPredictor = Callable[[Layer, float], int | None]
 """The rank of a layer at a progress from 0 to 1; None where it stays full."""
 
 # Progress, and the share of a layer's ranks that is left at a cutoff of 0.15: the median of AB's runs on digits,

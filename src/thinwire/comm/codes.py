@@ -1,0 +1,24 @@
+"""From a code's name to what averages tensors in it."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from thinwire.comm.aggregate import Aggregator, Exact, Quantized
+from thinwire.comm.collectives import Wire
+from thinwire.comm.lowrank import LowRank
+from thinwire.comm.quantize import quantizer
+from thinwire.comm.sparse import Sparse
+from thinwire.config.codes import parse_code
+
+
+def aggregator(code: str, wire: Wire, like: Sequence[Tensor], purpose: str) -> Aggregator:
+    """For tensors of these shapes, whose mean over groups is wanted again and again."""
+    kind, number = parse_code(code)
+    if parse_code(code).is_exact or len(wire.topology.groups) == 1:
+        return Exact(wire, like, purpose, kind if kind == "bf16" else "fp32")
+    if kind == "lowrank":
+        return LowRank(wire, like, purpose, int(number))
+    if kind == "topk":
+        return Sparse(wire, like, purpose, number)
+    return Quantized(wire, like, purpose, quantizer(kind))

@@ -1,0 +1,177 @@
+"""The largest values of each matrix, by index and value, with error feedback; what has one dimension stays exact."""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.aggregate import Aggregator, Exact, Piece, State, pieces
+from thinwire.comm.buckets import unpack_into
+from thinwire.comm.collectives import Pending, Wire
+from thinwire.comm.largest import largest
+from thinwire.comm.quantize import Rows, cut, elements
+
+
+class Sparse(Aggregator):
+    """Every group receives what all have sent; the rest waits in `v` until it is among the largest."""
+
+    def __init__(self, wire: Wire, like: Sequence[Tensor], purpose: str, density: float) -> None:
+        super().__init__(wire, like, purpose)
+        topology, device = wire.topology, like[0].device
+        self.density = density
+        self.sparse = [i for i, t in enumerate(like) if t.dim() > 1]
+        self.dense = [i for i, t in enumerate(like) if t.dim() <= 1]
+        self.exact = Exact(wire, [like[i] for i in self.dense], purpose, flagged=not self.sparse)
+        sizes = [like[i].numel() for i in self.sparse]
+        self.spans = _spans(sizes, topology.shares)
+        self.pieces = [pieces(sizes, span) for span in self.spans]
+        self.span = self.spans[topology.member] if wire.carries else (0, 0)
+        self.own_pieces = self.pieces[topology.member] if wire.carries else []
+        size = self.span[1] - self.span[0]
+        self.v, self.next_v = (torch.zeros(size, dtype=torch.float32, device=device) for _ in range(2))
+        self.applied = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        longest = max((p.end - p.start for p in self.own_pieces), default=0)
+        self.scratch = torch.empty(longest, dtype=torch.float32, device=device)
+        self._counts: list[int] = []
+        self._pending: Pending | None = None
+        self._again = False
+
+    def begin(self, tensors: Sequence[Tensor], *, healthy: bool = True, again: bool = False, steps: int = 0) -> None:
+        """Accumulate, and send the largest."""
+        self._again = again
+        if healthy:
+            self.accumulate([tensors[i] for i in self.sparse], again)
+        self._counts = [sum(_count(piece, self.density) for piece in each) for each in self.pieces]
+        self._pending = self.wire.all_gather(
+            self._payload(healthy), self.purpose, [4 * (2 * n + 1) for n in self._counts]
+        )
+        if self.dense:
+            self.exact.begin([tensors[i] for i in self.dense], healthy=healthy, steps=steps)
+
+    def take_back(self, tensors: Sequence[Tensor]) -> None:
+        """The last mean is in these tensors; it was sent, and must not be accumulated."""
+        sparse = [tensors[i] for i in self.sparse]
+        for t, before in zip(sparse, _like(self.applied, sparse), strict=True):
+            t.sub_(before)
+
+    def accumulate(self, tensors: Sequence[Tensor], again: bool) -> None:
+        """Add this worker's share to what was not sent."""
+        before = self.next_v if again else self.v
+        for piece in self.own_pieces:
+            torch.add(before[piece.slice], piece.of(tensors), out=self.next_v[piece.slice])
+
+    def sent(self, places: Tensor) -> None:
+        """These are sent now."""
+        self.next_v[places] = 0.0
+
+    def end(self, out: Sequence[Tensor]) -> bool:
+        """The weighted sum of what groups sent."""
+        blocks = self._receive()
+        healthy = blocks[0].is_meta or not bool(blocks[0][:, -1].any())
+        if self.dense:
+            healthy = self.exact.end([out[i] for i in self.dense]) and healthy
+        if not healthy:
+            return False
+        self._add_up(blocks)
+        unpack_into(self.applied, [out[i] for i in self.sparse])
+        return True
+
+    def _payload(self, healthy: bool) -> Tensor:
+        """Values, places, and whether this worker is unhealthy."""
+        places, values = self.v.new_zeros(0, dtype=torch.int64), self.v[:0]
+        if healthy:
+            found = [
+                largest(self.next_v[p.slice], _count(p, self.density), self.scratch) + p.place for p in self.own_pieces
+            ]
+            places = torch.cat([places, *found])
+            values = self.next_v[places]
+            self.sent(places)
+        elif self.wire.carries:
+            count = self._counts[self.wire.topology.member]
+            places, values = places.new_zeros(count), self.v.new_zeros(count)
+        flag = places.new_full((1,), not healthy, dtype=torch.int32)
+        return torch.cat([values.view(torch.int32), places.to(torch.int32), flag])
+
+    def _receive(self) -> list[Tensor]:
+        """What every group sent: one block per share, with one row per group."""
+        assert self._pending is not None, "nothing was begun"
+        topology, received = self.wire.topology, self._pending.wait()
+        groups, device = len(topology.groups), self.applied.device
+        blocks = [torch.empty(groups, 2 * n + 1, dtype=torch.int32, device=device) for n in self._counts]
+        if self.wire.carries:
+            blocks[topology.member] = received
+        for j, block in enumerate(blocks):
+            self.wire.broadcast_in_group([block], j, self.purpose)
+        return blocks
+
+    def _add_up(self, blocks: Sequence[Tensor]) -> None:
+        """One group after the other, so that all workers round alike."""
+        if self.applied.is_meta:
+            return
+        if not self._again:
+            self.applied.zero_()
+        topology = self.wire.topology
+        for (start, end), block in zip(self.spans, blocks, strict=True):
+            count = block.shape[1] // 2
+            for row, group in zip(block, topology.groups, strict=True):
+                values = row[:count].view(torch.float32) * (len(group) / topology.world_size)
+                self.applied[start:end].index_add_(0, row[count : 2 * count], values)
+
+    def commit(self) -> None:
+        """What was not sent."""
+        self.v, self.next_v = self.next_v, self.v
+
+    def residuals(self) -> list[Tensor]:
+        """What was not sent."""
+        return [self.v]
+
+    def workspace(self) -> list[Tensor]:
+        """The same as it will be, and the last mean."""
+        return [self.next_v, self.applied, self.scratch]
+
+    def local(self) -> State:
+        """What was not sent, where it belongs, and the weight of this worker's group."""
+        if not self.wire.carries:
+            return {}
+        topology = self.wire.topology
+        weight = len(topology.group) / topology.world_size
+        return {"v": self.v, "place": torch.tensor([*self.span, weight], dtype=torch.float64)}
+
+    def load(self, shared: State, local: State) -> None:
+        """Take it back."""
+        if local:
+            self.v.copy_(local["v"])
+
+    def adopt(self, shared: State, everyone: Sequence[State]) -> None:
+        """Every group starts from the mean of the old ones."""
+        self.v.copy_(self.mean_of("v", everyone))
+
+    def mean_of(self, name: str, everyone: Sequence[State]) -> Tensor:
+        """This worker's share of the mean over the groups of another world."""
+        whole = torch.zeros_like(self.applied)
+        for state in everyone:
+            if name in state:
+                first, last, weight = state["place"].tolist()
+                whole[int(first) : int(last)].add_(state[name], alpha=weight)
+        return whole[self.span[0] : self.span[1]]
+
+
+def _count(piece: Piece, density: float) -> int:
+    size = piece.end - piece.start
+    return min(size, max(1, math.ceil(density * size)))
+
+
+def _spans(sizes: Sequence[int], shares: int) -> list[tuple[int, int]]:
+    """Where each share of the matrices begins and ends."""
+    ends = [0]
+    for part in cut([Rows(size, 1) for size in sizes], shares):
+        ends.append(ends[-1] + elements(part))
+    return list(itertools.pairwise(ends))
+
+
+def _like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    found = [torch.empty_like(t) for t in tensors]
+    unpack_into(flat, found)
+    return found

@@ -1,0 +1,19 @@
+"""What is done with the mean of how far groups came."""
+
+from dataclasses import dataclass
+
+from thinwire.checks import check_share, is_number
+from thinwire.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Nesterov:
+    """An outer step of SGD with Nesterov momentum, whose gradient is minus the mean of how far groups came."""
+
+    lr: float = 1.0
+    momentum: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not (is_number(self.lr) and self.lr > 0):
+            raise ConfigError(f"`outer.lr`={self.lr!r} must be a number above 0, such as 1.0; DiLoCo's paper has 0.7")
+        check_share(self, "momentum", "0.5 is a good start; DiLoCo's paper has 0.9")

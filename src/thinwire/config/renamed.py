@@ -1,0 +1,35 @@
+"""Names that fields had before: using one is an error that says the new one."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from thinwire.errors import ConfigError
+
+C = TypeVar("C", bound=type)
+
+
+def renamed(**fields: str) -> Callable[[C], C]:
+    """For a config class: each old name, and what to write instead."""
+
+    def wrap(config: C) -> C:
+        init: Any = config.__init__  # type: ignore[misc]
+
+        @functools.wraps(init)
+        def checked(self: Any, *args: Any, **given: Any) -> None:
+            refuse(config, given)
+            init(self, *args, **given)
+
+        config.__init__ = checked  # type: ignore[misc]
+        config.renamed_fields = {**getattr(config, "renamed_fields", {}), **fields}  # type: ignore[attr-defined]
+        return config
+
+    return wrap
+
+
+def refuse(config: type, given: Any) -> None:
+    """Old names among the fields that were given."""
+    known = getattr(config, "renamed_fields", {})
+    for name in given:
+        if name in known:
+            raise ConfigError(f"{config.__name__} has no field `{name}` any more: write {known[name]}")

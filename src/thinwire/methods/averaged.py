@@ -1,0 +1,250 @@
+"""Tensors that groups average from time to time: in a code, with an outer step, while training goes on.
+
+In fp32 and without an outer step the values themselves are averaged. Otherwise what travels is how far a group came
+from what all last agreed on, because codes would delete small changes of large values; the mean of that is a gradient
+for the outer step, or the change itself.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.aggregate import Aggregator, Exact, Rotating
+from thinwire.comm.buckets import all_finite, pack_wide, reals
+from thinwire.comm.codes import aggregator
+from thinwire.comm.collectives import Wire
+from thinwire.config.outer import Nesterov
+from thinwire.errors import ConfigError
+
+Tensors = Callable[[], Sequence[Tensor]]
+
+
+@dataclass
+class PendingAverage:
+    """What was sent and is not taken in yet."""
+
+    sent: int
+    """The step at which it was sent."""
+    overlap: int
+    """It is due so many steps later."""
+    received: bool = False
+    """Whether it was waited for before its time; it is in `scratch` then."""
+    own: Tensor | None = None
+    """The values that this group sent, where it is to keep what it trained since."""
+
+
+class AveragedTensors:
+    """Tensors that travel together, one after the other in a flat vector."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        tensors: Tensors,
+        code: str,
+        step: int,
+        *,
+        outer: Nesterov | None = None,
+        rotating: bool = False,
+        is_fixed: Callable[[Tensor], bool] = lambda t: False,
+    ) -> None:
+        """`tensors` gives them as they are now; with `rotating` one member of a group carries all of them.
+
+        Those that are fixed are sent with the others and never moved.
+        """
+        self.wire = wire
+        self.tensors = tensors
+        self.is_fixed = is_fixed
+        self.outer = outer
+        self.level = step
+        """The step after which the tensors last were what groups agreed on."""
+        self.pending: PendingAverage | None = None
+        self.momentum: Tensor | None = None
+        """None before the first outer step."""
+        flat = pack_wide(tensors())
+        self.scratch = torch.empty_like(flat)  # taking new memory each time costs more than filling it
+        self.agreed = None if code == "fp32" and outer is None else flat
+        """What groups last agreed on; None where values are averaged."""
+        self._shapes = [reals(t).shape for t in tensors()]
+        self._is_flat = True
+        made = self._aggregators(code, rotating)
+        self._is_flat = isinstance(made.turns[0] if isinstance(made, Rotating) else made, Exact)
+        self.aggregator: Aggregator = made
+
+    def _aggregators(self, code: str, rotating: bool) -> Aggregator:
+        like = _views(self.scratch, self._shapes)
+
+        def make() -> Aggregator:
+            return aggregator(code, self.wire, like, "merge")
+
+        return Rotating(self.wire, make) if rotating and len(self.wire.topology.groups) > 1 else make()
+
+    # An average.
+
+    def send(self, step: int, overlap: int, *, keep_own: bool = False, weights: Sequence[float] | None = None) -> None:
+        """Send how far this group came; the mean is due `overlap` steps later.
+
+        `weights` are this group's for each tensor and add up to 1 over groups; by default by its number of workers.
+        """
+        self._check_size()
+        flat = pack_wide(self.tensors(), out=self.scratch)
+        self.pending = PendingAverage(step, overlap, own=flat.clone() if keep_own else None)
+        if self.agreed is not None:
+            flat.sub_(self.agreed)
+        if weights is not None and len(self.wire.topology.groups) > 1:
+            self._weigh(flat, weights)
+        self.aggregator.begin(self._parts, healthy=self._is_flat or all_finite([flat]), steps=overlap)
+
+    def _weigh(self, flat: Tensor, weights: Sequence[float]) -> None:
+        if isinstance(self.aggregator, Exact):
+            self.aggregator.weighted = True
+        else:  # it weighs by the number of workers
+            topology = self.wire.topology
+            weights = [weight * topology.world_size / len(topology.group) for weight in weights]
+        torch._foreach_mul_(_views(flat, self._shapes), list(weights))
+
+    @property
+    def turn(self) -> int | None:
+        """The step at which what is under way needs `middle`."""
+        pending = self.pending
+        if pending is None or pending.received:
+            return None
+        turn = self.aggregator.turn(pending.overlap)
+        return None if turn is None else pending.sent + turn
+
+    @property
+    def due(self) -> int | None:
+        """The step at which what is under way is taken in."""
+        return None if self.pending is None else self.pending.sent + self.pending.overlap
+
+    def receive(self) -> bool:
+        """Wait for the mean, now or before its time; False if it is not finite, and then it is dropped."""
+        assert self.pending is not None, "nothing is under way"
+        if not self.pending.received:
+            sound = self.aggregator.end(self._parts) and all_finite([self.scratch])
+            if not sound:
+                self.pending = None
+                return False
+            self.aggregator.commit()
+            self.pending.received = True
+        return True
+
+    def agree(self, *, outer: bool = True) -> PendingAverage:
+        """Take the mean for what groups agree on, by an outer step unless told otherwise; the tensors stay."""
+        assert self.pending is not None and self.pending.received, "nothing was received"
+        pending, self.pending = self.pending, None
+        if self.agreed is None:
+            return pending
+        change, agreed = self.scratch, self.agreed
+        if self.outer is None or not outer:
+            torch.add(agreed, change, out=change)
+        else:
+            # As torch.optim.SGD with Nesterov momentum does, for the gradient that is minus the change.
+            if mu := self.outer.momentum:
+                self.momentum = change.clone() if self.momentum is None else self.momentum.mul_(mu).add_(change)
+                change.add_(self.momentum, alpha=mu)
+            torch.add(agreed, change, alpha=self.outer.lr, out=change)
+        self.agreed, self.scratch = change, agreed
+        return pending
+
+    def move(self, weight: float, step: int) -> None:
+        """Bring the tensors this far towards what was agreed on; 1 is all the way."""
+        with self._widened() as (wide, target):
+            if weight < 1:
+                torch._foreach_lerp_(wide, target, weight)
+            else:
+                torch._foreach_copy_(wide, target)
+                self.level = step
+
+    def shift_from(self, own: Tensor) -> None:
+        """Move the tensors as far as what was agreed on is from `own`, which is used up."""
+        target = self.scratch if self.agreed is None else self.agreed
+        difference = torch.sub(target, own, out=own)
+        with self._widened(difference) as (wide, change):
+            torch._foreach_add_(wide, change)
+
+    @contextmanager
+    def _widened(self, flat: Tensor | None = None) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """The tensors in the flat vector's dtype, copies are written back; and the parts of the vector for each."""
+        flat = flat if flat is not None else self.scratch if self.agreed is None else self.agreed
+        parts = _views(flat, self._shapes)
+        pairs = [(reals(t), part) for t, part in zip(self.tensors(), parts, strict=True) if not self.is_fixed(t)]
+        wide = [t.detach().to(flat.dtype) for t, _ in pairs]
+        yield wide, [part for _, part in pairs]
+        for (t, _), changed in zip(pairs, wide, strict=True):
+            if t.dtype != changed.dtype:
+                t.detach().copy_(changed)
+
+    @property
+    def _parts(self) -> list[Tensor]:
+        return [self.scratch] if self._is_flat else _views(self.scratch, self._shapes)
+
+    def _check_size(self) -> None:
+        """Refuse tensors that are not those that were attached any more."""
+        now = sum(reals(t).numel() for t in self.tensors())
+        if now != len(self.scratch):
+            raise ConfigError(
+                f"what groups average had {len(self.scratch)} values when it was attached and has {now}; "
+                "detach() before parameters or running statistics change their size, and attach() again"
+            )
+
+    # Checkpoints.
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put everything back in the end, but the tensors themselves."""
+        names = ("pending", "momentum", "agreed", "scratch", "level")
+        before = {name: getattr(self, name) for name in names}
+        copies = {name: t.clone() for name, t in before.items() if isinstance(t, Tensor)}
+        kept = [{n: t.clone() for n, t in s.items()} for s in (self.aggregator.shared(), self.aggregator.local())]
+        try:
+            vars(self).update(copies)
+            yield
+        finally:
+            vars(self).update(before)
+            self.aggregator.load(kept[0], kept[1])
+
+    def drop(self) -> None:
+        """Let what is under way arrive, and forget it unseen: it may be what diverged."""
+        if self.pending is not None and not self.pending.received:
+            self.aggregator.end(self._parts)
+        self.pending = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What groups agree on, and what came back but is not due yet."""
+        pending = self.pending
+        shared = {
+            "level": self.level,
+            "pending": None if pending is None else [pending.sent, pending.overlap],
+            "agreed": self.agreed,
+            "momentum": self.momentum,
+            "received": self.scratch if pending is not None else None,
+            "own": pending.own if pending is not None else None,
+            "aggregator": self.aggregator.shared(),
+        }
+        return {"shared": shared, "local": self.aggregator.local()}
+
+    def load_state_dict(self, shared: dict[str, Any], local: dict[str, Tensor]) -> None:
+        """Continue from it."""
+        agreed = shared["agreed"]
+        if agreed is not None and agreed.shape != self.scratch.shape:
+            raise ConfigError(
+                f"the save holds {len(agreed)} values that groups average, here are {len(self.scratch)}; "
+                "build the same model, with the same parameters frozen"
+            )
+        self.level, self.agreed, self.momentum = shared["level"], agreed, shared["momentum"]
+        self.pending = None
+        if shared["pending"] is not None:
+            sent, overlap = shared["pending"]
+            self.pending = PendingAverage(sent, overlap, received=True, own=shared["own"])
+            self.scratch = shared["received"]
+        self.aggregator.load(shared["aggregator"], local)
+
+
+def _views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """A flat vector in the shapes of the tensors that it holds one after the other."""
+    parts = flat.split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -1,0 +1,259 @@
+"""Engine 2: groups train alone, and average their parameters every so often.
+
+    1. warm-up: the whole world averages gradients at every step, in `warmup_wire`
+    2. local: each group trains alone, its members averaging their gradients
+    3. every `every` steps each fragment of the model has its turn: groups send it, in `wire`
+    4. `overlap` steps later the mean is there: taken as it is, or as a gradient for the `outer` step; a group goes on
+       from that, or from a mixture with its own values if it trained on meanwhile
+
+Every worker keeps what groups agreed on itself, with the same bits. With one group nothing is sent.
+"""
+
+import functools
+import sys
+from collections.abc import Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from thinwire.comm.topology import Topology
+from thinwire.config import DiLoCo, LocalSGD
+from thinwire.config.codes import QUANTIZED, parse_code
+from thinwire.errors import DivergedError
+from thinwire.methods.averaged import AveragedTensors
+from thinwire.methods.base import Method
+from thinwire.methods.context import MethodContext, Saved
+from thinwire.methods.fragments import fragments_of
+from thinwire.methods.merging import average_buffers, average_moments, put_back, refuse_diverged
+
+
+class Cycle(NamedTuple):
+    """A place in a cycle of steps, for plans: from equal places on, equal steps send the same."""
+
+    place: Hashable
+    """Counted from the present step."""
+    end: int
+    """The step from which on this is not so any more."""
+
+
+def role_by_codes(topology: Topology, *codes: str) -> Hashable:
+    """For plans: where sums are quantized each group owns another part of them; else all workers do the same."""
+    if any(parse_code(code).kind in QUANTIZED for code in codes):
+        return len(topology.groups), topology.group_index
+    return len(topology.groups) if any(not parse_code(code).is_exact for code in codes) else None
+
+
+class LocalTraining(Method):
+    """Groups that train alone after a warm-up, and average fragments of the model in turn."""
+
+    phases = ("warmup", "local")
+    config: LocalSGD | DiLoCo
+
+    def __init__(self, config: LocalSGD | DiLoCo, context: MethodContext) -> None:
+        super().__init__(config, context)
+        self.fragments: list[AveragedTensors] = []
+        self.buffers_at = 0
+        """The step after which groups last agreed on buffers."""
+
+    @classmethod
+    def role(cls, config: Any, topology: Topology) -> Hashable:
+        """All groups do the same, unless codes say otherwise."""
+        return role_by_codes(topology, config.wire, config.warmup_wire)
+
+    def attach(self) -> None:
+        """Begin with the warm-up; one of no steps is over at once."""
+        fragments_of(self.model, self.config.fragments)  # refused now, not after the warm-up
+        self.gradients.together(self.config.warmup_wire)
+        self._part_if_due()
+
+    def after_step(self) -> None:
+        """Exchange what is due between groups."""
+        if self.phase == "local":
+            self._exchange()
+        else:
+            self._part_if_due()
+
+    @property
+    def in_sync(self) -> bool:
+        """False while groups train apart."""
+        return self.phase == "warmup" or len(self.topology.groups) == 1
+
+    @property
+    def local_step(self) -> int:
+        """Steps since the warm-up."""
+        return self.step - self.config.warmup_length
+
+    @property
+    def next_event(self) -> int:
+        """The end of the warm-up, then the next fragment that is sent, or comes back."""
+        if self.phase == "warmup":
+            return self.config.warmup_length
+        ahead = [self.step + self._until(i) for i in range(len(self.fragments))]
+        ahead += [due for f in self.fragments if (due := f.due) is not None]
+        ahead += [turn for f in self.fragments if (turn := f.turn) is not None and turn > self.step]
+        return min(ahead, default=sys.maxsize)
+
+    def finish(self, cutoff: float | None) -> None:
+        """One model again; cut it where a cutoff is given."""
+        if self.phase == "local":
+            self.check_counters()
+            self._merge()
+        super().finish(cutoff)
+
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        """The mean of what groups hold; what is under way is waited for, and taken in when it is due."""
+        with self.wire.ledger.everything_is("merge"):  # training pays for it, not the evaluation
+            self._settle()
+        buffers_at = self.buffers_at
+        with put_back(self.model), ExitStack() as stack:
+            for fragment in self.fragments:
+                stack.enter_context(fragment.restored())
+            stack.callback(setattr, self, "buffers_at", buffers_at)
+            self._merge()
+            yield
+
+    def _part_if_due(self) -> None:
+        """Groups part; all workers hold the same model."""
+        if self.local_step < 0:
+            return
+        self.check_counters()
+        self.set_phase("local")
+        self.gradients.apart()
+        self._make_fragments()
+        self._agreed()
+
+    def _make_fragments(self) -> None:
+        """With one group and no outer step there is nothing to average."""
+        config, self.fragments = self.config, []
+        if self.in_sync and config.outer is None:
+            return
+        for parameters in fragments_of(self.model, config.fragments):
+            current = functools.partial(list[Tensor], parameters)
+            made = AveragedTensors(
+                # An outer step must not move what a lone worker has frozen meanwhile.
+                *(self.wire, current, config.wire, self.step),
+                outer=config.outer,
+                is_fixed=lambda p: not p.requires_grad,
+            )
+            self.fragments.append(made)
+
+    def _until(self, index: int) -> int:
+        """Steps to the next turn of a fragment; turns are spread over a round."""
+        every = self.config.every
+        offset = every * (index + 1) // self.config.fragments
+        return every - (self.local_step - offset) % every
+
+    def _exchange(self) -> None:
+        """Take in what is due, then send what is; with the last fragment of each round goes everything else."""
+        for fragment in self.fragments:
+            if fragment.due == self.step:
+                self._arrive(fragment)
+            elif fragment.turn == self.step:
+                fragment.aggregator.middle()
+        for i, fragment in enumerate(self.fragments):
+            if self._until(i) == self.config.every:
+                fragment.send(self.step, self.config.overlap)
+                if self.config.overlap == 0:
+                    self._arrive(fragment)
+
+    def _arrive(self, fragment: AveragedTensors) -> None:
+        is_last = fragment is self.fragments[-1]
+        if is_last:
+            self.check_counters()
+            refuse_diverged(self.wire, self.model, self.observed, self.step)
+        self._take_in(fragment)
+        if is_last:
+            average_buffers(self.wire, self.model.buffers(), self.weight)
+            if self.config.moments == "reset":
+                self.optimizers.reset(list(self.model.parameters()))
+            elif self.config.moments == "average":
+                average_moments(self.wire, self.optimizers, list(self.model.parameters()), self.weight)
+            self._agreed()
+            self.context.after_merge()
+
+    def _take_in(self, fragment: AveragedTensors) -> None:
+        self._receive(fragment)
+        fragment.agree()
+        fragment.move(1 - self.config.mix if self.config.overlap else 1.0, self.step)
+
+    def _merge(self) -> None:
+        """Take in what is under way, then the mean of what groups hold.
+
+        An outer step out of turn would go the momentum's whole way again for a few steps of training.
+        """
+        if self.in_sync:
+            return
+        refuse_diverged(self.wire, self.model, self.observed, self.step)
+        for fragment in self.fragments:
+            if fragment.pending is not None:
+                self._take_in(fragment)
+        apart = [fragment for fragment in self.fragments if fragment.level != self.step]
+        for fragment in apart:
+            fragment.send(self.step, 0)
+        for fragment in apart:
+            self._receive(fragment)
+            fragment.agree(outer=False)
+            fragment.move(1.0, self.step)
+        if self.buffers_at != self.step:
+            average_buffers(self.wire, self.model.buffers(), self.weight)
+
+    def _receive(self, fragment: AveragedTensors) -> None:
+        if not fragment.receive():
+            refuse_diverged(self.wire, self.model, self.observed, self.step)
+            raise DivergedError(
+                f"what groups sent does not add up to finite numbers at step {self.step}; lower the learning rate or "
+                "go back to a checkpoint"
+            )
+
+    def _settle(self) -> None:
+        """Wait for what is under way; it is taken in when it is due all the same."""
+        for fragment in self.fragments:
+            if fragment.pending is not None:
+                self._receive(fragment)
+
+    def _agreed(self) -> None:
+        self.buffers_at = self.step
+        self.observed.zero_()
+
+    # Checkpoints and plans.
+
+    def state_dict(self) -> dict[str, Any]:
+        """With what is under way, which is waited for."""
+        self._settle()
+        state, fragments = super().state_dict(), [fragment.state_dict() for fragment in self.fragments]
+        state["shared"] |= {"buffers_at": self.buffers_at, "fragments": [f["shared"] for f in fragments]}
+        state["local"] |= {"fragments": [f["local"] for f in fragments]}
+        return state
+
+    def load_state_dict(self, saved: Saved) -> None:
+        """What is under way is dropped; a save of one group may have agreed on nothing but the model."""
+        for fragment in self.fragments:
+            fragment.drop()
+        super().load_state_dict(saved)
+        shared, local = saved.shared, saved.local
+        self.buffers_at, self.fragments = shared["buffers_at"], []
+        if self.phase == "local":
+            self._make_fragments()
+        for i, (fragment, kept) in enumerate(zip(self.fragments, shared["fragments"], strict=False)):
+            fragment.load_state_dict(kept, local["fragments"][i] if local else {})
+
+    @property
+    def cycle(self) -> Cycle | None:
+        """A round in which each fragment has its turn."""
+        if self.phase == "warmup":
+            return None
+        parts = [
+            (f.pending and (self.step - f.pending.sent, f.pending.received), f.momentum is None, f.level == self.step)
+            for f in self.fragments
+        ]
+        return Cycle((self.local_step % self.config.every, self.buffers_at == self.step, *parts), sys.maxsize)
+
+    def shift(self, steps: int) -> None:
+        """Everything was sent and agreed so many steps later."""
+        self.buffers_at += steps
+        for fragment in self.fragments:
+            fragment.level += steps
+            if fragment.pending is not None:
+                fragment.pending.sent += steps

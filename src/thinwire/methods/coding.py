@@ -1,0 +1,61 @@
+"""Methods that code every gradient after a warm-up: engine 1 alone."""
+
+import sys
+from collections.abc import Hashable, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from thinwire.comm.aggregate import Aggregator
+from thinwire.comm.collectives import Wire
+from thinwire.comm.topology import Topology
+from thinwire.methods.averaging import role_by_codes
+from thinwire.methods.base import Method
+from thinwire.methods.context import MethodContext
+
+
+class CodedGradients(Method):
+    """A warm-up in one code, then another one to the end."""
+
+    phases: ClassVar[tuple[str, ...]] = ("warmup", "train")
+
+    @classmethod
+    def role(cls, config: Any, topology: Topology) -> Hashable:
+        """All workers do the same, unless codes say otherwise."""
+        return role_by_codes(topology, cls.code_of(config), config.warmup_wire)
+
+    @staticmethod
+    def code_of(config: Any) -> str:
+        """What gradients travel in after the warm-up."""
+        raise NotImplementedError
+
+    def aggregator(self, wire: Wire, like: Sequence[Tensor]) -> Aggregator:
+        """What averages them after the warm-up."""
+        raise NotImplementedError
+
+    def __init__(self, config: Any, context: MethodContext) -> None:
+        super().__init__(config, context)
+        self.gradients.makers[self.code_of(config)] = self.aggregator
+
+    def attach(self) -> None:
+        """Begin with the warm-up; one of no steps is over at once."""
+        self.gradients.check(self.code_of(self.config))
+        if self.config.warmup_length:
+            self.gradients.together(self.config.warmup_wire)
+        else:
+            self._begin()
+
+    def after_step(self) -> None:
+        """The residual of the warm-up is dropped at its end: it is in another code's terms."""
+        if self.step == self.config.warmup_length:
+            self.check_counters()
+            self._begin()
+
+    @property
+    def next_event(self) -> int:
+        """The end of the warm-up; then every step is like every other."""
+        return self.config.warmup_length if self.phase == "warmup" else sys.maxsize
+
+    def _begin(self) -> None:
+        self.set_phase("train")
+        self.gradients.together(self.code_of(self.config))

@@ -1,0 +1,70 @@
+"""What a method is given: the model, its optimizers, the wire, and places to hang callbacks on."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from thinwire.comm.collectives import Wire
+from thinwire.factor.convert import Layer
+from thinwire.factor.optimizers import Optimizers
+from thinwire.methods.agree import find_basis, find_factors
+
+
+@dataclass
+class Saved:
+    """A method's part of a checkpoint."""
+
+    shared: dict[str, Any]
+    """What is the same on all workers of a group."""
+    everyone: Sequence[dict[str, Any]]
+    """Each worker's own part, by rank."""
+    own: int | None
+    """Which of these is this worker's; None where groups are not as they were."""
+    load_values: Callable[[], None]
+    """Fills model and optimizers, which must have their shapes by then."""
+
+    @property
+    def local(self) -> dict[str, Any] | None:
+        """This worker's own part, if there is one."""
+        return None if self.own is None else self.everyone[self.own]
+
+
+@dataclass
+class MethodContext:
+    """What a method works with."""
+
+    model: nn.Module
+    optimizers: Optimizers
+    wire: Wire
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of DistributedDataParallel."""
+    has_scaler: bool = False
+    scale: Callable[[], float] = lambda: 1.0
+    """What the GradScaler multiplies losses by now."""
+    after_merge: Callable[[], None] = lambda: None
+    """To be called when workers that trained apart hold one model again."""
+    find_factors: Callable[[Layer, float], tuple[Tensor, ...] | None] = find_factors
+    """A layer's factors at a cutoff, or None where they would not be smaller; a simulation predicts them instead."""
+    find_basis: Callable[[Layer, float, float], tuple[Tensor, ...]] = find_basis
+    """A layer's U, S and Vᵀ at a cutoff, and the largest share of its ranks that may be dropped; predicted likewise."""
+
+    # What a method may set or add to, when it is built.
+
+    before_update: list[Callable[[Optimizer], None]] = field(default_factory=list)
+    """Called right before an optimizer changes its parameters."""
+    after_update: list[Callable[[Optimizer], None]] = field(default_factory=list)
+    """Called right after it; not if a scaler skipped the update."""
+    on_epoch_end: list[Callable[[float | None], None]] = field(default_factory=list)
+    """Called with this worker's mean loss, or None for that of the losses observed."""
+    on_release: list[Callable[[], None]] = field(default_factory=list)
+    """Called when the method lets go of the model."""
+    lr_factor: Callable[[], float] = lambda: 1.0
+    """What the scheduled learning rate is multiplied by in the next update."""
+    users_optimizers: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Around a checkpoint's look at the optimizers, which then have all of the user's settings."""
+    clips: bool = False
+    """Whether the method clips gradients itself, before they are averaged; a loop then must not."""
