@@ -86,7 +86,7 @@ def peaks_of_ab(rank: int, device: str, batch: int) -> Peaks:
     steps = {
         "total_steps": WARMUP + GROUP_STEPS + 1,
         "warmup": WARMUP,
-        "group_steps": GROUP_STEPS,
+        "every": GROUP_STEPS,
         "rebound": 1,
     }
     config = thinwire.AB(**steps, group_size="world" if alone else 1)

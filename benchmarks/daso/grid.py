@@ -45,8 +45,8 @@ class Cell(NamedTuple):
 
     @property
     def settings(self) -> tuple[str, ...]:
-        pinned = ("warmup_epochs=4", "cooldown_epochs=4", "plateau_patience=none")
-        own = (f"max_skips={self.skips}", f"wait={self.wait}", f"compensate={str(self.compensated).lower()}")
+        pinned = ("warmup=0.1333", "cooldown=0.1333", "plateau_patience=none")
+        own = (f"every={self.skips}", f"overlap={self.wait}", f"compensate={str(self.compensated).lower()}")
         return (*own, *pinned) if self.skips else ()
 
 

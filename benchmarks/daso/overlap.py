@@ -97,8 +97,8 @@ def variants(every: int, cycles: int) -> list[Variant]:
 
 def _daso(every: int, wait: int, **more: Any) -> thinwire.DASO:
     """In its cycling phase from the first step to the last."""
-    pinned = {"warmup_epochs": 0, "cooldown_epochs": 0, "plateau_patience": None}
-    return thinwire.DASO(total_steps=FOREVER, steps_per_epoch=1, max_skips=every, wait=wait, **pinned, **more)
+    pinned = {"warmup": 0, "cooldown": 0, "plateau_patience": None}
+    return thinwire.DASO(total_steps=FOREVER, every=every, overlap=wait, **pinned, **more)
 
 
 def main() -> None:

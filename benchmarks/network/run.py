@@ -21,7 +21,7 @@ HEADINGS = (*SHOWN, "ledger", "kernel", "headers", "left", "stolen")
 RECIPES = {
     "digits": ("digits", 90, ()),
     "shakespeare": ("shakespeare", 30, ()),
-    "vgg16": (f"{HERE / 'vgg16.py'}:vgg16", 8, ("ab.warmup=2", "ab.group_steps=4", "ab.rebound=1", "ab.lr_rebound=1")),
+    "vgg16": (f"{HERE / 'vgg16.py'}:vgg16", 8, ("ab.warmup=2", "ab.every=4", "ab.rebound=1", "ab.lr_rebound=1")),
 }
 
 

@@ -46,12 +46,13 @@ def grid() -> list[Setting]:
     found = [Setting("allreduce", (f"wire={wire}",)) for wire in ("fp32", "bf16", "int8")]
     found += [Setting("ab"), Setting("ab", ("merge=trained",))]
     found += [
-        Setting("oialr", (f"delay={d}", f"cutoff={c}")) for d, c in product((0.1, 0.2, 0.333), (0.05, 0.1, 0.2, 0.3))
+        Setting("oialr", (f"factor_at={d}", f"cutoff={c}"))
+        for d, c in product((0.1, 0.2, 0.333), (0.05, 0.1, 0.2, 0.3))
     ]
-    found += [Setting("powersgd", (f"rank={r}", f"start_step={s}")) for r, s in product((1, 2, 4, 8, 16), (0, 0.05))]
+    found += [Setting("powersgd", (f"rank={r}", f"warmup={s}")) for r, s in product((1, 2, 4, 8, 16), (0, 0.05))]
     found += [Setting("localsgd", (f"every={h}", f"warmup={w}")) for h, w in product((4, 12, 24, 48), (0, 0.05))]
     found += [
-        Setting("diloco", (f"every={h}", f"outer_lr={lr}", f"outer_momentum={m}", "warmup=0.05"))
+        Setting("diloco", (f"every={h}", f"outer={lr}/{m}", "warmup=0.05"))
         for h, lr, m in product((12, 24), (0.4, 0.7, 1.0), (0.5, 0.9))
     ]
     found += [
@@ -70,7 +71,7 @@ def grid() -> list[Setting]:
 
 
 def _pace(every: int, wait: int, epochs: int) -> tuple[str, ...]:
-    return f"max_skips={every}", f"wait={wait}", f"warmup_epochs={epochs}", f"cooldown_epochs={epochs}"
+    return f"every={every}", f"overlap={wait}", f"warmup={epochs / 30:.4f}", f"cooldown={epochs / 30:.4f}"
 
 
 def main() -> None:

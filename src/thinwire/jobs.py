@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -260,7 +261,8 @@ def variants(methods: str | None, settings: tuple[str, ...], scheduled: Containe
 
 
 def _parts(label: str) -> tuple[str, tuple[str, ...]]:
-    method, *own = label.split(":")
+    """METHOD:FIELD=VALUE:…; a value may have a colon itself, as lowrank:16 does."""
+    method, *own = re.split(r":(?=[^:=]+=)", label)
     return method, tuple(own)
 
 

@@ -61,7 +61,7 @@ def plan(
 ) -> None:
     """What each method would send, and how long it would take, before anything runs.
 
-    RECIPE is a name from `thinwire list` or FILE.py:FUNCTION. Bytes come from rehearsing the methods
+    RECIPE is a name from `thinwire list` or FILE.py:FUNCTION. Bytes come from simulating the methods
     themselves without workers; seconds from them, the links, and a step timed here.
     """
     if (recipe is None) == (model is None):
