@@ -59,14 +59,14 @@ def grid() -> list[Setting]:
         Setting("daso", (*_pace(b, s, e), f"compensate={c}", f"plateau_patience={p}"))
         for (b, s), e, c, p in product(PACES, (4, 1), ("false", "true"), (2, "none"))
     ]
-    found += [Setting("topk", (f"density={d}", f"warmup={w}")) for d, w in product((0.001, 0.01, 0.05), (0.05, 0.2))]
+    found += [Setting("topk", (f"density={d}", f"ramp={w}")) for d, w in product((0.001, 0.01, 0.05), (0.05, 0.2))]
     found += [Setting("onebit", (f"warmup={w}",)) for w in (0, 0.05, 0.2)]
     for rate in (0.03, 0.1, 0.3):
         found += [Setting("allreduce", (), f"sgd_{rate}"), Setting("onebit", ("warmup=0.05",), f"sgd_{rate}")]
-        found += [Setting("topk", (f"density={d}", "warmup=0.05"), f"sgd_{rate}") for d in (0.001, 0.01)]
+        found += [Setting("topk", (f"density={d}", "ramp=0.05"), f"sgd_{rate}") for d in (0.001, 0.01)]
     for rate in (0.001, 0.002):
         found += [Setting("onebit", ("warmup=0.05",), f"lr_{rate}")]
-        found += [Setting("topk", ("density=0.05", "warmup=0.05"), f"lr_{rate}")]
+        found += [Setting("topk", ("density=0.05", "ramp=0.05"), f"lr_{rate}")]
     return found
 
 

@@ -262,8 +262,8 @@ def variants(methods: str | None, settings: tuple[str, ...], scheduled: Containe
 
 def _parts(label: str) -> tuple[str, tuple[str, ...]]:
     """METHOD:FIELD=VALUE:…; a value may have a colon itself, as lowrank:16 does."""
-    method, *own = re.split(r":(?=[^:=]+=)", label)
-    return method, tuple(own)
+    method, _, own = label.partition(":")
+    return method, tuple(re.split(r":(?=[^:=]+=)", own)) if own else ()
 
 
 def _has_field(method: str, field: str, scheduled: Container[str]) -> bool:
