@@ -5,6 +5,7 @@ A third party's method is tested alike: the example of docs/extending.md is amon
 
 import dataclasses
 import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from every_method import STEPS
 from sockets import sees_sockets, socket_bytes
 from thinwire.comm.topology import arrange
 from thinwire.errors import ConfigError
+from thinwire.methods import gradients
 from thinwire.methods.registry import METHODS, name_of
 from thinwire.plan.simulate import simulate
 from thinwire.plan.workload import Workload
@@ -207,3 +209,32 @@ def test_one_worker_trains_and_sends_nothing(name: str) -> None:
 def test_a_name_is_registered_once() -> None:
     with pytest.raises(ConfigError, match=r"'localsgd' is taken by LocalSGDMethod"):
         thinwire.register("localsgd", object, example=object)(type("Other", (thinwire.Method,), {}))
+
+
+# Buckets.
+
+CODES = ("int8", "int4", "int2", "bit", "lowrank:2", "topk:0.1")
+
+
+def in_many_buckets(rank: int, group_size: int) -> dict[str, list[Any]]:
+    """By code, what a worker holds in the end if each parameter has a bucket of its own, and its last loss."""
+    found = {}
+    for code, size in itertools.product(CODES, (1, gradients._BUCKET)):
+        gradients._BUCKET = size
+        model = small.net(smooth=True)
+        optimizer = adamw(model)
+        replica = thinwire.attach(model, optimizer, thinwire.AllReduce(wire=code, group_size=group_size))
+        losses = [float(small.step(replica, optimizer, rank, number % 2)) for number in range(12)]
+        found.setdefault(code, []).append((len(replica._method.gradients.buckets), small.model_bits(model), losses))
+    return found
+
+
+@layouts
+def test_buckets_are_exchanged_one_by_one(layout: str) -> None:
+    workers = gang.run(in_many_buckets, *LAYOUTS[layout])
+    for code in CODES:
+        assert [count for count, _, _ in workers[0][code]] == [10, 1]
+        for way in (0, 1):
+            assert len({worker[code][way][1] for worker in workers}) == 1, (code, way)
+        many, one = (losses for _, _, losses in workers[0][code])
+        assert many == pytest.approx(one, rel=0.05), code

@@ -41,19 +41,19 @@ class Sparse(Aggregator):
     def begin(self, tensors: Sequence[Tensor], *, healthy: bool = True, again: bool = False, steps: int = 0) -> None:
         """Accumulate, and send the largest."""
         self._again = again
-        if healthy:
-            self.accumulate([tensors[i] for i in self.sparse], again)
-        self._counts = [sum(_count(piece, self.density) for piece in each) for each in self.pieces]
-        self._pending = self.wire.all_gather(
-            self._payload(healthy), self.purpose, [4 * (2 * n + 1) for n in self._counts]
-        )
+        if self.sparse:
+            if healthy:
+                self.accumulate([tensors[i] for i in self.sparse], again)
+            self._counts = [sum(_count(piece, self.density) for piece in each) for each in self.pieces]
+            sizes = [4 * (2 * n + 1) for n in self._counts]
+            self._pending = self.wire.all_gather(self._payload(healthy), self.purpose, sizes)
         if self.dense:
             self.exact.begin([tensors[i] for i in self.dense], healthy=healthy, steps=steps)
 
     def take_back(self, tensors: Sequence[Tensor]) -> None:
         """The last mean is in these tensors; it was sent, and must not be accumulated."""
         sparse = [tensors[i] for i in self.sparse]
-        for t, before in zip(sparse, _like(self.applied, sparse), strict=True):
+        for t, before in zip(sparse, _like(self.applied, sparse) if sparse else (), strict=True):
             t.sub_(before)
 
     def accumulate(self, tensors: Sequence[Tensor], again: bool) -> None:
@@ -68,15 +68,14 @@ class Sparse(Aggregator):
 
     def end(self, out: Sequence[Tensor]) -> bool:
         """The weighted sum of what groups sent."""
-        blocks = self._receive()
-        healthy = blocks[0].is_meta or not bool(blocks[0][:, -1].any())
+        blocks = self._receive() if self.sparse else []
+        healthy = not any(bool(block[:, -1].any()) for block in blocks[:1] if not block.is_meta)
         if self.dense:
             healthy = self.exact.end([out[i] for i in self.dense]) and healthy
-        if not healthy:
-            return False
-        self._add_up(blocks)
-        unpack_into(self.applied, [out[i] for i in self.sparse])
-        return True
+        if healthy and blocks:
+            self._add_up(blocks)
+            unpack_into(self.applied, [out[i] for i in self.sparse])
+        return healthy
 
     def _payload(self, healthy: bool) -> Tensor:
         """Values, places, and whether this worker is unhealthy."""
