@@ -177,6 +177,8 @@ class Quantized(Aggregator):
             cut = rows(coded) if rows else [Rows(-(-self.size // BLOCK), BLOCK)]
             self.sum = CompressedSum(wire, cut, quantizer, coded[0].device, purpose)
             self.pieces = pieces([t.numel() for t in coded], self.sum.span)
+            self.covered = sum(p.end - p.start for p in self.pieces)
+            """Of this worker's share; what fills up the last block is behind it."""
         self._steps = 0
         self._halfway = False
 
@@ -187,6 +189,7 @@ class Quantized(Aggregator):
             coded = [tensors[i] for i in self.coded]
             if healthy:
                 self.sum.add([piece.of(coded) for piece in self.pieces], [p.slice for p in self.pieces], again)
+                self.sum.next_residual[self.covered :] = 0.0  # a code may say something else of it, which nobody needs
             with hidden_behind(self.wire, (steps + 1) // 2):
                 self.sum.begin(healthy)
         if self.plain:
