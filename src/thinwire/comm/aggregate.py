@@ -286,18 +286,24 @@ class Rotating(Aggregator):
         return [t for each in self.turns for t in each.workspace()]
 
     def shared(self) -> State:
-        """Whose turn it is."""
-        return {"number": torch.tensor(self.number)}
+        """Whose turn it is, and what all of them share."""
+        return {"number": torch.tensor(self.number), **self._numbered([each.shared() for each in self.turns])}
 
     def local(self) -> State:
         """Of all of them."""
-        return {f"{name}.{i}": t for i, each in enumerate(self.turns) for name, t in each.local().items()}
+        return self._numbered([each.local() for each in self.turns])
 
     def load(self, shared: State, local: State) -> None:
         """Take it back."""
         self.number = int(shared["number"])
         for i, each in enumerate(self.turns):
-            each.load({}, {n.removesuffix(f".{i}"): t for n, t in local.items() if n.endswith(f".{i}")})
+            start = f"{i}/"
+            own = ({n.removeprefix(start): t for n, t in s.items() if n.startswith(start)} for s in (shared, local))
+            each.load(*own)
+
+    @staticmethod
+    def _numbered(states: Sequence[State]) -> State:
+        return {f"{i}/{name}": t for i, state in enumerate(states) for name, t in state.items()}
 
 
 class Piece(NamedTuple):
