@@ -69,7 +69,8 @@ class GradientAveraging:
     def apart(self) -> None:
         """From now on each group averages by itself."""
         self.code, self.buckets, self._staged = None, [], False
-        if self.replicated.members != self.topology.group or self.replicated.rounding != "fp32":
+        was_coded = self.replicated.after_backward is not None
+        if was_coded or self.replicated.members != self.topology.group or self.replicated.rounding != "fp32":
             self._wrap()  # a lone group continues with its wrapper as it is
 
     def check(self, code: str) -> None:
