@@ -64,9 +64,9 @@ def measure(rank: int, config: Any, batch: int, steps: int) -> tuple[list[float]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     replica = thinwire.attach(model, optimizer, config)
     method, spent = replica._method, [0.0]
-    method.after_step = _timed(method.after_step, spent)
-    if method.replicated.after_backward:
-        method.replicated.after_backward = _timed(method.replicated.after_backward, spent)
+    method.end_step = _timed(method.end_step, spent)
+    if method.gradients.replicated.after_backward:
+        method.gradients.replicated.after_backward = _timed(method.gradients.replicated.after_backward, spent)
     inside, whole = [], []
     for _ in range(steps + 1):
         spent[0], start = 0.0, time.thread_time()

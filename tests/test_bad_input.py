@@ -512,7 +512,7 @@ def test_a_model_left_in_factors_is_not_attached_again() -> None:
     model = small.net()
     optimizer = small.sgd(model)
     thinwire.attach(model, optimizer, small.ab(warmup=0, group_size=None)).detach()
-    with pytest.raises(ConfigError, match="layers in factors"):
+    with pytest.raises(ConfigError, match="factored layers from an earlier attach"):
         thinwire.attach(model, optimizer, AllReduce())
 
 

@@ -171,7 +171,7 @@ def test_a_killed_worker_ends_the_run_and_other_settings_are_not_resumed(tmp_pat
     process.join(LIMIT_S)
     err = (tmp_path / "said").read_text()
     assert process.exitcode == 1
-    assert "thinwire: worker 1 was ended by SIGKILL; the other workers were stopped\n" in err
+    assert "thinwire: worker 1 was killed by SIGKILL; the other workers were stopped\n" in err
     assert "Traceback" not in err
     assert not _processes(str(out))
     said = _thinwire(*_ab(out, "--resume", "--quiet", "--set", "cutoff=0.3"), expect=2)
@@ -291,7 +291,7 @@ def test_a_picture_never_costs_a_result(tmp_path, monkeypatch):
     """Without matplotlib everything else is written and printed, and one line says what to install."""
     _without_matplotlib(monkeypatch)
     words = ["--workers", 1, "--steps", 12, "--set", "every=4", "--stability", 4]
-    missing = "thinwire: no picture: drawing needs matplotlib: pip install 'thinwire[plot]'"
+    missing = "thinwire: no picture: plotting needs matplotlib: pip install 'thinwire[plot]'"
     told = _thinwire("run", "digits", "--method", "ab", *words, "--out", tmp_path / "run")
     assert told.count(missing) == 1 and "summary.json and model/ are in" in told
     told = _thinwire("export", tmp_path / "run", "--out", tmp_path / "small")

@@ -46,7 +46,7 @@ def follow(rank: int, folder: str) -> dict[str, Any]:
             if number == 5:  # in the middle of a group phase
                 replica.save(Path(folder) / name)
         gaps = [float((p - q).abs().max()) for p, q in zip(ema.module.parameters(), by_hand, strict=True)]
-        with pytest.raises(ThinwireError, match=r"comes after replica.finish\(\)"):
+        with pytest.raises(ThinwireError, match=r"call EMA.finish\(\) after replica.finish\(\)"):
             ema.finish()
         finished = replica.finish()
         own = small.model_bits(ema.module)

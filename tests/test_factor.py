@@ -182,7 +182,7 @@ class Detour(nn.Linear):
         (nn.utils.weight_norm, ["weight_g", "weight_v"], "normed by torch.nn.utils.weight_norm"),
         (nn.utils.spectral_norm, ["weight_orig"], "normed by torch.nn.utils.spectral_norm"),
         (lambda layer: prune.identity(layer, "weight"), ["weight_orig"], "pruned by torch.nn.utils.prune"),
-        (lambda layer: Detour(), ["weight"], "its module has parameters of the factors' names"),
+        (lambda layer: Detour(), ["weight"], "its module already uses the factors' names"),
     ],
     ids=["weight norm", "spectral norm", "pruned", "names taken"],
 )

@@ -1,4 +1,4 @@
-"""What went wrong first is what is said: of a disk that is full, of a file nobody may write, of uneven batches."""
+"""The first cause is reported: a full disk, a file that cannot be written, uneven batches."""
 
 import contextlib
 import errno
@@ -23,15 +23,16 @@ from selection import first_of
 from thinwire.cli import main
 from thinwire.comm import missing, process_groups
 from thinwire.errors import ConfigError, MissingRankError, ThinwireError
+from thinwire.failures import TorchrunLog, WorkerError, _report_and_exit, first_cause
 from thinwire.jobs import Job
-from thinwire.launch import Seat, WorkerError, _Heard, _leave_note, _reason
+from thinwire.launch import HostSpec
 
 RUN = {"recipe": "digits", "method": "allreduce", "steps": 8, "save_every": 4, "workers": 2}
 
 
 @pytest.fixture
 def full_disk(tmp_path):
-    """A real disk that is too small for a checkpoint."""
+    """A real file system that is too small for a checkpoint."""
     if os.geteuid() != 0:
         pytest.skip("mounting a disk needs root")
     done = subprocess.run(
@@ -44,7 +45,7 @@ def full_disk(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_the_only_thing_that_is_said(full_disk):
+def test_a_full_disk_is_the_only_message(full_disk):
     words = ["run", "digits", "--method", "allreduce", "--workers", 2, "--steps", 8, "--save-every", 4, "--quiet"]
     result = CliRunner().invoke(main, [str(word) for word in [*words, "--out", full_disk / "run"]])
     assert result.exit_code == 1
@@ -53,15 +54,15 @@ def test_a_full_disk_is_the_only_thing_that_is_said(full_disk):
     assert "Traceback" not in result.output and "collective" not in result.output
 
 
-def test_a_file_that_no_worker_may_write_is_the_only_thing_that_is_said(tmp_path):
-    limited = Seat(prefix=("bash", "-c", 'ulimit -f 300; exec "$@"', "bash"))
+def test_a_file_size_limit_is_the_only_message(tmp_path):
+    limited = HostSpec(prefix=("bash", "-c", 'ulimit -f 300; exec "$@"', "bash"))
     with pytest.raises(WorkerError) as found:
-        Job(out=tmp_path / "run", seats=(limited,), **RUN).run(lambda line: None)
+        Job(out=tmp_path / "run", hosts=(limited,), **RUN).run(lambda line: None)
     assert str(found.value).startswith(f"worker 0 failed: File too large: {tmp_path}")
     assert str(found.value).count("\n") == 0 and not list(tmp_path.glob("run/checkpoint*"))
 
 
-def test_alone_it_is_one_sentence_too(tmp_path, monkeypatch):
+def test_one_process_reports_one_sentence_too(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     words = ["run", "digits", "--method", "allreduce", "--workers", "1", "--steps", "2"]
     result = CliRunner().invoke(main, [*words, "--out", str(tmp_path / "file" / "run")])
@@ -72,7 +73,7 @@ def test_alone_it_is_one_sentence_too(tmp_path, monkeypatch):
 
 
 def _refused(rank: int, folder: str) -> dict[str, Any]:
-    """Saves that one rank cannot write, each as the error of this rank; and one that works afterwards."""
+    """Errors of saves that one rank cannot write, as seen by this rank; the last save works."""
     model = small.mlp()
     optimizer = small.sgd(model)
     replica = thinwire.attach(model, optimizer, thinwire.LocalSGD(every=4))
@@ -97,7 +98,7 @@ def _error(call: Any, *args: Any) -> tuple[str, str, Any]:
     return "nothing", "", None
 
 
-def test_whoever_cannot_write_raises_it_and_the_others_say_who_and_why(tmp_path):
+def test_a_rank_that_cannot_write_raises_and_the_others_name_it(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "others").mkdir()
     (tmp_path / "others" / "model.safetensors").write_text("mine")
@@ -110,14 +111,14 @@ def test_whoever_cannot_write_raises_it_and_the_others_say_who_and_why(tmp_path)
         assert file in text
     assert by_rank[0]["a file in the way"][0] == "NotADirectoryError"
     assert "failed on rank 0: Not a directory: " in by_rank[1]["a file in the way"][1]
-    assert by_rank[0]["others' files"][0] == "ConfigError" and "is no save" in by_rank[0]["others' files"][1]
-    assert "is no save" in by_rank[1]["others' files"][1]
+    assert by_rank[0]["others' files"][0] == "ConfigError"
+    assert all("is not a Thinwire save" in found["others' files"][1] for found in by_rank)
     assert (tmp_path / "others" / "model.safetensors").read_text() == "mine"
     assert (tmp_path / "good" / "state.json").is_file()
     assert {path.name for path in tmp_path.iterdir()} == {"file", "others", "good"}
 
 
-def test_what_others_laid_into_a_save_stays_there(tmp_path):
+def test_other_files_in_a_save_are_kept(tmp_path):
     model = small.mlp()
     replica = thinwire.attach(model, small.sgd(model), thinwire.AllReduce())
     replica.save(tmp_path / "save")
@@ -137,7 +138,7 @@ def test_what_others_laid_into_a_save_stays_there(tmp_path):
 
 
 def _waits_long(topology: Any) -> None:
-    """Whoever waits for long says for whom."""
+    """A long wait is logged with the missing rank."""
     said: list[str] = []
     missing._LONG_S = 0
     handler = logging.Handler()
@@ -171,7 +172,7 @@ def _uneven(rank: int, config: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("config", first_of([thinwire.AllReduce(), thinwire.LocalSGD(every=4)]))
-def test_ranks_with_different_numbers_of_batches_hear_of_it(config):
+def test_different_numbers_of_batches_are_reported(config):
     early, late = gang.run(_uneven, 2, config, patience=4)
     assert "finish() is collective: every rank must call it, and rank 1 did not" in early["error"]
     told = "ranks took different numbers of batches: rank 0 came here after 3 steps, rank 1 is in step 4 or later; give"
@@ -184,12 +185,12 @@ def test_ranks_with_different_numbers_of_batches_hear_of_it(config):
 # The launcher.
 
 
-def _noted(box: Path, rank: int, when: int, kind: str) -> None:
-    (box / f"{rank}.json").write_text(json.dumps({"time": when, "kind": kind, "message": f"{kind} of {rank}"}))
+def _write_report(error_dir: Path, rank: int, when: int, kind: str) -> None:
+    (error_dir / f"{rank}.json").write_text(json.dumps({"time": when, "kind": kind, "message": f"{kind} of {rank}"}))
 
 
 @pytest.mark.parametrize(
-    ("notes", "wanted"),
+    ("reports", "wanted"),
     [
         ([(0, 1, "consequence"), (1, 2, "cause")], "cause of 1"),
         ([(0, 1, "lost"), (1, 2, "config")], "config of 1"),
@@ -198,18 +199,19 @@ def _noted(box: Path, rank: int, when: int, kind: str) -> None:
         ([(0, 1, "lost"), (1, 2, "consequence")], "consequence of 1"),
     ],
 )
-def test_the_first_cause_by_time_wins(notes, wanted, tmp_path):
-    for note in notes:
-        _noted(tmp_path, *note)
-    assert str(_reason(tmp_path, _Heard(2), 1)) == wanted
+def test_the_first_cause_by_time_wins(reports, wanted, tmp_path):
+    for report in reports:
+        _write_report(tmp_path, *report)
+    assert str(first_cause(tmp_path, TorchrunLog(2), 1)) == wanted
 
 
-def test_a_worker_without_room_for_its_note_prints_it(tmp_path, monkeypatch, capsys):
+def test_a_worker_on_a_full_disk_prints_its_report(tmp_path, monkeypatch, capsys):
     (tmp_path / "0.json").write_text("")  # as a full disk leaves it
-    _noted(tmp_path, 1, 5, "lost")
+    _write_report(tmp_path, 1, 5, "lost")
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setattr(os, "_exit", lambda code: None)
-    _leave_note(tmp_path / "0.json", {"time": 7, "kind": "cause", "message": "No space left on device"})
-    heard = _Heard(3)
-    assert not any(heard.take(0, line) and line.strip() for line in capsys.readouterr().out.splitlines(keepends=True))
-    assert str(_reason(tmp_path, heard, 1)) == "No space left on device"
+    _report_and_exit(tmp_path / "0.json", {"time": 7, "kind": "cause", "message": "No space left on device"})
+    log = TorchrunLog(3)
+    printed = capsys.readouterr().out.splitlines(keepends=True)
+    assert not any(log.read_line(0, line) and line.strip() for line in printed)
+    assert str(first_cause(tmp_path, log, 1)) == "No space left on device"

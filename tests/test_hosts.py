@@ -299,7 +299,7 @@ def test_hosts_in_use_are_refused():
 def test_namespaces_of_others_are_refused_and_spared():
     subprocess.run(["ip", "netns", "add", NAMES[2]], check=True)
     try:
-        said = f"{NAMES[2]} exist and are not netbench's own; .*`ip netns delete {NAMES[2]}`.*`--name`"
+        said = f"{NAMES[2]} exist and were not created by netbench; .*`ip netns delete {NAMES[2]}`.*`--name`"
         with pytest.raises(ConfigError, match=said):
             Hosts(name=NAME).__enter__()
         assert left() == [str(links.NAMESPACES / NAMES[2])]
@@ -312,11 +312,11 @@ def test_rates():
     assert parse_rate("100Mbit") == 100e6
     assert (parse_rate("1Mbit"), parse_rate("10Gbit")) == (1e6, 10e9)
     for bad in ("999kbit", "11Gbit", "1Tbit"):
-        with pytest.raises(ConfigError, match=f"{bad}.* from 1 Mbit to 10 Gbit; `unshaped` leaves"):
+        with pytest.raises(ConfigError, match=f"{bad}.* from 1 Mbit to 10 Gbit; `unshaped` sets"):
             parse_rate(bad)
     with pytest.raises(ConfigError, match=r"500 kbit/s.* from 1 Mbit"):
         Hosts(rate=5e5)
-    with pytest.raises(ConfigError, match="is no rate"):
+    with pytest.raises(ConfigError, match="is not a valid rate"):
         parse_rate("quick")
 
 
@@ -337,14 +337,17 @@ def machine(monkeypatch, tmp_path):
     ("arguments", "said"),
     [
         ((1, "x"), "1 hosts have no link between them; use 2 to 64"),
-        ((2, "x", 0), "0 workers a host"),
-        ((65, "x"), "65 hosts with 1 workers each on 2 cores would measure the scheduler; use at most 16 hosts"),
+        ((2, "x", 0), "0 workers per host"),
+        (
+            (65, "x"),
+            "65 hosts with 1 workers each on 2 cores would measure the scheduler .*; use at most 16 hosts",
+        ),
         ((9, "x", 2), "9 hosts with 2 workers each on 2 cores .* use at most 8 hosts"),
         ((2, "x", 9), "use at most 8 workers on each of 2 hosts"),
-        ((2, "a b"), "'a b' cannot name hosts; .* letters, digits and -"),
-        ((2, "a/b"), "cannot name hosts"),
-        ((2, "-n"), "cannot name hosts"),
-        ((2, ""), "cannot name hosts"),
+        ((2, "a b"), "'a b' is not a valid name for hosts; .* letters, digits and -"),
+        ((2, "a/b"), "is not a valid name for hosts"),
+        ((2, "-n"), "is not a valid name for hosts"),
+        ((2, ""), "is not a valid name for hosts"),
         ((2, "x" * 33), "up to 32"),
     ],
 )
@@ -373,7 +376,7 @@ def test_root_is_needed(machine):
 @pytest.mark.parametrize("missing", ["ip", "tc"])
 def test_the_tools_are_needed(machine, missing):
     machine.setattr("shutil.which", lambda tool: None if tool == missing else f"/sbin/{tool}")
-    assert f"`{missing}`" in str(why_not()) and "install iproute2, as apt install iproute2" in str(why_not())
+    assert f"`{missing}`" in str(why_not()) and "install iproute2, e.g. apt install iproute2" in str(why_not())
 
 
 @pytest.mark.parametrize(("tool", "said"), [("ip", "refuses network namespaces"), ("tc", "cannot shape links")])

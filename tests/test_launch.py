@@ -1,4 +1,4 @@
-"""Workers on several hosts (real ones where namespaces can be made), and recipes that workers load from a file."""
+"""Workers on several hosts (network namespaces where possible), and recipes that workers load from a file."""
 
 import json
 import os
@@ -17,36 +17,37 @@ import thinwire
 from patience import LIMIT_S, until
 from thinwire.cli import main
 from thinwire.errors import ConfigError
+from thinwire.failures import TorchrunLog, WorkerError, first_cause
 from thinwire.jobs import Job
-from thinwire.launch import Seat, WorkerError, _Heard, _reason, launch
+from thinwire.launch import HostSpec, launch
 
 # Without hosts.
 
 
-def test_workers_that_do_not_divide_and_hosts_nobody_can_reach():
-    far = Seat(address="10.0.0.1")
+def test_uneven_workers_and_unreachable_hosts():
+    far = HostSpec(address="10.0.0.1")
     with pytest.raises(ConfigError, match="3 workers cannot be divided evenly over 2 hosts; use a multiple of 2"):
         launch([], 3, print, [far, far])
     with pytest.raises(ConfigError, match="2 workers have no host"):
         launch([], 2, print, [])
     with pytest.raises(ConfigError, match="the first of 2 hosts has no address"):
-        launch([], 2, print, [Seat(), far])
+        launch([], 2, print, [HostSpec(), far])
     with pytest.raises(ConfigError, match="cannot be reached by `no-such-command a`"):
-        launch([], 2, print, [Seat(prefix=("no-such-command", "a"))])
+        launch([], 2, print, [HostSpec(prefix=("no-such-command", "a"))])
     with pytest.raises(ConfigError, match="divided evenly"):
-        Job(recipe="digits", method="allreduce", out=Path("x"), workers=3, seats=(far, far)).check()
+        Job(recipe="digits", method="allreduce", out=Path("x"), workers=3, hosts=(far, far)).check()
 
 
 def test_a_job_of_two_hosts_has_two_nodes():
-    seats = (Seat(address="10.0.0.1"), Seat(address="10.0.0.2"))
+    hosts = (HostSpec(address="10.0.0.1"), HostSpec(address="10.0.0.2"))
     with pytest.raises(ConfigError, match="cuts through the node"):
-        Job(recipe="digits", method="ab", out=Path("x"), workers=4, group_size="3", seats=seats).check()
+        Job(recipe="digits", method="ab", out=Path("x"), workers=4, group_size="3", hosts=hosts).check()
 
 
-def test_a_prefix_that_fails_ends_the_job_with_its_own_words():
+def test_a_failing_prefix_ends_the_job_with_its_output():
     said: list[str] = []
-    with pytest.raises(WorkerError, match="the workers ended with exit code 3: no way there"):
-        launch([], 1, said.append, [Seat(prefix=("sh", "-c", "echo no way there; exit 3"))])
+    with pytest.raises(WorkerError, match="the workers exited with code 3: no way there"):
+        launch([], 1, said.append, [HostSpec(prefix=("sh", "-c", "echo no way there; exit 3"))])
     assert said == ["no way there"]
 
 
@@ -63,39 +64,39 @@ E1115 06:50:21.577000 9 torch/distributed/elastic/multiprocessing/api.py:2 faile
 @pytest.mark.parametrize(
     ("kind", "code", "pid", "wanted"),
     [
-        ("lost", -9, 11, "worker 3 was ended by SIGKILL; the other workers were stopped"),
-        ("lost", -15, 12, "the note"),  # torchrun's own signal is no reason
+        ("lost", -9, 11, "worker 3 was killed by SIGKILL; the other workers were stopped"),
+        ("lost", -15, 12, "the note"),  # stopped by torchrun: not the cause
         ("lost", 1, 11, "the note"),
-        ("consequence", -9, 11, "worker 3 was ended by SIGKILL; the other workers were stopped"),
+        ("consequence", -9, 11, "worker 3 was killed by SIGKILL; the other workers were stopped"),
         ("consequence", 1, 11, "the note"),
         ("cause", -9, 11, "the note"),
         ("config", -9, 11, "the note"),
-        (None, -9, 11, "worker 3 was ended by SIGKILL; the other workers were stopped"),
-        (None, 7, 11, "the workers ended with exit code 1"),
+        (None, -9, 11, "worker 3 was killed by SIGKILL; the other workers were stopped"),
+        (None, 7, 11, "the workers exited with code 1"),
     ],
 )
-def test_the_first_real_reason_is_told(kind, code, pid, wanted, tmp_path):
-    heard = _Heard(each=2)
-    passed = [line for line in TABLE.format(code=code, pid=pid).splitlines() if heard.take(1, line)]
-    assert passed == [] and heard.take(0, "another host still speaks")
+def test_the_first_cause_is_reported(kind, code, pid, wanted, tmp_path):
+    log = TorchrunLog(workers_per_host=2)
+    passed = [line for line in TABLE.format(code=code, pid=pid).splitlines() if log.read_line(1, line)]
+    assert passed == [] and log.read_line(0, "another host still speaks")
     if kind:
         other = "the note" if kind == "lost" else "another note"
         (tmp_path / "0.json").write_text(json.dumps({"time": 1, "kind": "lost", "message": other}))
         (tmp_path / "1.json").write_text(json.dumps({"time": 2, "kind": kind, "message": "the note"}))
-    reason = _reason(tmp_path, heard, 1)
-    assert str(reason) == wanted
-    assert isinstance(reason, ConfigError if kind == "config" else WorkerError)
+    error = first_cause(tmp_path, log, 1)
+    assert str(error) == wanted
+    assert isinstance(error, ConfigError if kind == "config" else WorkerError)
 
 
 def _wait_for_a_host(file: str) -> None:
-    launch([], 1, print, [Seat(prefix=("sh", "-c", f"echo $$ > {file}; exec sleep 100"))])
+    launch([], 1, print, [HostSpec(prefix=("sh", "-c", f"echo $$ > {file}; exec sleep 100"))])
 
 
 def _written(file: Path) -> str:
     return until(lambda: file.exists() and file.read_text().strip(), "the process")
 
 
-def _told_while_it_starts_one(file: str) -> None:
+def _terminated_while_starting_one(file: str) -> None:
     begin = subprocess.Popen.__init__
 
     def and_then(*args: Any, **kwargs: Any) -> None:
@@ -107,8 +108,8 @@ def _told_while_it_starts_one(file: str) -> None:
     _wait_for_a_host(file)
 
 
-@pytest.mark.parametrize("how", [_wait_for_a_host, _told_while_it_starts_one])
-def test_a_launcher_that_is_told_to_end_takes_its_processes_along(how, tmp_path):
+@pytest.mark.parametrize("how", [_wait_for_a_host, _terminated_while_starting_one])
+def test_a_terminated_launcher_leaves_no_processes(how, tmp_path):
     process = gang.start(how, str(tmp_path / "pid"))
     number = _written(tmp_path / "pid")
     if how is _wait_for_a_host:
@@ -126,7 +127,7 @@ def _ip(*words: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def seats():
+def hosts():
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and the command `ip`")
     names = [f"thinwire-{os.getpid()}-{side}" for side in "ab"]
@@ -142,7 +143,7 @@ def seats():
             for link in ("wire0", "lo"):
                 _ip("-n", name, "link", "set", link, "up")
         yield tuple(
-            Seat(("ip", "netns", "exec", name), f"10.78.0.{number}", {"GLOO_SOCKET_IFNAME": "wire0"})
+            HostSpec(("ip", "netns", "exec", name), f"10.78.0.{number}", {"GLOO_SOCKET_IFNAME": "wire0"})
             for number, name in enumerate(names, start=1)
         )
     finally:
@@ -150,9 +151,9 @@ def seats():
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
-def _job(out: Path, seats: tuple[Seat, ...], **more) -> Job:
+def _job(out: Path, hosts: tuple[HostSpec, ...], **more) -> Job:
     fields = {"recipe": "digits", "method": "allreduce", "workers": 2, "steps": 20}
-    return Job(out=out, seats=seats, **(fields | more))
+    return Job(out=out, hosts=hosts, **(fields | more))
 
 
 def _workers(mark: str) -> dict[int, int]:
@@ -171,11 +172,11 @@ def _workers(mark: str) -> dict[int, int]:
     return found
 
 
-def _launch(out: str, seats: tuple[Seat, ...], paths: str) -> None:
-    """A launcher of a long run; why it ended goes to a file."""
+def _launch(out: str, hosts: tuple[HostSpec, ...], paths: str) -> None:
+    """Launch a long run; the error goes to a file."""
     os.environ["PYTHONPATH"] = paths
     try:
-        _job(Path(out), seats, steps=100000).run(print)
+        _job(Path(out), hosts, steps=100000).run(print)
     except WorkerError as error:
         Path(out, "error").write_text(str(error))
         sys.exit(1)
@@ -183,27 +184,27 @@ def _launch(out: str, seats: tuple[Seat, ...], paths: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.root
-def test_a_worker_killed_on_one_host_is_named_and_ends_the_others(seats, tmp_path):
+def test_a_worker_killed_on_one_host_is_named_and_ends_the_others(hosts, tmp_path):
     out = tmp_path / "run"
-    process = gang.start(_launch, str(out), seats, str(Path(thinwire.__file__).parents[1]))
+    process = gang.start(_launch, str(out), hosts, str(Path(thinwire.__file__).parents[1]))
     until(lambda: not process.is_alive() or (out / "records.jsonl").exists(), "the first step")
     assert len(_workers(str(out))) == 4  # two torchruns, two workers
     os.kill(_workers(str(out))[1], signal.SIGKILL)
     process.join(LIMIT_S)
-    assert "worker 1 was ended by SIGKILL; the other workers were stopped" in (out / "error").read_text()
+    assert "worker 1 was killed by SIGKILL; the other workers were stopped" in (out / "error").read_text()
     assert not _workers(str(out))
 
 
 @pytest.mark.root
-def test_a_host_that_fails_to_start_ends_those_that_wait_for_it(seats, tmp_path, monkeypatch):
+def test_a_host_that_fails_to_start_ends_those_that_wait_for_it(hosts, tmp_path, monkeypatch):
     monkeypatch.setattr("thinwire.launch._OTHERS_REPORT_S", 1)
-    bad = Seat(("sh", "-c", "echo no such host; exit 1"), "10.78.0.2")
-    with pytest.raises(WorkerError, match="exit code 1"):
-        _job(tmp_path / "run", (seats[0], bad)).run(lambda line: None)
+    bad = HostSpec(("sh", "-c", "echo no such host; exit 1"), "10.78.0.2")
+    with pytest.raises(WorkerError, match="exited with code 1"):
+        _job(tmp_path / "run", (hosts[0], bad)).run(lambda line: None)
     assert not _workers(str(tmp_path))
 
 
-# Recipes of one's own.
+# Recipes from a file.
 
 MY_RECIPE = """
 from dataclasses import replace
@@ -217,7 +218,7 @@ def broken():
 """
 
 
-def test_a_recipe_of_ones_own_runs_from_its_file(tmp_path, monkeypatch):
+def test_a_recipe_runs_from_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my").mkdir()
     (tmp_path / "my" / "recipe.py").write_text(MY_RECIPE)
@@ -230,7 +231,7 @@ def test_a_recipe_of_ones_own_runs_from_its_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_workers_load_it_too_and_what_only_they_can_see_is_said_once(tmp_path, monkeypatch):
+def test_workers_load_it_too_and_their_error_is_printed_once(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(thinwire.__file__).parents[1]))  # whole, as the folder changes
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(MY_RECIPE)
@@ -255,7 +256,7 @@ def test_workers_load_it_too_and_what_only_they_can_see_is_said_once(tmp_path, m
         ("empty.py:tiny", "`empty.py` has no functions; write `tiny` there, which returns the recipe"),
     ],
 )
-def test_a_recipe_of_ones_own_that_fails_is_one_clear_sentence(recipe, wanted, tmp_path, monkeypatch):
+def test_a_failing_recipe_file_is_one_clear_sentence(recipe, wanted, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(MY_RECIPE)
     (tmp_path / "bad.py").write_text("import no_such_thing\n")

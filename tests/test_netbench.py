@@ -200,10 +200,10 @@ def test_without_ip(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "sentence"),
     [
         (("digits", "--rates", "50Gbit"), "unshaped"),
-        (("digits", "--rates", "fast"), "is no rate"),
-        (("digits", "--rates", ","), "names no rate"),
+        (("digits", "--rates", "fast"), "is not a valid rate"),
+        (("digits", "--rates", ","), "has no rate"),
         (("digits", "--hosts", "1"), "no link between them"),
-        (("digits", "--hosts", "2", "--workers", "3"), "spread evenly over 2 hosts"),
+        (("digits", "--hosts", "2", "--workers", "3"), "divided evenly over 2 hosts"),
         (("digits", "--hosts", "40", "--workers", "4000"), "measure the scheduler"),
         (("digits", "--name", "a b"), "name"),
         (("digits", "--methods", "sgd"), "unknown method 'sgd'"),

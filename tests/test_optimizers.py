@@ -238,7 +238,7 @@ def test_an_optimizer_that_was_not_attached_is_an_error_that_says_why() -> None:
         for found in (here, there):
             assert "SGD steps parameters of a replica, but was not given to attach()" in found[name, "rebuilt"]
             assert found[name, "untouched"]
-            assert "without a step of what was attached (SGD)" in found[name, "noticed"]
+            assert "without a step of the attached optimizer (SGD)" in found[name, "noticed"]
         for kind, call in itertools.product(("Plain", "Silent"), ("merged", "finish")):
             # Where the world averages every gradient workers stay alike, whoever steps.
             said = here[name, kind, call]

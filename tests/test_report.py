@@ -271,5 +271,5 @@ def test_a_column_for_what_was_trained_where_it_is_not_all(tmp_path):
 
 def test_a_line_for_the_best_epoch_of_a_run_that_looked_for_it() -> None:
     best = {"mse": 0.219, "validation_loss": 0.2, "step": 1075, "epochs_since": 3, "ended_at": {"step": 4297}}
-    told = "as after step 1,075, of the lowest validation loss; trained until step 4,297"
+    told = "model of step 1,075, with the lowest validation loss; trained until step 4,297"
     assert best_epoch({"best_epoch": best}) == [told] and best_epoch({"metric": "mse"}) == []

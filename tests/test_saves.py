@@ -118,7 +118,7 @@ def train_on_a_nan(rank: int, folder: str) -> dict[str, str]:
 def test_a_model_that_diverged_is_neither_saved_nor_returned(tmp_path: Path) -> None:
     here, there = gang.run(train_on_a_nan, 2, str(tmp_path / "save"))
     assert here == there
-    assert here["0"].startswith("save(): parameter 'stem.weight' of rank 0 is not finite after step 2; go back to")
+    assert here["0"].startswith("save(): parameter 'stem.weight' of rank 0 is not finite after step 2; resume from")
     assert here["1"].startswith("finish(): parameter 'stem.weight' of rank 0 is not finite after step 2")
 
 

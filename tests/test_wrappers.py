@@ -73,13 +73,13 @@ def test_a_replica_inside_what_averages_by_itself_is_refused_at_its_first_pass()
     for found in gang.run(wrap_in_everything, 2):
         for place in ("ddp around", "ddp of more"):
             assert "the replica is inside DistributedDataParallel" in found[place]
-            assert "past Thinwire and its ledger" in found[place] and "prepare()" in found[place]
+            assert "bypassing Thinwire and its ledger" in found[place] and "prepare()" in found[place]
         assert "the model is inside DistributedDataParallel" in found["ddp inside"]
         assert "give attach() the bare model" in found["ddp inside"]
         assert found["ddp of another"] == (6, 10)
         assert "the replica is inside FSDPModule" in found["sharded around"]
         assert "the model is inside FSDPModule" in found["sharded inside"]
-        assert "the model is not as it was attached" in found["flat around"]
+        assert "the model has changed since attach()" in found["flat around"]
 
 
 def accelerate(rank: int) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def test_what_replaces_parameters_after_attach_is_noticed() -> None:
     optimizer = small.sgd(model)
     replica = thinwire.attach(model, optimizer, thinwire.AllReduce())
     model[7] = nn.Linear(32, 10)
-    with pytest.raises(ThinwireError, match=r"not as it was attached: parameter '7\.weight' is new"):
+    with pytest.raises(ThinwireError, match=r"changed since attach\(\): parameter '7\.weight' is new"):
         small.step(replica, optimizer, 0, 0)
 
 

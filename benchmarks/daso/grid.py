@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from thinwire import units
 from thinwire.jobs import Job
-from thinwire.launch import Seat
-from thinwire.netbench.calibrate import seats
+from thinwire.launch import HostSpec
+from thinwire.netbench.calibrate import host_specs
 from thinwire.netbench.hosts import Hosts, parse_rate
 from thinwire.recipes import named
 from thinwire.report.plots import blank, dress, strokes
@@ -68,10 +68,10 @@ def main() -> None:
     chosen = cells([int(b) for b in given.skips.split(",")], given.compensate)
     if not given.tables:
         with ExitStack() as stack:
-            places: tuple[Seat, ...] = (Seat(),)
+            places: tuple[HostSpec, ...] = (HostSpec(),)
             if not given.plain:
                 lab = stack.enter_context(Hosts(count=HOSTS, rate=parse_rate(given.rate), name="thinwiregrid"))
-                places = seats(lab)
+                places = host_specs(lab)
             for cell, seed in _missing(found, chosen, given.seeds):
                 found["cells"].setdefault(cell.name, {})[str(seed)] = run(cell, seed, given, places)
                 _keep(given.out / "grid.json", found)
@@ -86,7 +86,7 @@ def _missing(found: dict[str, Any], chosen: list[Cell], seeds: int) -> Iterator[
         yield from ((cell, seed) for cell in chosen if str(seed) not in found["cells"].get(cell.name, {}))
 
 
-def run(cell: Cell, seed: int, given: argparse.Namespace, places: tuple[Seat, ...]) -> dict[str, Any]:
+def run(cell: Cell, seed: int, given: argparse.Namespace, places: tuple[HostSpec, ...]) -> dict[str, Any]:
     """One run, as `thinwire run` would do it; nothing is evaluated before its end."""
     with tempfile.TemporaryDirectory() as folder:
         job = Job(
@@ -100,7 +100,7 @@ def run(cell: Cell, seed: int, given: argparse.Namespace, places: tuple[Seat, ..
             seed=seed,
             out=Path(folder),
             model=False,
-            seats=places,
+            hosts=places,
         )
         job.check()
         told = job.run(lambda line: None)

@@ -1,5 +1,6 @@
 """Thinwire trains a PyTorch model over a thin wire."""
 
+from thinwire.compress import Compressed, compress
 from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, Nesterov, OneBit, PowerSGD, TopK
 from thinwire.ema import EMA
 from thinwire.errors import ConfigError, DisagreementError, DivergedError, ThinwireError
@@ -7,7 +8,6 @@ from thinwire.factor.stability import Stability
 from thinwire.methods.base import Method
 from thinwire.methods.registry import register
 from thinwire.replica import Replica, attach
-from thinwire.squeeze import Compressed, compress
 
 __version__ = "0.1.0"
 

@@ -1,7 +1,7 @@
-"""A moving average of a model whose layers change their shape in training.
+"""An exponential moving average of a model whose layers change shape during training.
 
-torch's own `AveragedModel` does the averaging. What it averages here are full weights, A·B where a layer is factored
-at the moment, so that the average goes on through decompositions, merges and changes of rank.
+torch's `AveragedModel` does the averaging, over full weights (A·B where a layer is factored), so that the average
+continues through decompositions, merges and changes of rank.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from thinwire.admission import spread_first_values
 from thinwire.checks import is_number
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.factor.convert import layer_of, to_factors, to_full
@@ -20,14 +19,15 @@ from thinwire.factor.hooked import copy_of
 from thinwire.factor.layers import factored_names, mark_as_read, rebuilt
 from thinwire.factor.usage import forget_watch
 from thinwire.methods.merging import average, average_buffers
+from thinwire.preflight import spread_first_values
 from thinwire.replica import Replica
 
 
 class EMA(AveragedModel):
     """An exponential moving average of a replica's weights, in the model's full shape.
 
-    Call `update_parameters()` after each step, and `ema(x)` to evaluate. While groups train apart each has the average
-    of its own model. `replica.save` and `replica.load` include it if it was made before; `finish()` ends it.
+    Call `update_parameters()` after each step, and `ema(x)` to evaluate. While groups train separately, each averages
+    its own model. `replica.save` and `replica.load` include it if it was made before; `finish()` ends it.
     """
 
     module: nn.Module
@@ -41,21 +41,21 @@ class EMA(AveragedModel):
             raise ConfigError(f"`decay`={decay!r} must be from 0 to below 1; try 0.999")
         super().__init__(_full_copy(replica.module), device, None, get_ema_multi_avg_fn(decay), use_buffers)
         self.module.requires_grad_(False)
-        self._replica = [replica]  # in a list: it is no part of this module
+        self._replica = [replica]  # in a list, so that it is not registered as a submodule
         replica.averages.append(self)
 
     def update_parameters(self, model: nn.Module | None = None) -> None:
-        """Take the replica's present weights into the average."""
+        """Add the replica's current weights to the average."""
         super().update_parameters(_FullWeights(self._replica[0].module, self.module))  # type: ignore[arg-type]
 
     def finish(self) -> nn.Module:
         """The average as a plain model, as small as the finished replica; collective, after `replica.finish()`.
 
-        Groups that trained apart have averages of their own, whose mean it is.
+        If groups trained separately, it is the mean over groups.
         """
         replica = self._replica[0]
         if replica.phase != "finished":
-            raise ThinwireError("EMA.finish() comes after replica.finish(), whose ranks it takes")
+            raise ThinwireError("call EMA.finish() after replica.finish(): it uses the ranks of the finished replica")
         replica.wire.barrier("EMA.finish()")
         with replica.traffic.everything_is("ema"), torch.no_grad():
             self._average_over_groups(replica)
@@ -80,7 +80,7 @@ class EMA(AveragedModel):
 
 
 class _FullWeights:
-    """A model in any shape, as the parameters and buffers that it would have if every layer were full."""
+    """Parameters and buffers of a model as if every layer were full."""
 
     def __init__(self, model: nn.Module, full: nn.Module) -> None:
         self.model = model

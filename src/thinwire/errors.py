@@ -1,4 +1,4 @@
-"""What goes wrong, said so that a stranger can mend it."""
+"""Errors: each message says what was given, what is allowed and what to do."""
 
 import errno
 from collections.abc import Iterable
@@ -14,27 +14,27 @@ class ThinwireError(Exception):
 
 
 class ConfigError(ThinwireError, ValueError):
-    """A value the user gave cannot work; the message has the value, what is allowed and what to do."""
+    """An invalid value from the user; the message has the value, what is allowed and what to do."""
 
 
 class DisagreementError(ThinwireError, RuntimeError):
-    """Workers that must hold the same thing do not; the message names the ranks."""
+    """Workers that must agree do not; the message names the ranks."""
 
 
 class ConsequenceError(ThinwireError, RuntimeError):
-    """Another worker failed or did not come: whatever stopped that one is the reason, and not this error."""
+    """Another worker failed or is missing; the cause is what stopped that worker, not this error."""
 
 
 class MissingRankError(DisagreementError, ConsequenceError):
-    """Not every worker made a call that all must make; the message names those that did not."""
+    """Not every worker made a collective call; the message names those that did not."""
 
 
 class OtherRankError(ConsequenceError):
-    """What all workers do together failed on another one; the message says on which and why."""
+    """A collective operation failed on another worker; the message says on which one and why."""
 
 
 class DamagedError(ConfigError):
-    """A file is not what was written once; the message names it."""
+    """A file is corrupt or incomplete; the message names it."""
 
 
 class DivergedError(ThinwireError, RuntimeError):
@@ -42,17 +42,17 @@ class DivergedError(ThinwireError, RuntimeError):
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether it says all by itself: a disk that is full, broken or not for this user, and the file."""
+    """Whether the system refused access to a file (full disk, no permission); needs no traceback to be understood."""
     return isinstance(error, OSError) and error.errno in _REFUSALS and error.filename is not None
 
 
 def one_line(error: BaseException) -> str:
-    """What went wrong without a traceback; what the system refused in its own words, with the file."""
+    """An error without its traceback; for a system error, its message and the file."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return str(error) if isinstance(error, ThinwireError) else f"{type(error).__name__}: {error}"
 
 
 def unknown(kind: str, given: object, known: Iterable[str]) -> ConfigError:
-    """The error for a name nobody knows: it lists the names there are."""
+    """The error for an unknown name; lists the known ones."""
     return ConfigError(f"unknown {kind} {given!r}, choose from: {', '.join(sorted(known))}")

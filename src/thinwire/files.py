@@ -1,4 +1,4 @@
-"""Files that say what is wrong with them: JSON that is read back whole or named, and writes that the system refuses."""
+"""JSON files, with errors that name the file: damaged content, and writes that the system refuses."""
 
 import json
 import os
@@ -17,7 +17,7 @@ REMEDY = "restore the file, or use an older save"
 
 @contextmanager
 def on_file(path: Path) -> Iterator[None]:
-    """Let what the system refuses inside be an OSError that names the file, as not all of them do."""
+    """Make sure that an OSError raised inside names the file; safetensors errors become OSErrors."""
     try:
         yield
     except OSError as error:
@@ -32,26 +32,26 @@ def on_file(path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Plain values to a JSON file; floats come back bit for bit."""
+    """Write plain values as JSON; floats round-trip exactly."""
     with on_file(path):
         path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path, remedy: str = REMEDY) -> dict[str, Any]:
-    """Plain values by name from a JSON file; a name that is not there is an error that says which file lacks it."""
+    """Read a JSON object; looking up a missing key raises an error that names the file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # broken JSON, and bytes that are no text
-        raise DamagedError(f"`{path}` is damaged, it is no JSON ({error}); {remedy}") from error
+    except ValueError as error:  # invalid JSON or not UTF-8
+        raise DamagedError(f"`{path}` is damaged, not valid JSON ({error}); {remedy}") from error
     except FileNotFoundError as error:
         raise DamagedError(f"`{path}` is missing; {remedy}") from error
     if not isinstance(found, dict):
-        raise DamagedError(f"`{path}` is damaged, it holds {type(found).__name__} and not values by name; {remedy}")
+        raise DamagedError(f"`{path}` is damaged, it holds {type(found).__name__} instead of an object; {remedy}")
     return _Values(path, remedy, found)
 
 
 class _Values(dict[str, Any]):
-    """What a file holds, by name."""
+    """The content of a JSON file; a missing key is an error about the file."""
 
     def __init__(self, path: Path, remedy: str, values: Mapping[str, Any]) -> None:
         super().__init__(values)

@@ -1,4 +1,4 @@
-"""What a replica refuses while it trains, so that workers never disagree without a word."""
+"""Checks while a replica trains, so that workers never diverge silently."""
 
 import gc
 import inspect
@@ -15,11 +15,11 @@ from thinwire.methods.base import Method
 from thinwire.methods.merging import average_buffers
 
 attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Replicas that follow an optimizer now."""
+"""Replicas whose hooks are on an optimizer now."""
 
 
 def refuse_attached(model: nn.Module) -> None:
-    """Two replicas must not train the same parameters; one that is gone but for reference cycles does not."""
+    """Two replicas must not train the same parameters; unreachable replicas are collected first."""
     if model in attached:
         raise ConfigError("the model is a replica already; detach() or finish() it, and attach replica.module")
     own = {id(p): name for name, p in model.named_parameters()}
@@ -36,12 +36,12 @@ def refuse_attached(model: nn.Module) -> None:
 
 
 def _name_of_shared(own: dict[int, str]) -> str | None:
-    """Not inline: what the loop's own variables hold is not collected."""
+    """A function of its own, since the caller's loop variables would keep a replica alive."""
     return next((own[id(p)] for replica in attached for p in replica.parameters() if id(p) in own), None)
 
 
 def refuse_wrappers(replica: nn.Module, method: Method, *, first: bool) -> None:
-    """Nobody else may average the parameters; what takes time to find is looked for before the first step alone."""
+    """Refuse wrappers that average parameters themselves; slow checks run before the first step only."""
     kind = wrapper_around(method.optimizers.parameters)
     if first and kind is None:
         kind = wrapper_inside(replica)
@@ -49,30 +49,30 @@ def refuse_wrappers(replica: nn.Module, method: Method, *, first: bool) -> None:
             refuse_replaced(method)
     if kind:
         raise ThinwireError(
-            f"the replica is inside {kind}, which averages all gradients over the world at every step, past Thinwire "
-            "and its ledger: call the replica itself, and keep frameworks from wrapping it (with Accelerate, do not "
-            "prepare() the replica; with Lightning, no strategy of its own)"
+            f"the replica is inside {kind}, which averages all gradients over the world at every step, bypassing "
+            "Thinwire and its ledger: call the replica itself, and keep frameworks from wrapping it (with Accelerate, "
+            "do not prepare() the replica; with Lightning, use no strategy)"
         )
 
 
 def refuse_replaced(method: Method) -> None:
-    """The model must have the parameters that the optimizers were attached with."""
+    """Refuse a model whose parameters were replaced after attach()."""
     held = {id(p) for p in method.optimizers.parameters}
     named = [(name, p) for name, p in method.model.named_parameters() if p.requires_grad]
     new = next((name for name, p in named if id(p) not in held), None)
     if new is not None or not named:
         what = f"parameter {new!r} is new" if new else "it has no parameters left"
         raise ThinwireError(
-            f"the model is not as it was attached: {what}; change or shard a model before its optimizer is built and "
+            f"the model has changed since attach(): {what}; change or shard a model before its optimizer is built and "
             "attached, or detach() first"
         )
 
 
 def check_parameters(method: Method, call: str, *, everywhere: bool = False, finite: bool = True) -> None:
-    """Workers that should hold the same parameters must, bit for bit, and none that are not finite; collective.
+    """Workers must hold bit-identical, finite parameters where they should be in sync; collective.
 
-    Those are all workers where the method trains together or has just merged (`everywhere`), else the members of each
-    group. What was counted is not believed: whatever changed parameters unseen was not counted either.
+    In sync are all workers while the method trains together or has just merged (`everywhere`), else the members of each
+    group. Checksums are compared, since counters miss changes made behind our back.
     """
     named = list(method.model.named_parameters())
     bad = next((i + 1 for i, (_, p) in enumerate(named) if finite and not all_finite([p])), 0)
@@ -80,8 +80,8 @@ def check_parameters(method: Method, call: str, *, everywhere: bool = False, fin
     if worst := [(rank, int(row[0]) - 1) for rank, row in enumerate(rows) if row[0]]:
         rank, index = worst[0]
         raise DivergedError(
-            f"{call}: parameter {named[index][0]!r} of rank {rank} is not finite after step {method.step}; go back to "
-            "a checkpoint and lower the learning rate"
+            f"{call}: parameter {named[index][0]!r} of rank {rank} is not finite after step {method.step}; resume "
+            "from a checkpoint with a lower learning rate"
         )
     topology = method.topology
     parts = [topology.world] if everywhere or method.in_sync else topology.groups
@@ -89,7 +89,7 @@ def check_parameters(method: Method, call: str, *, everywhere: bool = False, fin
 
 
 def agree_on_buffers(method: Method) -> None:
-    """One set of buffers on all workers: each may have run batches of its own since the last step; collective."""
+    """Average buffers that differ: workers may have run different batches since the last step; collective."""
     buffers = list(method.model.buffers())
     rows = method.wire.all_gather_scalars(method.wire.checksum(buffers), "checksums") if buffers else []
     if any(row != rows[0] for row in rows):
@@ -103,15 +103,15 @@ def _refuse_different(method: Method, call: str, odd: Sequence[int]) -> None:
     seen = "" if method.step else "; no step of the attached optimizer was seen"
     raise DisagreementError(
         f"{call}: workers hold different parameters after step {method.step}, {ranks} not those of the first{seen}. "
-        "Something else than the attached optimizer changed them on some workers, or learning rates or gradients were "
-        "not the same everywhere (a loss that does not come from the replica's pass, two backward passes of one), "
-        "or workers run different versions or hardware; go back to a checkpoint"
+        "Something other than the attached optimizer changed them on some workers, or learning rates or gradients "
+        "differed (a loss that does not come from the replica's forward pass, two backward passes through one forward "
+        "pass), or workers run different versions or hardware; resume from a checkpoint"
     )
 
 
 def sign_as(forward: Any, model: nn.Module) -> None:
-    """Give a replica's forward pass the signature of its model's: Hugging Face's Trainer chooses columns by it."""
+    """Copy the model's forward signature: Hugging Face's Trainer selects dataset columns by it."""
     try:
         forward.__signature__ = inspect.signature(model.forward)
-    except (TypeError, ValueError):  # some are built in, and have none
+    except (TypeError, ValueError):  # built-in functions may have none
         return

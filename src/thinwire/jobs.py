@@ -1,4 +1,4 @@
-"""One run as the command line describes it: checked first, then trained here or by workers of its own."""
+"""One run as described on the command line: checked first, then trained here or by new workers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from thinwire.comm.process_groups import leave
 from thinwire.comm.topology import arrange, place
 from thinwire.errors import ConfigError, unknown
+from thinwire.failures import as_worker
 from thinwire.files import read_json
-from thinwire.launch import Seat, as_worker, inside_job, launch, share
+from thinwire.launch import HostSpec, inside_job, launch, workers_per_host
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, model_without_values, named
 from thinwire.settings import from_strings
@@ -23,7 +24,7 @@ from thinwire.train.first_step import FIRST_STEP, first_step
 from thinwire.train.folder import of_a_run, refuse_occupied
 
 Defaults = Callable[[str, str | None], Mapping[str, Any]]
-"""Fields of a method's config by its name and the name of a schedule, as `Recipe.defaults`."""
+"""Maps a method's name and a schedule's name to config fields, as `Recipe.defaults` does."""
 _SCHEDULE = "schedule"
 
 
@@ -40,11 +41,11 @@ class Job:
     workers: int = 1
     """Workers to start, unless this process is a worker already."""
     group_size: str | None = None
-    """Workers to a group, a number or "world"."""
+    """Workers per group, a number or "world"."""
     steps: int | None = None
-    """Steps instead of the recipe's."""
+    """Overrides the recipe's steps."""
     epochs: int | None = None
-    """Epochs instead of the recipe's."""
+    """Overrides the recipe's epochs."""
     seed: int = 0
     """The run's seed."""
     data: Path | None = None
@@ -52,29 +53,29 @@ class Job:
     settings: tuple[str, ...] = ()
     """FIELD=VALUE for the method's config; METHOD.FIELD=VALUE is for that method alone."""
     resume: bool = False
-    """Go on from the last save, or return what is finished already."""
+    """Resume from the last save, or return the summary of a finished run."""
     overwrite: bool = False
-    """Replace a run that lies in the folder already."""
+    """Replace an existing run in the folder."""
     save_every: int | None = None
     """Steps between saves."""
     until: int | None = None
-    """Stop after so many of the recipe's steps, saved and not finished."""
+    """Save and stop after this many of the recipe's steps."""
     eval_every: int | None = None
-    """Steps between evaluations instead of the recipe's."""
+    """Steps between evaluations; overrides the recipe's."""
     model: bool = True
     """Whether to write the finished model."""
     stability: int | None = None
-    """Steps between looks at the bases."""
+    """Steps between measurements of the bases."""
     stability_back: int = 1
-    """Looks between the two states that are compared."""
+    """Measurements between the two states that are compared."""
     first_step: bool = False
-    """Take the first step alone, and write to `out` what it showed instead of a run."""
-    seats: tuple[Seat, ...] = (Seat(),)
-    """Where the workers run, an equal part on each."""
+    """Take only the first step, and write its measurements to `out`."""
+    hosts: tuple[HostSpec, ...] = (HostSpec(),)
+    """The hosts, with an equal number of workers each."""
 
     @cached_property
     def trained(self) -> Recipe:
-        """The recipe over this job's steps, with the optimizer that suits the method."""
+        """The recipe over this job's steps, with its settings for the method."""
         here = place()
         workers = here.world_size if here else self.workers
         length = {"steps": self.steps, "epochs": self.epochs, "eval_every": self.eval_every}
@@ -86,21 +87,21 @@ class Job:
         return method_config(self.method, self.settings, self.trained.defaults, self.group_size)
 
     def of(self, variant: Variant, **fields: Any) -> Job:
-        """The same job by a method as it is to be run."""
+        """The same job with another method and its settings."""
         return dataclasses.replace(self, method=variant.method, settings=variant.settings, **fields)
 
     def refuse_occupied(self) -> None:
-        """Raise if another run would be lost; before any data is read."""
+        """Raise if another run would be overwritten; before any data is read."""
         if self.resume and self.overwrite:
-            raise ConfigError("`--resume` goes on with a run and `--overwrite` replaces it; give one of them")
+            raise ConfigError("`--resume` continues a run and `--overwrite` replaces it; give one of them")
         if not (self.resume or self.overwrite):
             refuse_occupied(self.out, of_a_run(self.out), resume=True)
 
     def check(self, *, data: bool = True) -> None:
-        """Raise what is wrong with it, as far as one process can know; without `data` the folder is not read."""
+        """Raise for anything invalid that one process can detect; without `data` the data folder is not read."""
         _ = self.trained, self.config
         if not inside_job():
-            each = share(self.workers, self.seats)
+            each = workers_per_host(self.workers, self.hosts)
             arrange(0, [rank // each for rank in range(self.workers)], self.config.group_size)
             check_share(self.trained.batch, self.workers)
             if data:
@@ -108,22 +109,22 @@ class Job:
         if self.stability and self.stability * self.stability_back > self.trained.steps:
             raise ConfigError(
                 f"`--stability {self.stability} --stability-back {self.stability_back}` leaves nothing to compare "
-                f"in a run of {self.trained.steps} steps; look more often"
+                f"in a run of {self.trained.steps} steps; measure more often"
             )
         if self.resume and (saved := checkpoint.find(self.out / "checkpoint")):
             checkpoint.position(saved, checkpoint.identity(self.trained, self.config, self.seed))
 
-    def run(self, say: Callable[[str], None]) -> dict[str, Any]:
-        """Train and return the summary: here if this is a worker or the only one, else by workers."""
+    def run(self, on_line: Callable[[str], None]) -> dict[str, Any]:
+        """Train and return the summary: in this process if it is a worker or the only one, else in new workers."""
         if self.resume and (finished := self.finished()):
             return finished
-        if (self.workers > 1 or self.seats != (Seat(),)) and not inside_job():
-            launch(self.arguments(), self.workers, say, self.seats)
-            told = self.out / (FIRST_STEP if self.first_step else "summary.json")
-            if self.until and not told.is_file():
-                stands = read_json(self.out / "checkpoint" / "position.json")
-                return {"stopped_at": stands["step"], "steps": self.trained.steps}
-            return read_json(told)
+        if (self.workers > 1 or self.hosts != (HostSpec(),)) and not inside_job():
+            launch(self.arguments(), self.workers, on_line, self.hosts)
+            result = self.out / (FIRST_STEP if self.first_step else "summary.json")
+            if self.until and not result.is_file():
+                position = read_json(self.out / "checkpoint" / "position.json")
+                return {"stopped_at": position["step"], "steps": self.trained.steps}
+            return read_json(result)
         with as_worker():
             summary = self._train()
             if inside_job():
@@ -149,7 +150,7 @@ class Job:
         )
 
     def finished(self) -> dict[str, Any] | None:
-        """The summary of this very run where it has ended already; refuses another's."""
+        """The summary if this run has finished already; raises if the folder holds a different run."""
         path = self.out / "summary.json"
         if not path.is_file():
             return None
@@ -161,22 +162,13 @@ class Job:
         if name := checkpoint.differing(there, wanted):
             raise ConfigError(
                 f"`{self.out}` holds a finished run with `{name}`={there.get(name)!r}, not {wanted[name]!r}; "
-                "give another `--out`, or `--overwrite` instead of `--resume` to run it anew"
+                "give another `--out`, or `--overwrite` instead of `--resume` to start over"
             )
         return summary
 
     def arguments(self) -> list[str]:
         """The command line of one worker."""
-        words = [
-            "run",
-            self.recipe,
-            "--method",
-            self.method,
-            "--seed",
-            str(self.seed),
-            "--out",
-            str(self.out),
-        ]
+        words = ["run", self.recipe, "--method", self.method, "--seed", str(self.seed), "--out", str(self.out)]
         optional = {
             "--steps": self.steps,
             "--epochs": self.epochs,
@@ -198,25 +190,25 @@ class Job:
 
 
 def _earlier_identity(summary: dict[str, Any]) -> dict[str, Any]:
-    """As much of a run's identity as its summary said before it had a place of its own there."""
+    """The identity as far as an older summary has it, from before it was a field."""
     names = {"recipe": "recipe", "seed": "seed", "length": "steps", "batch": "batch"}
     names |= {"optimizer": "optimizer", "lr": "optimizer.lr"}
-    known = {name: summary[told] for told, name in names.items() if told in summary}
+    known = {name: summary[field] for field, name in names.items() if field in summary}
     return known | {"method": METHODS[summary["method"]].config.__name__} | summary["config"]
 
 
 def method_config(method: str, settings: Iterable[str], defaults: Defaults, group_size: str | None) -> Any:
-    """A method's config from what was typed for it, above `defaults`, such as a recipe has for it."""
+    """A method's config from command-line settings, which override `defaults`, such as a recipe's."""
     if method not in METHODS:
         raise unknown("method", method, METHODS)
-    own = dict(_setting(text, method) for text in settings if _concerns(text, method))
-    beneath = defaults(method, own.pop(_SCHEDULE, None))
+    given = dict(_setting(text, method) for text in settings if _applies_to(text, method))
+    base = defaults(method, given.pop(_SCHEDULE, None))
     typed = {} if group_size is None else {"group_size": _group_size(group_size)}
-    return from_strings(METHODS[method].config, own, **{**beneath, **typed})
+    return from_strings(METHODS[method].config, given, **{**base, **typed})
 
 
 class Variant(NamedTuple):
-    """A method as it is to be run, and the name to show it under."""
+    """A method with its settings, and a label to show it under."""
 
     label: str
     method: str
@@ -237,22 +229,22 @@ def variant(method: str, settings: tuple[str, ...], scheduled: Container[str] = 
 
 
 def variants(methods: str | None, settings: tuple[str, ...], scheduled: Container[str] = ()) -> list[Variant]:
-    """Methods separated by commas, each maybe with settings of its own, as METHOD:FIELD=VALUE; all if None.
+    """Comma-separated methods, optionally with settings, as METHOD:FIELD=VALUE; all methods if None.
 
-    A bare FIELD=VALUE of `settings` goes to every method that has the field, and `schedule` to those `scheduled`.
+    A bare FIELD=VALUE of `settings` applies to every method that has the field, `schedule` to those in `scheduled`.
     """
     labels = [label.strip() for label in methods.split(",") if label.strip()] if methods else list(METHODS)
     if not labels:
         raise ConfigError(f"`--methods`={methods!r} names no method, choose from: {', '.join(METHODS)}")
     chosen = {label: Variant(label, *_parts(label)) for label in labels}
-    dealt: dict[str, tuple[str, ...]] = dict.fromkeys(chosen, ())
+    assigned: dict[str, tuple[str, ...]] = dict.fromkeys(chosen, ())
     for text in settings:
         field = text.partition("=")[0]
-        takers = [v for v in chosen.values() if "." in field or _takes(v.method, field, scheduled)]
-        # With no taker it goes to all, so that the check says which fields there are.
-        for v in takers or chosen.values():
-            dealt[v.label] += (text,)
-    return [v._replace(settings=(*dealt[v.label], *v.settings)) for v in chosen.values()]
+        targets = [v for v in chosen.values() if "." in field or _has_field(v.method, field, scheduled)]
+        # A field that no method has goes to all, so that the check lists the valid fields.
+        for v in targets or chosen.values():
+            assigned[v.label] += (text,)
+    return [v._replace(settings=(*assigned[v.label], *v.settings)) for v in chosen.values()]
 
 
 def _parts(label: str) -> tuple[str, tuple[str, ...]]:
@@ -260,23 +252,23 @@ def _parts(label: str) -> tuple[str, tuple[str, ...]]:
     return method, tuple(own)
 
 
-def _takes(method: str, field: str, scheduled: Container[str]) -> bool:
+def _has_field(method: str, field: str, scheduled: Container[str]) -> bool:
     if method not in METHODS:
-        return True  # the check says which there are
+        return True  # the check lists the known ones
     if field == _SCHEDULE:
         return method in scheduled
     return field in {own.name for own in dataclasses.fields(METHODS[method].config)}
 
 
-def _group_size(text: str | None) -> int | str | None:
-    if text is None or text == "world":
+def _group_size(text: str) -> int | str:
+    if text == "world":
         return text
     if not text.isdecimal():
         raise ConfigError(f'`--group-size`={text!r} must be a whole number of workers, or "world"')
     return int(text)
 
 
-def _concerns(text: str, method: str) -> bool:
+def _applies_to(text: str, method: str) -> bool:
     owner, dot, _ = text.partition("=")[0].rpartition(".")
     if dot and owner not in METHODS:
         raise unknown("method", owner, METHODS)

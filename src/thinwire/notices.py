@@ -1,6 +1,6 @@
-"""What a replica says of itself, in one or two lines: what it trains and how, and what came of it.
+"""One or two log lines of a replica: what it trains and how, and the result.
 
-Messages go to the logger "thinwire". Where a script has not set up logging, they go to the standard error of rank 0;
+Messages go to the logger "thinwire". If a script has not set up logging, they go to the standard error of rank 0;
 `logging.getLogger("thinwire").setLevel(logging.WARNING)` silences them.
 """
 
@@ -17,7 +17,7 @@ _NAMES = 3
 
 
 def make_heard() -> None:
-    """Give the messages a way out where nobody has set up logging; the first of all that is said."""
+    """Log to standard error if the script has not set up logging."""
     if not log.hasHandlers() and log.level == logging.NOTSET:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("thinwire: %(message)s"))
@@ -26,7 +26,7 @@ def make_heard() -> None:
 
 
 def say_attached(method: Method, trained: int) -> None:
-    """Workers, size, and for methods that factor which layers they will look at."""
+    """Log workers and size, and for methods that factor how many weights they will factor."""
     if method.topology.rank:
         return
     workers, groups = method.topology.world_size, len(method.topology.groups)
@@ -38,7 +38,7 @@ def say_attached(method: Method, trained: int) -> None:
 
 
 def say_finished(method: Method, sizes: tuple[int, int], ranks: Collection[int], usual_bytes: int) -> None:
-    """Size before and after, what was factored and what was not, and what was sent beside fp32 all-reduce."""
+    """Log size before and after, what was factored, and bytes sent compared with fp32 all-reduce."""
     if method.topology.rank:
         return
     name, (before, after) = type(method.config).__name__, sizes
@@ -53,7 +53,7 @@ def say_finished(method: Method, sizes: tuple[int, int], ranks: Collection[int],
         text += units.size(usual_bytes)
     log.info(text)
     if method.layers and after >= before:
-        log.warning("%s made nothing smaller; a higher cutoff, in finish(cutoff=…) too, drops more", name)
+        log.warning("%s did not make the model smaller; use a higher cutoff, here or in finish(cutoff=…)", name)
 
 
 def _ranks(ranks: Collection[int]) -> str:
@@ -64,7 +64,7 @@ def _ranks(ranks: Collection[int]) -> str:
 
 
 def _full(kept: Iterable[Kept]) -> str:
-    """Weights that stay full, by their reasons."""
+    """Weights that stay full, grouped by reason."""
     reasons: dict[str, list[str]] = defaultdict(list)
     for each in kept:
         reasons[each.why].append(each.name.removesuffix(".weight"))

@@ -11,13 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire import snapshot
-from thinwire.admission import (
-    check_model,
-    check_optimizers,
-    check_same_architecture,
-    given_optimizers,
-    spread_first_values,
-)
 from thinwire.checks import check_cutoff
 from thinwire.comm.collectives import Wire
 from thinwire.comm.counters import watched
@@ -34,6 +27,13 @@ from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext
 from thinwire.methods.registry import make, name_of
 from thinwire.notices import make_heard, say_attached, say_finished
+from thinwire.preflight import (
+    check_model,
+    check_optimizers,
+    check_same_architecture,
+    given_optimizers,
+    spread_first_values,
+)
 from thinwire.settings import describe as describe_config
 from thinwire.stepping import Stepping
 

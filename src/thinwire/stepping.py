@@ -1,7 +1,7 @@
-"""A replica's part in the user's steps: hooks on the optimizers, and on the GradScaler if there is one.
+"""Follow the user's steps: hooks on the optimizers, and on the GradScaler if there is one.
 
-A step is over when every optimizer has stepped, in whatever order. Whoever else changes the parameters is noticed: by
-torch's hook on all optimizers, or by the parameters' version counters.
+A step is over when every optimizer has stepped, in any order. Changes made by anything else are
+detected through torch's global optimizer hook or the parameters' version counters.
 """
 
 import functools
@@ -17,15 +17,15 @@ from thinwire.factor.optimizers import Optimizers
 
 Release = Callable[[], None]
 _UNSEEN = 16
-"""Batches in a row that may change parameters without a step; sharpness-aware loops do so once or twice a step."""
+"""Consecutive batches that may change parameters without a step; sharpness-aware loops do so once or twice per step."""
 
 
 _following: "weakref.WeakSet[Stepping]" = weakref.WeakSet()
 
 
 @functools.cache
-def _hear_of_all_optimizers() -> None:
-    """Once per process and for good: garbage collection must not take a hook away while torch walks through them."""
+def _hook_all_optimizers() -> None:
+    """Once per process, never removed: garbage collection must not remove a hook while torch iterates over them."""
     register_optimizer_step_pre_hook(_before_any)
 
 
@@ -66,46 +66,46 @@ class Stepping:
         return releases if scaler is None else [*releases, self._follow_scaler(scaler, after_scale)]
 
     def batch(self) -> None:
-        """A training batch begins; parameters that keep changing without a step are trained by somebody else."""
+        """Call at the start of a training batch; raises if parameters keep changing without a step."""
         version = sum(p._version for p in self.optimizers.parameters)
         self._changes += self._version is not None and version != self._version
         self._version = version
         if self._changes >= _UNSEEN:
             kinds = ", ".join(type(o).__name__ for o in self.optimizers)
             raise ThinwireError(
-                f"parameters changed in {self._changes} batches in a row without a step of what was attached ({kinds})"
-                ": something else trains them, and workers do not agree on it; give attach() the torch optimizer that "
-                "steps"
+                f"parameters changed in {self._changes} batches in a row without a step of the attached optimizer "
+                f"({kinds}): something else trains them and workers drift apart; give attach() the optimizer "
+                "that steps"
             )
 
     def expect_changes(self) -> None:
-        """Parameters were changed on purpose: by a load, or for an evaluation."""
+        """Call after changing parameters on purpose, by a load or for an evaluation."""
         self._version = None
 
     def _watch_others(self) -> Release:
-        """Hear of every optimizer's steps, without keeping a replica alive that nobody holds any more."""
-        _hear_of_all_optimizers()
+        """Watch the steps of every optimizer, without keeping the replica alive."""
+        _hook_all_optimizers()
         _following.add(self)
         return lambda: _following.discard(self)
 
-    # What optimizers call.
+    # Called by the optimizers.
 
     def _hooks(self, *, counts: bool) -> tuple[Callable[..., None], Callable[..., None]]:
         def before(optimizer: Optimizer, *_: Any) -> None:
-            self._put_back(optimizer)  # a closure that raised ended the last step before its time
+            self._put_back(optimizer)  # after a closure that raised
             if counts:
                 self._begin(optimizer)
             elif self._scaling is not optimizer:
                 raise ThinwireError(
-                    f"{self.optimizers.name(optimizer)} stepped by itself, but a scaler was given to attach(), whose "
-                    "scale its gradients may have: call scaler.step(optimizer)"
+                    f"{self.optimizers.name(optimizer)} stepped by itself, but a scaler was given to attach(), so "
+                    "its gradients may be scaled: call scaler.step(optimizer)"
                 )
             self._updating = optimizer
             self._scale_rates(optimizer)
             self.before_update(optimizer)
 
         def after(optimizer: Optimizer, *_: Any) -> None:
-            # Before a phase may change, so that schedulers never see the scaled rate.
+            # Before a phase change, so that schedulers never see the scaled learning rate.
             self._put_back(optimizer)
             self._updating = None
             self.after_update(optimizer)
@@ -147,7 +147,7 @@ class Stepping:
             raise ThinwireError(
                 f"{self.optimizers.name(optimizer)} stepped twice before {' and '.join(late)} did: a step is over when "
                 "all optimizers of the replica have stepped; call all of them, or attach parts of the model that step "
-                "at their own pace as replicas of their own"
+                "at different times as separate replicas"
             )
 
     def _end(self, optimizer: Optimizer) -> None:
@@ -169,13 +169,13 @@ class Stepping:
             group["lr"] = lr
 
     def refuse_others(self, optimizer: Optimizer) -> None:
-        """Another optimizer must not step our parameters, but as a part of one of ours, which then wraps it."""
+        """Another optimizer must not step our parameters, unless one of ours wraps it."""
         if self._updating is not None or any(optimizer is ours for ours in self.optimizers):
             return
         ours = {id(p) for p in self.optimizers.parameters}
         if any(id(p) in ours for p in Optimizers(optimizer).parameters):
             raise ThinwireError(
                 f"{type(optimizer).__name__} steps parameters of a replica, but was not given to attach(): workers "
-                "would train on without ever agreeing. Was the optimizer built again after attach()? Attach with the "
-                "one that steps, or detach() first"
+                "would drift apart. Was the optimizer rebuilt after attach()? Attach with the one that steps, or "
+                "detach() first"
             )

@@ -1,4 +1,4 @@
-"""Folders that are whole or not there: safetensors and JSON, written aside and renamed into place."""
+"""Atomic folders of safetensors and JSON: written to a temporary name, then renamed into place."""
 
 import re
 import shutil
@@ -19,71 +19,71 @@ from thinwire.files import REMEDY, on_file
 _SAVED = re.compile(
     r"(state|position|random-\d+|worker-rank\d+|(model|method|optimizer|average).*)\.(json|safetensors)|replica(\.old|\.writing)?"
 )
-"""Names of what a save is made of."""
+"""File names that belong to a save."""
 
 
 @contextmanager
 def atomic_folder(path: Path | str, wire: Wire | None) -> Iterator[Path]:
-    """A folder beside `path` to write into, put in its place when all workers are done; collective.
+    """A temporary folder to write into, renamed to `path` when all workers are done; collective.
 
-    A crash at any moment leaves the old folder or the new one, the old one perhaps under `path` + ".old". What the
-    system refuses to one worker is raised there, and on all others as an error that names that worker and the reason.
+    A crash at any moment leaves the old folder or the new one, the old one perhaps under `path` + ".old". If writing
+    fails on one worker, it raises there, and the others raise an error that names that worker and the reason.
     """
     path = Path(path)
-    aside = _beside(path, ".writing")
+    draft = _beside(path, ".writing")
     first = wire is None or wire.topology.rank == 0
     try:
         with _together(wire, path):
             if first:
-                _refuse_what_is_no_save(path)
-                shutil.rmtree(aside, ignore_errors=True)
-                aside.mkdir(parents=True)
+                _refuse_foreign_folder(path)
+                shutil.rmtree(draft, ignore_errors=True)
+                draft.mkdir(parents=True)
         with _together(wire, path):
-            yield aside
+            yield draft
         with _together(wire, path):
             if first:
-                _put_in_place(aside, path)
+                _put_in_place(draft, path)
     except (OSError, ThinwireError):
         if first:
-            shutil.rmtree(aside, ignore_errors=True)  # a disk that is full has room again
+            shutil.rmtree(draft, ignore_errors=True)  # frees space on a full disk
         raise
 
 
-def _refuse_what_is_no_save(path: Path) -> None:
-    """Files of others that have the names of a save's would be lost."""
+def _refuse_foreign_folder(path: Path) -> None:
+    """Other files with the names of a save's files would be overwritten."""
     if path.exists() and not path.is_dir():
         raise ConfigError(f"`{path}` is a file and cannot become a saved folder; give another name")
     if path.is_dir() and not any((path / name).is_file() for name in ("state.json", "position.json")):
         names = sorted(entry.name for entry in path.iterdir() if _SAVED.fullmatch(entry.name))
         if names:
-            raise ConfigError(f"`{path}` holds {names[0]!r} and is no save, nothing was written; give another folder")
+            raise ConfigError(f"`{path}` holds {names[0]!r} but is not a Thinwire save; give another folder")
 
 
-def _put_in_place(aside: Path, path: Path) -> None:
-    """Replace an old save; what others laid into its folder goes along."""
+def _put_in_place(draft: Path, path: Path) -> None:
+    """Replace an old save; other files in its folder are kept."""
     old = _beside(path, ".old")
     for entry in path.iterdir() if path.exists() else ():
-        if not _SAVED.fullmatch(entry.name) and not (aside / entry.name).exists():
+        if not _SAVED.fullmatch(entry.name) and not (draft / entry.name).exists():
             if entry.is_dir() and not entry.is_symlink():
-                shutil.copytree(entry, aside / entry.name, symlinks=True)
+                shutil.copytree(entry, draft / entry.name, symlinks=True)
             else:
-                shutil.copy2(entry, aside / entry.name, follow_symlinks=False)
+                shutil.copy2(entry, draft / entry.name, follow_symlinks=False)
     if path.exists():
         shutil.rmtree(old, ignore_errors=True)
         path.rename(old)
-    aside.rename(path)
+    draft.rename(path)
     shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager
 def _together(wire: Wire | None, path: Path) -> Iterator[None]:
-    """Wait for all workers after what is inside; what one of them cannot do ends it for all."""
+    """Wait for all workers at the end of the block; a failure on one of them raises on all."""
     call = f"writing {path.name}"
     try:
         yield
     except (OSError, ConfigError, ConsequenceError) as error:
         if wire is not None and not isinstance(error, ConnectionError):
-            with suppress(ThinwireError):  # its own reason is the one to be raised here
+            with suppress(ThinwireError):  # raise this worker's own error, not the barrier's
                 wire.barrier(call, failed=error)
         raise
     if wire is not None:
@@ -91,7 +91,7 @@ def _together(wire: Wire | None, path: Path) -> Iterator[None]:
 
 
 def newest(path: Path | str) -> Path:
-    """`path`, or what a crash in the middle of replacing it left."""
+    """`path`, or `path`.old if a crash interrupted its replacement."""
     path = Path(path)
     for candidate in (path, _beside(path, ".old")):
         if candidate.is_dir():
@@ -100,23 +100,23 @@ def newest(path: Path | str) -> Path:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Tensors to a safetensors file."""
+    """Write tensors to a safetensors file."""
     with on_file(path):
         save_file({name: t.detach().contiguous().cpu().clone() for name, t in tensors.items()}, path)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Tensors from a safetensors file, on the CPU."""
+    """Read tensors from a safetensors file, onto the CPU."""
     try:
         return load_file(path)
     except SafetensorError as error:
-        raise DamagedError(f"`{path}` is damaged, it is no safetensors file ({error}); {REMEDY}") from error
+        raise DamagedError(f"`{path}` is damaged, not a valid safetensors file ({error}); {REMEDY}") from error
     except FileNotFoundError as error:
         raise DamagedError(f"`{path}` is missing; {REMEDY}") from error
 
 
 def like(value: Any, current: Any) -> Any:
-    """A value from JSON with the type that JSON took from it."""
+    """Convert a value from JSON to the type of `current`, where JSON lost it."""
     if isinstance(current, tuple):
         return tuple(value)
     if isinstance(current, Tensor):

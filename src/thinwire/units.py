@@ -1,4 +1,4 @@
-"""Rates, times and sizes as people write them: "100Mbit", "25Gbit", "50us", "1.2 MB"."""
+"""Parse and format rates, times and sizes: "100Mbit", "25Gbit", "50us", "1.2 MB"."""
 
 import re
 
@@ -10,10 +10,12 @@ _NUMBER = re.compile(r"([0-9.]+(?:e[-+]?[0-9]+)?)\s*([a-zµ]+)", re.IGNORECASE)
 
 
 def bits_per_second(text: str) -> float:
-    """A rate such as "100Mbit" or "1Gbit/s"; bytes are not taken, so that nobody is off by eight."""
+    """A rate such as "100Mbit" or "1Gbit/s"; bytes per second are refused to avoid mix-ups with bits."""
     number = _parse(text.strip().removesuffix("/s"), _RATES)
     if not number:
-        raise ConfigError(f"{text!r} is no rate; write a number above 0 and bit, kbit, Mbit or Gbit, as 100Mbit")
+        raise ConfigError(
+            f"{text!r} is not a valid rate; write a number above 0 and bit, kbit, Mbit or Gbit, such as 100Mbit"
+        )
     return number
 
 
@@ -21,12 +23,12 @@ def seconds(text: str) -> float:
     """A time such as "50us" or "0.2ms"."""
     number = _parse(text.strip(), _TIMES)
     if number is None:
-        raise ConfigError(f"{text!r} is no time; write a number and s, ms, us or ns, as 50us")
+        raise ConfigError(f"{text!r} is not a valid time; write a number and s, ms, us or ns: 50us")
     return number
 
 
 def rate(bits: float) -> str:
-    """A rate for people: 100 Mbit/s."""
+    """Format a rate: 100 Mbit/s."""
     for unit, factor in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
         if bits >= factor:
             return f"{bits / factor:.4g} {unit}"
@@ -34,7 +36,7 @@ def rate(bits: float) -> str:
 
 
 def size(count: float) -> str:
-    """A number of bytes for people: 1.25 MB."""
+    """Format a number of bytes: 1.25 MB."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
             return f"{count / factor:.3g} {unit}"
@@ -42,7 +44,7 @@ def size(count: float) -> str:
 
 
 def time(value: float) -> str:
-    """A time for people, from microseconds to days."""
+    """Format a time, from microseconds to days."""
     for unit, factor, below in (("µs", 1e-6, 1e-3), ("ms", 1e-3, 1.0), ("s", 1.0, 120.0), ("min", 60.0, 7200.0)):
         if value < below:
             return f"{value / factor:.3g} {unit}"

@@ -4,6 +4,7 @@
 every call is the identity and nothing is counted.
 """
 
+import copy
 import functools
 import operator
 import pickle
@@ -26,19 +27,21 @@ from thinwire.errors import OtherRankError, one_line
 class Pending:
     """A collective under way; only the waiting for it takes time from training."""
 
-    def __init__(self, result: Tensor, work: Any, ledger: Ledger, purpose: str, sent: Sent) -> None:
+    def __init__(self, result: Tensor, work: Any, ledger: Ledger | None, purpose: str, sent: Sent) -> None:
         self.result = result
         self._work = work
         self._booking = ledger, purpose, sent
 
     def wait(self) -> Tensor:
         """What it brings, when it is there."""
-        if self._work is not None:
-            ledger, purpose, sent = self._booking
+        ledger, purpose, sent = self._booking
+        if self._work is not None and ledger is None:
+            self._work.wait()
+        elif self._work is not None and ledger is not None:
             start = ledger.clock.mark()
             self._work.wait()
             ledger.waited(purpose, sent, start, ledger.clock.mark())
-            self._work = None
+        self._work = None
         return self.result
 
 
@@ -51,16 +54,23 @@ class Wire:
     def __init__(self, topology: Topology, ledger: Ledger) -> None:
         self.topology = topology
         self.ledger = ledger
+        self._in_background = False
         self._group = self._process_group_of(topology.groups)
-        self._cross = None
-        if len(topology.groups) > 1:
-            self._cross = self._process_group_of([topology.crossing(j) for j in range(topology.shares)])
+        self._cross = self._crossing_group()
         self._control = None
         if topology.world_size > 1:
             self._control = process_groups.control_group()
             ledger.times.on_step = process_groups.StepNotes(topology.rank)
             process_groups.held_by(self)
             missing.explain_uncaught(topology.rank, ledger.times)
+
+    def in_background(self) -> "Wire":
+        """The same wire for another thread: with a process group between groups of its own, and nobody waits for it."""
+        other = copy.copy(self)
+        other._in_background = True
+        other._cross = self._crossing_group("background")
+        process_groups.held_by(other)
+        return other
 
     def let_go(self) -> None:
         """Hold no process group any more; the process ends."""
@@ -252,13 +262,18 @@ class Wire:
         if failed is None and (found := process_groups.failure(number)):
             raise OtherRankError(f"{call} failed on rank {found[0]}: {found[1]}")
 
-    def _process_group_of(self, parts: Sequence[Ranks]) -> Any:
+    def _crossing_group(self, thread: str = "") -> Any:
+        if len(self.topology.groups) == 1:
+            return None
+        return self._process_group_of([self.topology.crossing(j) for j in range(self.topology.shares)], thread)
+
+    def _process_group_of(self, parts: Sequence[Ranks], thread: str = "") -> Any:
         """The process group of the part this worker is in; every worker makes all of them, in one order."""
         if self.topology.world_size == 1:
             return None
         mine = None
         for part in parts:
-            group = process_groups.process_group(part)
+            group = process_groups.process_group(part, thread)
             mine = group if self.topology.rank in part else mine
         return mine
 
@@ -295,7 +310,8 @@ class Wire:
 
     def _begin(self, call: Callable[[], Any], result: Tensor, sent: Sent, purpose: str) -> Pending:
         self.count(purpose, sent)
-        return Pending(result, call() if self.carries else None, self.ledger, purpose, sent)
+        ledger = None if self._in_background else self.ledger
+        return Pending(result, call() if self.carries else None, ledger, purpose, sent)
 
     def _timed(self, call: Callable[[], Any], sent: Sent, purpose: str) -> None:
         start = self.ledger.clock.mark()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from thinwire.comm.sent import Ranks
 
 # Process groups cost connections, and a process that attaches twice wants the same ones again.
-_process_groups: dict[Ranks, Any] = {}
+_process_groups: dict[tuple[Any, ...], Any] = {}
 _CONTROL: Ranks = ()
 _STEPS_EVERY_S = 1.0
 
@@ -172,12 +172,12 @@ def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def process_group(members: Ranks) -> Any:
-    """The one of these ranks; all workers make them in one order."""
-    known = _known_groups()
-    if members not in known:
-        known[members] = dist.new_group(list(members), timeout=timeout_of(dist.group.WORLD))
-    return known[members]
+def process_group(members: Ranks, thread: str = "") -> Any:
+    """The one of these ranks, or another one for a thread; all workers make them in one order."""
+    known, key = _known_groups(), (*members, thread) if thread else members
+    if key not in known:
+        known[key] = dist.new_group(list(members), timeout=timeout_of(dist.group.WORLD))
+    return known[key]
 
 
 def control_group() -> Any:
@@ -188,7 +188,7 @@ def control_group() -> Any:
     return known[_CONTROL]
 
 
-def _known_groups() -> dict[Ranks, Any]:
+def _known_groups() -> dict[tuple[Any, ...], Any]:
     """This world's groups; those of a world that was destroyed are forgotten."""
     world = tuple(range(dist.get_world_size()))
     if _process_groups.get(world) is not dist.group.WORLD:

@@ -56,6 +56,8 @@ class Replicated:
         self.before_backward: Callable[[torch.Tensor | None], None] | None = None
         """Called at the beginning of every pass, averaging or not, before any gradient has come but that of the
         parameter it is given, if any."""
+        self.on_gradient: Callable[[torch.Tensor], None] | None = None
+        """Called with each parameter whose gradient arrives in a pass that averages."""
         self.norm_members: Ranks = ()
         """Over whom SyncBatchNorm takes its statistics, if not over those who average gradients."""
         self._is_due = False
@@ -204,6 +206,8 @@ class Replicated:
         self._see_beginning(parameter)
         if self._averages:
             self._ask_for_end()
+            if self.on_gradient is not None:
+                self.on_gradient(parameter)
 
     def _see_beginning(self, parameter: torch.Tensor | None = None) -> None:
         if not self._is_due and self.before_backward is not None:

@@ -15,6 +15,7 @@ import click
 
 from thinwire.commands import options
 from thinwire.commands.sources import Found, finished, of_function, unfinished
+from thinwire.compress import Compressed, compress
 from thinwire.errors import ConfigError
 from thinwire.factor.export import describe_inputs, write
 from thinwire.factor.program import read_program, refuse_onnx, write_onnx
@@ -23,7 +24,6 @@ from thinwire.files import read_json
 from thinwire.recipes import RECIPES
 from thinwire.report import read_run
 from thinwire.report.tables import figure, size
-from thinwire.squeeze import Compressed, compress
 from thinwire.train import checkpoint
 from thinwire.train.folder import MODEL_FILES
 

@@ -20,25 +20,25 @@ from thinwire.recipes import named
 
 @click.command()
 @click.argument("recipe", required=False)
-@click.option("--methods", metavar="A,B", help="As ab or allreduce:wire=bf16, by commas; all methods if not given.")
-@click.option("--hosts", type=int, default=2, show_default=True, help="Hosts to make on this machine.")
-@click.option("--workers", type=click.IntRange(1), help="All workers; one a host if not given.")
-@click.option("--rates", default="100Mbit", show_default=True, help="Of each host's link, or unshaped, by commas.")
-@click.option("--group-size", metavar="G", help='Workers to a group, or "world".')
-@click.option("--steps", type=click.IntRange(1), metavar="N", help="Steps instead of the recipe's.")
+@click.option("--methods", metavar="A,B", help="Comma-separated, as ab or allreduce:wire=bf16; default: all methods.")
+@click.option("--hosts", type=int, default=2, show_default=True, help="Hosts to create on this machine.")
+@click.option("--workers", type=click.IntRange(1), help="Total workers; default: one per host.")
+@click.option("--rates", default="100Mbit", show_default=True, help="Comma-separated link rates, or unshaped.")
+@click.option("--group-size", metavar="G", help='Workers per group, or "world".')
+@click.option("--steps", type=click.IntRange(1), metavar="N", help="Override the recipe's steps.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="S", help="Seed.")
 @options.data
 @options.settings
-@click.option("--out", type=options.DIR, metavar="DIR", help="Where to write; under runs/ if not given.")
+@click.option("--out", type=options.DIR, metavar="DIR", help="Output folder; default: under runs/.")
 @options.overwrite
-@click.option("--name", default="thinwire", show_default=True, help="What the hosts' names begin with.")
-@click.option("--keep", is_flag=True, help="Leave the hosts for inspection, until the next start.")
-@click.option("--clean", "only_clean", is_flag=True, help="Only remove hosts that are left, kept ones too.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and nothing else.")
+@click.option("--name", default="thinwire", show_default=True, help="Prefix of the hosts' names.")
+@click.option("--keep", is_flag=True, help="Keep the hosts for inspection until the next start.")
+@click.option("--clean", "only_clean", is_flag=True, help="Only remove leftover hosts, including kept ones.")
+@click.option("--json", "as_json", is_flag=True, help="Print only the result, as JSON.")
 def netbench(recipe: str | None, only_clean: bool, as_json: bool, **flags: Any) -> None:
-    """Train RECIPE over slow links made on this machine, and hold the ledger against the kernel's counters.
+    """Train RECIPE over slow links on this machine, and compare the ledger with the kernel's counters.
 
-    Hosts are network namespaces on a bridge, each link shaped to a rate. Needs root. Evaluates at the end only.
+    Hosts are network namespaces on a bridge, each link shaped to a rate. Needs root. Evaluates only at the end.
     """
     if only_clean:
         click.echo("\n".join(f"removed {name}" for name in clean(include_kept=True)) or "nothing was left")
@@ -57,13 +57,13 @@ def netbench(recipe: str | None, only_clean: bool, as_json: bool, **flags: Any) 
         Console(width=None if wide.is_terminal else 120).print(table)
     click.echo(f"figures and runs: {bench.base.out}")
     if flags["keep"]:
-        click.echo(f"hosts are kept, see ip netns exec {flags['name']}-h0 ip addr; thinwire netbench --clean ends them")
+        click.echo(f"hosts kept, see ip netns exec {flags['name']}-h0 ip addr; thinwire netbench --clean removes them")
 
 
 def _rates(text: str) -> list[float | None]:
     rates = [parse_rate(part.strip()) for part in text.split(",") if part.strip()]
     if not rates:
-        raise ConfigError(f"`--rates`={text!r} names no rate; write one or several, as 100Mbit,1Gbit,unshaped")
+        raise ConfigError(f"`--rates`={text!r} has no rate; write one or more, such as 100Mbit,1Gbit,unshaped")
     return rates
 
 

@@ -1,8 +1,7 @@
-"""Which layers become factors, and their way there and back.
+"""Which layers can be factored, and conversion in both directions.
 
-`find_layers` names the weights that may be factored and says of every other why it stays full.
-`to_factors` and `to_full` change one layer's shape and hand back the parameters that came and went,
-so that the caller can exchange them in the optimizer.
+`find_layers` finds the weights that can be factored and gives a reason for every other. `to_factors` and `to_full`
+convert one layer; the caller replaces its parameters in the optimizer.
 """
 
 import fnmatch
@@ -21,7 +20,7 @@ from thinwire.factor.matrix import MatrixView, product, view_of, wide
 
 # Their weights are looked up, not multiplied.
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
-# Class tokens, position tables: parameters that are no layer, and so neither the first nor the last.
+# Class tokens, position tables: parameters that do not belong to a layer, and so are neither first nor last.
 _NO_LAYER = "not a layer's weight"
 
 
@@ -41,7 +40,7 @@ class Layer:
 
     @property
     def label(self) -> str:
-        """The name that ranks are shown by: the layer's, or its weight's where it has several."""
+        """The name shown to users: the layer's, or the weight's if it is not called `weight`."""
         return self.name if self.parameter == "weight" else self.key
 
     @property
@@ -50,7 +49,7 @@ class Layer:
 
     @property
     def weight(self) -> nn.Parameter:
-        """The full weight's parameter; only while the layer is full."""
+        """The full weight; only while the layer is full."""
         return self.module._parameters[self.parameter]  # type: ignore[return-value]
 
     @property
@@ -65,11 +64,11 @@ class Layer:
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """What stands for this weight now: (W,), (A, B) or (U, S, Vᵀ)."""
+        """The weight's current parameters: (W,), (A, B) or (U, S, Vᵀ)."""
         return self.factors if self.is_factored else (self.weight,)
 
     def matrix(self) -> Tensor:
-        """The weight as a tall matrix (m, n), whatever its present shape."""
+        """The weight as a tall matrix (m, n), full or factored."""
         with torch.no_grad():
             if self.is_factored:
                 return product([wide(f) for f in self.factors]).to(self.factors[0].dtype)
@@ -103,8 +102,8 @@ def find_layers(
 ) -> tuple[list[Layer], list[Kept]]:
     """Every weight of two dimensions or more: those to factor, and those kept full with the reason.
 
-    `trained` are the optimizer's parameters; `order` is the order in which modules were used in a forward
-    pass, by name, and modules it does not mention follow in the order of registration.
+    `trained` are the optimizer's parameters; `order` has the names of modules in the order of a forward
+    pass; other modules follow in the order of registration.
     """
     candidates = _in_order_of_use(list(_matrices(model)), order)
     reasons = _Reasons(model, trained, keep)
@@ -119,7 +118,7 @@ def find_layers(
 
 
 def warn_of_idle_patterns(model: nn.Module, keep: Sequence[str]) -> None:
-    """Tell of patterns that keep nothing: likely a misspelt name."""
+    """Warn of patterns that match nothing: likely a misspelt name."""
     layers = list(_matrices(model))
     for pattern in keep:
         if not any(_matches(layer, pattern) for layer in layers):
@@ -132,7 +131,7 @@ def _matches(layer: Layer, pattern: str) -> bool:
 
 
 def to_factors(layer: Layer, *values: Tensor) -> None:
-    """Give a layer two factors, both trained, or three, of which only the middle one is; full or factored before."""
+    """Give a layer, full or factored, two trained factors, or three of which only the middle one is trained."""
     like = layer.parameters[0]
     trains = (True, True) if len(values) == 2 else (False, True, False)
     new = [factored.new_parameter(value, like, trains=t) for value, t in zip(values, trains, strict=True)]
@@ -155,7 +154,7 @@ def _matrices(model: nn.Module) -> Iterable[Layer]:
 
 def _in_order_of_use(candidates: list[Layer], order: Sequence[str]) -> list[Layer]:
     place = {name: i for i, name in enumerate(order)}
-    # A module used only through its parent (MultiheadAttention's out_proj) stands where its parent does.
+    # A module used only through its parent (MultiheadAttention's out_proj) takes its parent's position.
     last = -1
     keys = []
     for layer in candidates:
@@ -186,7 +185,7 @@ class _Reasons:
         if not layer.weight.requires_grad:
             return "frozen"
         if layer.weight._backward_hooks:
-            return "has a gradient hook of its user's"
+            return "has a gradient hook"
         return None if id(layer.weight) in self.trained else "not in the optimizer"
 
     def _by_sharing(self, layer: Layer) -> str | None:
@@ -203,11 +202,11 @@ class _Reasons:
         if isinstance(module, nn.RNNBase | nn.RNNCellBase):
             return "recurrent layer"
         if hasattr(module, "parametrizations") or isinstance(module, ParametrizationList):
-            return "parametrized already"
+            return "already parametrized"
         if why := why_hooked(module, layer.parameter):
             return why
         if any(hasattr(module, name) for name in factored.names_of_factors(layer.parameter)):
-            return "its module has parameters of the factors' names"
+            return "its module already uses the factors' names"
         if getattr(module, "groups", 1) != 1:
             return "grouped convolution"
         if "weight" not in layer.parameter:

@@ -1,8 +1,8 @@
-"""Singular values and vectors, fast; the rank they leave; signs that every worker agrees on.
+"""Fast truncated decompositions with deterministic signs, so that all workers agree.
 
-The eigenvectors V of the small Gram matrix WᵀW cost a fraction of an SVD. In fp64 they are exact
-enough for fp32 weights: W V Vᵀ = W whatever the singular values' own error, and singular values are
-right to about 1e-8 of the largest. `svd` is the plain way: the fallback, and the tests' oracle.
+The eigenvectors V of the small Gram matrix WᵀW cost a fraction of an SVD. In fp64 they are accurate enough for fp32
+weights: W V Vᵀ = W whatever the error of the singular values, which are accurate to about 1e-8 of the largest.
+`svd` is the simple version: the fallback, and the tests' oracle.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.factor.matrix import view_of
 
-# How orthogonal the scaled left vectors of a Gram decomposition must be for it to be used.
+# Largest deviation from orthogonality at which a Gram decomposition is accepted.
 RESIDUAL = 1e-4
 _PROBES = 8
 _ROWS = 2048
@@ -30,8 +30,8 @@ class Factors(NamedTuple):
 class Basis(NamedTuple):
     """W ≈ U S Vᵀ with orthonormal columns in U (m, k) and V (n, k), in fp64, and every singular value of W.
 
-    S (k, k) is upper-triangular and diagonal to within what the Gram matrix leaves open; it is trained as a whole
-    matrix, so nothing needs it to be exactly diagonal, while U and V stay orthonormal however small a singular value.
+    S (k, k) is upper-triangular, diagonal up to the precision of the Gram matrix. It is trained as a full matrix, so
+    it need not be exactly diagonal; U and V are orthonormal even for tiny singular values.
     """
 
     u: Tensor
@@ -41,9 +41,9 @@ class Basis(NamedTuple):
 
 
 def find_basis(matrix: Tensor, cutoff: float, *, least: int = 1) -> Basis:
-    """Bases of a tall matrix, cut where singular values fall to `cutoff` of the largest; at least `least` are kept.
+    """Bases of a tall matrix, truncated at singular values of `cutoff` × the largest; at least `least` are kept.
 
-    A cutoff of 0 keeps all, zeros too: what is dropped can never be trained again.
+    A cutoff of 0 keeps all, zeros too: dropped directions can never be trained again.
     """
     exact = matrix.double()
     found = _eigen(exact)
@@ -60,7 +60,7 @@ def find_basis(matrix: Tensor, cutoff: float, *, least: int = 1) -> Basis:
 
 
 def decompose(matrix: Tensor, cutoff: float, *, rank: int | None = None) -> Factors:
-    """Factors of a tall matrix, cut where singular values fall to `cutoff` of the largest, or at `rank`."""
+    """Factors of a tall matrix, truncated at singular values of `cutoff` × the largest, or at `rank`."""
     found = _eigen(matrix)
     if found is not None:
         sigma, vectors = found
@@ -71,7 +71,7 @@ def decompose(matrix: Tensor, cutoff: float, *, rank: int | None = None) -> Fact
 
 
 def decompose_if_smaller(matrix: Tensor, cutoff: float) -> Factors | None:
-    """The same, or None where the factors would hold no fewer numbers than the matrix."""
+    """The same, or None if the factors would not be smaller than the matrix."""
     found = _eigen(matrix)
     if found is None:
         factors = svd(matrix, cutoff)
@@ -84,7 +84,7 @@ def decompose_if_smaller(matrix: Tensor, cutoff: float) -> Factors | None:
 
 
 def smallest_cutoff(matrix: Tensor) -> float:
-    """The smallest cutoff at which factors of a tall matrix hold fewer numbers than it does."""
+    """The smallest cutoff at which the factors of a tall matrix are smaller than it."""
     m, n = matrix.shape
     sigma = torch.linalg.svdvals(matrix.double())
     largest_rank = max(1, (m * n - 1) // (m + n))
@@ -92,12 +92,12 @@ def smallest_cutoff(matrix: Tensor) -> float:
 
 
 def rank_of(sigma: Tensor, cutoff: float) -> int:
-    """How many singular values exceed `cutoff` of the largest; at least 1."""
+    """How many singular values exceed `cutoff` × the largest; at least 1."""
     return max(1, int((sigma > cutoff * sigma[0]).sum()))
 
 
 def svd(matrix: Tensor, cutoff: float, *, rank: int | None = None) -> Factors:
-    """The same by `torch.linalg.svd` in fp64."""
+    """`decompose` by `torch.linalg.svd` in fp64."""
     u, sigma, vt = torch.linalg.svd(matrix.double(), full_matrices=False)
     k = rank or rank_of(sigma, cutoff)
     signs = _signs(vt[:k].t())
@@ -108,7 +108,7 @@ def svd(matrix: Tensor, cutoff: float, *, rank: int | None = None) -> Factors:
 
 
 def _eigen(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Singular values and right vectors (n, n) in fp64, largest first; None where they cannot be had this way."""
+    """Singular values and right vectors (n, n) in fp64, largest first; None if eigh fails."""
     try:
         squares, vectors = torch.linalg.eigh(_gram(matrix))  # ascending, from the lower triangle
     except torch.linalg.LinAlgError:
@@ -122,8 +122,8 @@ def _eigen(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
 def _gram(matrix: Tensor) -> Tensor:
     """The lower triangle of WᵀW in fp64.
 
-    By pieces of rows, because a whole copy of the weight in fp64 would be the largest thing in memory;
-    and by blocks of columns, because nobody reads the upper triangle.
+    In chunks of rows, to avoid a copy of the whole weight in fp64, and in blocks of columns, because the upper triangle
+    is not used.
     """
     n = matrix.shape[1]
     gram = matrix.new_zeros(n, n, dtype=torch.float64)
@@ -136,18 +136,18 @@ def _gram(matrix: Tensor) -> Tensor:
 
 
 def _factors(matrix: Tensor, sigma: Tensor, v: Tensor) -> Factors | None:
-    """Factors from right vectors (n, k); None where the left vectors that follow are not orthogonal."""
+    """Factors from right vectors (n, k); None if the resulting left vectors are not orthogonal."""
     v = v * _signs(v)
-    # Directions below the Gram matrix's own precision are kept at its floor, so that nothing is divided by zero.
+    # Clamp directions below the precision of the Gram matrix, to avoid division by zero.
     root = sigma[: v.shape[1]].clamp_min(1e-9 * sigma[0]).sqrt()
-    # Only the Gram matrix squares the condition number; the product with V is as exact as the weight itself.
+    # Only the Gram matrix squares the condition number; the product with V is as accurate as the weight.
     working = matrix if matrix.dtype in (torch.float32, torch.float64) else matrix.float()
     a = (working @ v.to(working.dtype)) / root.to(working.dtype)  # (m, n) @ (n, k)
     return _as_dtype(a, (v * root).t(), sigma, matrix) if _is_orthogonal(a, root, sigma) else None
 
 
 def _is_orthogonal(a: Tensor, root: Tensor, sigma: Tensor) -> bool:
-    """AᵀA = Σ, seen through a few random signs: a product of two thin matrices instead of a whole one."""
+    """Check AᵀA = Σ on a few random sign vectors, which is cheaper than the whole product."""
     fixed = torch.Generator().manual_seed(0)
     probes = torch.randint(0, 2, (a.shape[1], _PROBES), generator=fixed).mul_(2).sub_(1).to(a)  # (k, probes)
     off = a.t() @ (a @ probes) - root.square().to(a.dtype)[:, None] * probes
@@ -155,7 +155,7 @@ def _is_orthogonal(a: Tensor, root: Tensor, sigma: Tensor) -> bool:
 
 
 def _signs(v: Tensor) -> Tensor:
-    """±1 a column, so that each column's largest element becomes positive."""
+    """±1 per column, making each column's largest element positive."""
     largest = v.gather(0, v.abs().argmax(dim=0, keepdim=True))[0]
     return torch.where(largest < 0, -1.0, 1.0).to(v.dtype)
 

@@ -1,8 +1,8 @@
-"""A factored model in plain torch.nn layers, and on disk for people who do not have Thinwire.
+"""Convert a factored model to plain torch.nn layers, and write it so that it loads without Thinwire.
 
 Linear and convolutions become two layers in an `nn.Sequential`. Where other code reads `.weight` itself
-(MultiheadAttention, TransformerEncoderLayer, classes we do not know), the weight becomes torch's own
-parametrization by an `nn.Linear`: small at rest, multiplied out when read.
+(MultiheadAttention, TransformerEncoderLayer, unknown classes), the weight is parametrized by an `nn.Linear`: stored
+as factors, multiplied out when read.
 """
 
 import json
@@ -32,7 +32,7 @@ _READS_WEIGHTS_OF_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 def to_plain(model: nn.Module) -> nn.Module:
-    """Replace every factored layer inside `model`; what was the root may be another module afterwards."""
+    """Replace every factored layer in `model`; the root may be a different module afterwards."""
     for module in list(model.modules()):
         parent_reads = isinstance(module, _READS_WEIGHTS_OF_CHILDREN)
         for name, child in list(module.named_children()):
@@ -53,7 +53,7 @@ def _plain_layer(module: nn.Module, *, in_place: bool) -> nn.Module:
             return _two_convolutions(module, dense)
         if is_conv1d_of_transformers(dense):
             return _two_linears(module, weight_is_transposed=True)
-    # All weights are put back before any is parametrized: both change the module's class.
+    # Restore all weights before parametrizing any: both change the module's class.
     found = {name: (*_sides(module, name), view.shape) for name, view in factored_names(module).items()}
     for name, (left, _, _) in found.items():
         unfactor_weight(module, name, nn.Parameter(left.clone(memory_format=torch.contiguous_format)))
@@ -107,7 +107,7 @@ def _parametrize(module: nn.Module, name: str, right: Tensor, shape: tuple[int, 
 
 
 def _marked(module: Any) -> Any:
-    """Told apart from the user's own Sequentials and parametrizations when the model is written."""
+    """Mark it, to distinguish it from the user's own Sequentials and parametrizations."""
     module.low_rank = True
     return module
 
@@ -122,9 +122,9 @@ def write(
 ) -> Path:
     """Write a finished model: `model.safetensors`, `layers.json`, `load.py`, and `program.pt2` with an example.
 
-    `load.py` needs torch and safetensors alone and puts the weights into a model built by your own code;
+    `load.py` needs only torch and safetensors and loads the weights into a model built by your own code;
     `program.pt2` is the model itself, for `torch.export.load`, and `model.onnx` the same for other runtimes. The
-    example is a tensor, a tuple of arguments or a mapping of them by name; `views` says what was done to it before.
+    example is a tensor, a tuple of arguments or a mapping of them by name; `views` describes its preprocessing.
     """
     if onnx:
         refuse_onnx(example_input)
@@ -132,12 +132,12 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     with on_file(folder / "model.safetensors"):
         save_file(_distinct(model), folder / "model.safetensors")
-    layers = {name: told for name, module in model.named_modules() if (told := _describe(module)) is not None}
+    layers = {name: about for name, module in model.named_modules() if (about := _describe(module)) is not None}
     parameters = sum(p.numel() for p in model.parameters())
     about = {**describe_inputs(example_input, views), "parameters": parameters, "layers": layers}
     with on_file(folder / "layers.json"):
         (folder / "layers.json").write_text(json.dumps(about, indent=1) + "\n")
-    shutil.copymode(folder / "layers.json", folder / "model.safetensors")  # safetensors lets only the owner read it
+    shutil.copymode(folder / "layers.json", folder / "model.safetensors")  # else readable by the owner only
     (folder / "load.py").write_text((Path(__file__).parent / "load_exported.py").read_text())
     if example_input is not None:
         write_programs(model, folder, example_input, onnx=onnx)
@@ -145,12 +145,12 @@ def write(
 
 
 def describe_inputs(example: Any, views: str | None = None) -> dict[str, Any]:
-    """What the model takes, for `layers.json`: a list of its arguments or a mapping of them, as far as known."""
-    told: dict[str, Any] = {}
+    """The model's inputs for `layers.json`, as far as known: a list of arguments or a mapping."""
+    about: dict[str, Any] = {}
     if example is not None:
         args, keywords = arguments(example)
-        told["inputs"] = {name: _input(x) for name, x in keywords.items()} if keywords else [_input(x) for x in args]
-    return told | ({} if views is None else {"views": views})
+        about["inputs"] = {name: _input(x) for name, x in keywords.items()} if keywords else [_input(x) for x in args]
+    return about | ({} if views is None else {"views": views})
 
 
 def _input(value: Any) -> Any:
@@ -163,7 +163,7 @@ def _input(value: Any) -> Any:
 
 
 def _distinct(model: nn.Module) -> dict[str, Tensor]:
-    """Everything the model holds; tied weights once, under the first of their names."""
+    """The state dict with tied weights once, under their first name."""
     first: dict[Any, str] = {}
     state = model.state_dict()
     for name, t in state.items():
@@ -172,7 +172,7 @@ def _distinct(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _describe(module: nn.Module) -> dict[str, Any] | None:
-    """How `load.py` builds a layer that is low-rank now; None for any other."""
+    """How `load.py` builds a low-rank layer; None for any other."""
     if isinstance(module, nn.Sequential) and getattr(module, "low_rank", False) and not _is_spread(module):
         return {"kind": "sequential", "parts": [_arguments(part) for part in module]}
     if not parametrize.is_parametrized(module):

@@ -1,4 +1,4 @@
-"""A model's layers whatever form they have, read from a model, a state dict, or what a run wrote.
+"""Read a model's layers in any form from a model, a state dict, or the files of a run.
 
 The weight of a layer X may be
 
@@ -8,11 +8,11 @@ The weight of a layer X may be
     of a finished model     X.0.weight, X.1.weight                     two plain layers in a Sequential
                             X.parametrizations.weight.original, …      torch's parametrization by a Linear
 
-and becomes a chain here: matrices whose product is the weight's tall matrix (m, n), m ≥ n. It goes by `X.weight`.
+and is read as a chain: matrices whose product is the tall matrix (m, n), m ≥ n, under the key `X.weight`.
 
-Two weights X.0 and X.1 may as well be a Sequential of the user's own. They are one layer where the model or its
-`layers.json` says so, or where X is one layer on the other side of a comparison. A square weight of transformers'
-Conv1D is seen transposed in a finished model: nothing in the file tells that it was one.
+Two weights X.0 and X.1 may also be the user's own Sequential. They are one layer if the model or its `layers.json`
+says so, or if X is one layer in the other model of a comparison. A square weight of transformers' Conv1D is read
+transposed from a finished model, since the file does not identify it.
 """
 
 import json
@@ -39,15 +39,15 @@ _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 @dataclass
 class Layers:
-    """What was read, and what is known of it beside the tensors."""
+    """The tensors that were read, and what is known about them."""
 
     tensors: dict[str, Tensor]
     sequentials: set[str] = field(default_factory=set)
     """Names of Sequentials that are one layer."""
     left_out: set[str] = field(default_factory=set)
-    """Weights that are known to be no layer's: embeddings. A state dict does not tell."""
+    """Embeddings, which are not compared; unknown for a state dict."""
     ordered: bool = True
-    """Whether the tensors are in the model's own order; files are sorted by name."""
+    """Whether the tensors are in the model's order; files are sorted by name."""
 
     def chains(self) -> dict[str, Chain]:
         """The chain of every weight, by the key it has when full."""
@@ -65,11 +65,11 @@ class Layers:
         return {key: tall(chain) for key, chain in found.items() if key not in self.left_out}
 
     def has_pair(self, name: str) -> bool:
-        """Whether there are two weights that may be one layer of this name."""
+        """Whether there are two weights that could be one layer of this name."""
         return self._chain(_pair(f"{name}." if name else "")) is not None
 
     def _low_rank(self, key: str) -> Iterator[tuple[str, list[str], bool]]:
-        """Weights that this tensor may be the first of: the keys of its factors, and whether the last is transposed."""
+        """Weights whose first factor this tensor may be: the factors' keys, and whether the last is transposed."""
         for first, *others in _FACTORS:
             stem = key.removesuffix(first)
             if stem != key and "weight" in stem.rpartition(".")[2]:
@@ -110,12 +110,12 @@ def shape_of(chain: Chain) -> tuple[int, int]:
 
 
 def label_of(key: str) -> str:
-    """The name a weight is shown by: the layer's, or its own where the layer may have several."""
+    """The name shown to users: the layer's, or the weight's if it is not called `weight`."""
     return key.removesuffix(".weight")
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The model inside a replica, DDP or `torch.compile`: modules that hold nothing but another one."""
+    """The model inside wrappers such as a replica, DDP or `torch.compile`."""
     while True:
         children = list(model.named_children())
         if len(children) != 1 or children[0][0] not in _WRAPPERS or list(model.parameters(recurse=False)):
@@ -134,25 +134,25 @@ def read(source: Source) -> Layers:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         raise DamagedError(f"`{file}` cannot be read as safetensors: {error}; restore it, or write it again") from error
-    told = file.parent / "layers.json"
+    listing = file.parent / "layers.json"
     try:
-        layers = json.loads(told.read_text(encoding="utf-8"))["layers"] if told.is_file() else {}
+        layers = json.loads(listing.read_text(encoding="utf-8"))["layers"] if listing.is_file() else {}
         sequentials = {name for name, about in layers.items() if about["kind"] == "sequential"}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"`{told}` is damaged ({error}); export the model again") from error
+        raise DamagedError(f"`{listing}` is damaged ({error}); export the model again") from error
     return Layers({key: tensors[key] for key in sorted(tensors, key=_natural)}, sequentials, ordered=False)
 
 
 def _of_model(model: nn.Module) -> Layers:
     tables = {id(p) for m in model.modules() if isinstance(m, _TABLES) for p in m.parameters(recurse=False)}
-    # A tied weight is left out under all of its names.
+    # Leave a tied weight out under all its names.
     left_out = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in tables}
     sequentials = {name for name, module in model.named_modules() if getattr(module, "low_rank", False)}
     return Layers(_distinct(model.state_dict()), sequentials, left_out)
 
 
 def _distinct(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors without a wrapper's prefix; tied ones once, as in a save."""
+    """Tensors without wrapper prefixes; tied ones once, as in a save."""
     tensors = {key: t for key, t in state.items() if isinstance(t, Tensor)}
     for prefix in _WRAPPERS:
         if tensors and all(key.startswith(f"{prefix}.") for key in tensors):
@@ -162,7 +162,7 @@ def _distinct(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _file(path: Path) -> Path:
-    """The file with the model: `path`, or what lies in it; of a save in a group phase the first group's."""
+    """The model's file at or under `path`; the first group's if saved in a group phase."""
     if path.is_file():
         return path
     for folder in (path, path.with_name(path.name + ".old")):
@@ -178,13 +178,13 @@ def _inside(folder: Path) -> Path | None:
         return whole
     if parts := sorted(folder.glob("model-rank*.safetensors"), key=lambda part: _natural(part.name)):
         return parts[0]
-    # A finished model before the checkpoint it grew from; a crash in the middle of a save leaves `.old`.
+    # Prefer the finished model to its checkpoint; a crash during a save leaves `.old`.
     inner = ("model", "replica", "replica.old", "checkpoint", "checkpoint.old")
     return next((found for name in inner if (folder / name).is_dir() and (found := _inside(folder / name))), None)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """So that layer 10 comes behind layer 2."""
+    """Sort key that puts layer 10 after layer 2."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 

@@ -1,6 +1,6 @@
 """Weights that a hook computes before each forward pass: old `weight_norm` and `spectral_norm`, pruning.
 
-Such a weight is a plain attribute, made of parameters that go by its name with an ending. They stay as they are.
+Such a weight is a plain attribute, computed from parameters with a suffixed name. These are never factored.
 """
 
 import copy
@@ -20,7 +20,7 @@ _KINDS: dict[type[Any], tuple[str, str]] = {
 
 
 def why_hooked(module: nn.Module, parameter: str) -> str | None:
-    """What computes a weight from this parameter, if something does."""
+    """What computes a weight from this parameter, or None."""
     for hook in module._forward_pre_hooks.values():
         for kind, (attribute, why) in _KINDS.items():
             if isinstance(hook, kind) and parameter.startswith(f"{getattr(hook, attribute)}_"):
@@ -29,7 +29,7 @@ def why_hooked(module: nn.Module, parameter: str) -> str | None:
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """A deep copy, in which tensors that a hook has computed are plain values until it computes them again."""
+    """A deep copy; tensors computed by hooks are copied as plain values, since deepcopy refuses non-leaf tensors."""
     return copy.deepcopy(model, {id(t): t.detach().clone() for t in _computed(model)})
 
 

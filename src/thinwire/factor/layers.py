@@ -1,11 +1,11 @@
-"""Layers whose weight is factors. A module changes its class and keeps its identity.
+"""Layers with a factored weight. A module changes its class and keeps its identity.
 
 `factor_weight(module, "weight", [a, b])` takes the parameter `weight` out of the module, puts `weight_a` and
-`weight_b` in, and swaps the module's class for a subclass of its own class in which `weight` is a read-only
-property (A·B on demand); three factors are `weight_u`, `weight_s` and `weight_vt`. Hooks, names and references
-survive. Classes with a forward pass of their own here (Linear, Conv1d/2d/3d, transformers' Conv1D) use the factors
-one after the other, folded or multiplied out, whichever costs fewest operations; every other class,
-MultiheadAttention among them, reads the property and so multiplies out.
+`weight_b` in, and swaps the module's class for a subclass in which `weight` is a read-only property
+(A·B on demand); three factors are `weight_u`, `weight_s` and `weight_vt`. Hooks, names and references
+survive. Linear, Conv1d/2d/3d and transformers' Conv1D apply the factors one after the other, folded or multiplied out,
+whichever costs the fewest operations; every other class, MultiheadAttention included, reads the property and so
+multiplies out.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,11 +25,11 @@ _CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
 
 
 FORMS = {2: ("a", "b"), 3: ("u", "s", "vt")}
-"""What is added to a weight's name for each of its factors, by how many there are."""
+"""Suffixes of the factors' names, by the number of factors."""
 
 
 def names_of_factors(name: str) -> list[str]:
-    """Every name that a factor of the weight `name` may get."""
+    """Every name that a factor of the weight `name` can have."""
     return [f"{name}_{suffix}" for form in FORMS.values() for suffix in form]
 
 
@@ -42,12 +42,12 @@ def factor_weight(module: nn.Module, name: str, factors: Sequence[nn.Parameter])
 
 
 def replace_factors(module: nn.Module, name: str, factors: Sequence[nn.Parameter]) -> None:
-    """Put other factors in the place of those that are there."""
+    """Replace the factors of a factored weight."""
     _exchange(module, _factor_names(module, name), _named(name, factors))
 
 
 def unfactor_weight(module: nn.Module, name: str, weight: nn.Parameter) -> None:
-    """Put a full parameter back; the module has its own class again once no factor is left."""
+    """Restore a full parameter; once no factor is left, the module has its original class again."""
     names = factored_names(module)
     del names[name]
     _set_factored(module, names)
@@ -64,7 +64,7 @@ def _factor_names(module: nn.Module, name: str) -> list[str]:
 
 
 def _exchange(module: nn.Module, old: list[str], new: dict[str, nn.Parameter]) -> None:
-    """Put `new` in the place of `old`: the order of a model's parameters is part of what others rely on."""
+    """Replace `old` by `new` in place: others rely on the order of a model's parameters."""
     place = list(module._parameters).index(old[0])
     kept = [(name, p) for name, p in module._parameters.items() if name not in old]
     module._parameters.clear()
@@ -72,7 +72,7 @@ def _exchange(module: nn.Module, old: list[str], new: dict[str, nn.Parameter]) -
 
 
 def factored_names(module: nn.Module) -> dict[str, MatrixView]:
-    """The weights of this module that are factors now, with their views."""
+    """The factored weights of this module, with their views."""
     return dict(getattr(module, "_factored", {}))
 
 
@@ -82,28 +82,28 @@ def factors_of(module: nn.Module, name: str) -> tuple[nn.Parameter, ...]:
 
 
 def mark_as_read(module: nn.Module) -> None:
-    """Note that code outside the module reads its weight, and so will want one in the finished model too."""
+    """Record that code outside the module reads its weight, and so needs one in the finished model too."""
     if not weight_was_read(module):
         module.__dict__["_weight_was_read"] = True
 
 
 def weight_was_read(module: nn.Module) -> bool:
-    """Whether anyone but the module itself has read a factored weight of it."""
+    """Whether code outside the module has read a factored weight of it."""
     return "_weight_was_read" in module.__dict__
 
 
 def forget_reading(module: nn.Module) -> None:
-    """Leave no trace of it in a model that is finished."""
+    """Remove that record from a finished model."""
     module.__dict__.pop("_weight_was_read", None)
 
 
 def dense_class(module: nn.Module) -> type[nn.Module]:
-    """The class the module had before anything was factored."""
+    """The module's original class."""
     return getattr(type(module), "_dense_class", type(module))
 
 
 def is_conv1d_of_transformers(cls: type) -> bool:
-    """Whether this is transformers' Conv1D, a Linear with its weight transposed, known without importing it."""
+    """Whether this is transformers' Conv1D, a Linear with a transposed weight; does not import transformers."""
     return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
 
 
@@ -116,7 +116,7 @@ def _set_factored(module: nn.Module, names: dict[str, MatrixView]) -> None:
         del module._factored
 
 
-# One class for each dense one and set of names: what torch.compile guards on must not change at every cycle.
+# Cached per dense class and set of names: torch.compile guards on the class, so it must not change every cycle.
 _classes: dict[tuple[Any, tuple[str, ...]], type[nn.Module]] = {}
 
 
@@ -142,7 +142,7 @@ def _product(name: str) -> property:
         mark_as_read(self)
         return self._factored[name].rebuild(*factors_of(self, name))  # type: ignore[index,union-attr]
 
-    weight.__doc__ = f"The product of the factors of `{name}`, computed at every reading."
+    weight.__doc__ = f"The product of the factors of `{name}`, computed at every access."
     return property(weight)
 
 
@@ -162,7 +162,7 @@ def _rebuild_empty(dense: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
 
 
 def _thin_forward(dense: Any) -> Callable[..., Tensor] | None:
-    """A forward pass through two thin factors; None for a class that has its own way of using its weight."""
+    """The forward pass through thin factors; None for classes that use their weight differently."""
     known: dict[Any, Callable[..., Tensor]] = {
         nn.Linear: _linear_forward,
         **dict.fromkeys(_CONVOLUTIONS, _conv_forward),
@@ -181,10 +181,10 @@ def thin_is_cheaper(view: MatrixView, rank: int, uses: int) -> bool:
 
 
 def cheapest_of_three(view: MatrixView, rank: int, uses: int, *, trains: bool) -> int:
-    """How many products U S Vᵀ is best applied by: 3 one after the other, 2 with S Vᵀ folded, or 1 multiplied out.
+    """The cheapest number of products to apply U S Vᵀ: 3 in sequence, 2 with S Vᵀ folded, or 1 multiplied out.
 
-    In training the pass back counts too. There only S has a gradient, which costs uses·k² through three factors, and
-    that of the whole folded or multiplied-out matrix otherwise.
+    In training the backward pass counts too. Only S has a gradient, which costs uses·k² through three factors, else
+    that of the whole folded or multiplied-out matrix.
     """
     m, n = view.tall
     thin, fold, whole = rank * (m + n), rank * rank * n, rank * rank * n + rank * m * n
@@ -200,7 +200,7 @@ def cheapest_of_three(view: MatrixView, rank: int, uses: int, *, trains: bool) -
 
 
 def _chain(self: Any, uses: int) -> tuple[Tensor, ...]:
-    """What stands for the flattened weight, from (rows, k) to (k, columns): the way that costs least."""
+    """The cheapest chain for the flattened weight, from (rows, k) to (k, columns)."""
     view: MatrixView = self._factored["weight"]
     factors: tuple[Tensor, ...] = factors_of(self, "weight")
     rank = factors[0].shape[1]
@@ -247,7 +247,7 @@ def _convolution(conv: nn.Module) -> Callable[..., Tensor]:
 
 
 def new_parameter(values: Tensor, like: nn.Parameter, *, trains: bool = True) -> nn.Parameter:
-    """A parameter on the same device as `like`, with its own memory."""
+    """A new parameter with the device and dtype of `like`; copies the values."""
     return nn.Parameter(values.detach().to(device=like.device, dtype=like.dtype).clone(), requires_grad=trains)
 
 

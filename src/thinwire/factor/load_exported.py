@@ -1,8 +1,8 @@
-"""Load a low-rank model into your own code; needs torch and safetensors alone.
+"""Load a low-rank model into your own code; needs only torch and safetensors.
 
     model = load(MyModel(), "this/folder")     # MyModel builds the dense model, as before training
 
-Every layer that became low-rank is replaced by the plain torch.nn layers it is made of now.
+Every low-rank layer is replaced by the plain torch.nn layers that it consists of now.
 """
 
 import json
@@ -15,31 +15,31 @@ from torch.nn.utils import parametrize
 
 
 def load(model: nn.Module, folder: str | Path = ".") -> nn.Module:
-    """Give `model` the saved shape and values."""
+    """Give `model` the saved layers and values."""
     folder = Path(folder)
-    for name, told in json.loads((folder / "layers.json").read_text())["layers"].items():
-        if told["kind"] == "parametrized":
-            for weight, shape in told["weights"].items():
+    for name, about in json.loads((folder / "layers.json").read_text())["layers"].items():
+        if about["kind"] == "parametrized":
+            for weight, shape in about["weights"].items():
                 _parametrize(model.get_submodule(name), weight, shape)
         else:
-            model = _replace(model, name, _pair(told["parts"]))
+            model = _replace(model, name, _pair(about["parts"]))
     fill(model, load_file(folder / "model.safetensors"))
     return model
 
 
 def fill(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Give `model` all its values; a weight that two layers share may have one name of the two."""
+    """Load all values; a tied weight may be stored under either name."""
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     own = model.state_dict()
     filled = {own[name].data_ptr() for name in tensors if name in own}
     missing = [name for name in missing if own[name].data_ptr() not in filled]
     if missing or unexpected:
-        raise ValueError(f"these are weights of another model: missing {missing[:3]}, unexpected {unexpected[:3]}")
+        raise ValueError(f"the weights are of a different model: missing {missing[:3]}, unexpected {unexpected[:3]}")
 
 
 def _pair(parts: list[dict]) -> nn.Module:
     pair: Any = nn.Sequential(*(getattr(nn, part["class"])(**part["arguments"]) for part in parts))
-    pair.low_rank = True  # Thinwire knows its own by this, and can make them smaller still
+    pair.low_rank = True  # lets Thinwire recognise its layers and compress them further
     return pair
 
 

@@ -1,7 +1,7 @@
-"""Any weight as a tall 2-D matrix, and back.
+"""View any weight as a tall 2-D matrix, and convert back.
 
 A weight of shape (d0, d1, …) is the (d0, d1·…) matrix; a matrix wider than tall is transposed first.
-So the factors of `W = A B` are A (m, k) and B (k, n) with m ≥ n, and A is never the smaller one.
+So the factors of `W = A B` are A (m, k) and B (k, n) with m ≥ n.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MatrixView:
-    """How one weight is seen as a tall matrix."""
+    """How one weight is viewed as a tall matrix."""
 
     shape: tuple[int, ...]
 
@@ -52,17 +52,17 @@ class MatrixView:
         return tuple(f.t() for f in reversed(factors)) if self.transposed else factors
 
     def rebuild(self, *factors: Tensor) -> Tensor:
-        """The weight that factors stand for."""
+        """The weight from its factors."""
         return self.to_weight(product(factors))
 
     def is_smaller(self, rank: int) -> bool:
-        """Whether factors of this rank hold fewer numbers than the weight."""
+        """Whether factors of this rank have fewer elements than the weight."""
         m, n = self.tall
         return rank * (m + n) < m * n
 
 
 def product(factors: Sequence[Tensor]) -> Tensor:
-    """(m, k) @ … @ (k, n), from the right: what stands there is the smaller."""
+    """(m, k) @ … @ (k, n), from the right, where the matrices are smaller."""
     found = factors[-1]
     for factor in reversed(factors[:-1]):
         found = factor @ found
@@ -70,7 +70,7 @@ def product(factors: Sequence[Tensor]) -> Tensor:
 
 
 def wide(t: Tensor) -> Tensor:
-    """In fp32 at least: half precision is for storing and sending, not for linear algebra."""
+    """In fp32 at least: half precision is not accurate enough for linear algebra."""
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 

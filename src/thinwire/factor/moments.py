@@ -1,6 +1,6 @@
-"""Optimizer state through every change of shape.
+"""Carry optimizer state through changes of shape.
 
-With `W ≈ A B` the gradients are g_A = g_W Bᵀ and g_B = Aᵀ g_W, so first moments follow linearly
+With `W ≈ A B` the gradients are g_A = g_W Bᵀ and g_B = Aᵀ g_W, so first moments transform linearly
 and second moments with elementwise squares of the same matrices (an approximation):
 
     from full   m_A = m_W Bᵀ          v_A = v_W (Bᵀ)²         m_B = Aᵀ m_W          v_B = (Aᵀ)² v_W
@@ -12,8 +12,8 @@ with D = B' B⁺ and C = A⁺ A'. With W = U S Vᵀ, U and V fixed, g_S = Uᵀ g
     from full   m_S = Uᵀ m_W V        v_S = (Uᵀ)² v_W V²
     re-cut      m_S' = Pᵀ m_S Q       v_S' = (Pᵀ)² v_S Q²     with P = Uᵀ U', Q = Vᵀ V'
 
-All matrices here are tall views, so transposed layers need no case of their own. Whatever the types of weights and
-state, products and inverses are taken in fp32 or wider.
+All matrices here are tall views, so transposed layers need no special case. Products and inverses are computed in
+fp32 or wider, whatever the dtypes of weights and state.
 """
 
 import warnings
@@ -79,7 +79,7 @@ def recut_middle(state: State, old: Sequence[Tensor], new: Sequence[Tensor]) -> 
 
 
 def transport(state: State, onto: Map) -> State:
-    """Carry each moment by `onto(moment, power)`; counters stay, state nobody knows is dropped with a warning."""
+    """Carry each moment by `onto(moment, power)`; counters stay, unknown state is dropped with a warning."""
     carried: State = {}
     for name, value in state.items():
         if name in LINEAR and isinstance(value, Tensor):
@@ -91,21 +91,21 @@ def transport(state: State, onto: Map) -> State:
         else:
             return _forget(name)
     if "square_avg" in carried and "grad_avg" in carried:
-        # Centered RMSprop takes the root of the variance, which must not come out of two roundings as less than zero.
+        # Centered RMSprop takes the root of the variance, which rounding must not make negative.
         variance = (state["square_avg"] - state["grad_avg"].square()).clamp_min(0)
         carried["square_avg"] = _carry(variance, onto, torch.square) + carried["grad_avg"].square()
     return carried
 
 
 def _carry(moment: Tensor, onto: Map, power: Callable[[Tensor], Tensor]) -> Tensor:
-    """One moment, in the type it had; the map's matrices are taken to the type that it is computed in."""
+    """Map one moment in fp32 or wider; returns its original dtype."""
     exact = wide(moment)
     return onto(exact, lambda x: power(x.to(exact.dtype))).to(moment.dtype).contiguous()
 
 
 def _forget(name: str) -> State:
     warnings.warn(
-        f"optimizer state {name!r} is not known to follow a change of shape: it starts again after each", stacklevel=2
+        f"optimizer state {name!r} is not known to follow a change of shape: it is reset at each", stacklevel=2
     )
     return {}
 

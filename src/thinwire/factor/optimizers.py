@@ -1,4 +1,4 @@
-"""The optimizers of one model: who holds a parameter, what is kept of it, and parameters exchanged in their groups.
+"""The optimizers of one model: look up state, and replace parameters in their groups.
 
 Most models have one optimizer. Some have several, such as Muon for hidden matrices and AdamW for everything else; each
 trained parameter is then in exactly one of them.
@@ -15,7 +15,7 @@ State = dict[str, Any]
 
 
 class Optimizers(Sequence[Optimizer]):
-    """One optimizer or several that together train a model."""
+    """One or several optimizers that together train a model."""
 
     def __init__(self, *each: Optimizer) -> None:
         self.each = each
@@ -41,29 +41,29 @@ class Optimizers(Sequence[Optimizer]):
         return [p for _, group in self.groups for p in group["params"]]
 
     def of(self, parameter: nn.Parameter) -> Optimizer | None:
-        """Who holds a parameter."""
+        """The optimizer that holds a parameter."""
         found = (o for o, group in self.groups if any(p is parameter for p in group["params"]))
         return next(found, None)
 
     def name(self, optimizer: Optimizer) -> str:
-        """What a user knows one of them by."""
+        """A name for error messages."""
         kind = type(optimizer).__name__
         place = next(i for i, each in enumerate(self.each) if each is optimizer)
         return kind if len(self) == 1 else f"{kind} (optimizer {place})"
 
     def state_of(self, parameter: nn.Parameter) -> State:
-        """What is kept of a parameter; nothing before its first step."""
-        # Not `state[parameter]`, which would make an entry.
+        """A parameter's state; empty before its first step."""
+        # `state[parameter]` would create an entry.
         return next((o.state[parameter] for o in self.each if parameter in o.state), {})
 
     def set_state(self, parameter: nn.Parameter, state: State) -> None:
-        """Keep this of a parameter, at the optimizer that holds it."""
+        """Set a parameter's state in the optimizer that holds it."""
         optimizer = self.of(parameter)
         assert optimizer is not None, "no optimizer holds this parameter"
         optimizer.state[parameter] = state
 
     def reset(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Forget what is known of these parameters; they start again from step 0."""
+        """Reset the state of these parameters; they start again from step 0."""
         for p in parameters:
             for optimizer in self.each:
                 optimizer.state.pop(p, None)
@@ -71,9 +71,9 @@ class Optimizers(Sequence[Optimizer]):
                     optimizer.state[p] = first
 
     def exchange(self, old: Sequence[nn.Parameter], new: Sequence[nn.Parameter], suffixes: Sequence[str] = ()) -> None:
-        """Put `new` where `old` stood, in the same parameter group; the old ones' state is dropped.
+        """Replace `old` by `new` in the same parameter group; the state of the old ones is dropped.
 
-        `suffixes` are added to the weight's name for each factor, where a group has names; none for a full weight.
+        Where a group has names, `suffixes` are appended to the weight's name, one per factor; none for a full weight.
         """
         gone = {id(p) for p in old}
         for _, group in self.groups:
@@ -90,7 +90,7 @@ class Optimizers(Sequence[Optimizer]):
 
 
 def _put(values: list[Any], places: Sequence[int], new: list[Any]) -> None:
-    """Put `new` where the first of `places` was, and take away what stood at all of them."""
+    """Remove the values at `places`, and insert `new` at the first of them."""
     kept = [value for i, value in enumerate(values) if i not in places]
     values[:] = [*kept[: places[0]], *new, *kept[places[0] :]]
 
@@ -101,7 +101,7 @@ def _names(old: str, suffixes: Sequence[str]) -> list[str]:
 
 
 def _first_state(optimizer: Optimizer, p: nn.Parameter) -> State:
-    """What the constructor notes of its own parameters: nothing, but for Adagrad in older versions of torch."""
+    """State that the constructor creates: none, except for Adagrad in older versions of torch."""
     if not isinstance(optimizer, torch.optim.Adagrad) or Optimizers(optimizer).of(p) is None:
         return {}
     return dict(type(optimizer)([p], **optimizer.defaults).state.get(p, {}))

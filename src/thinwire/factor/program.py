@@ -1,4 +1,4 @@
-"""A finished model as a program that runs without its own code: `program.pt2`, and `model.onnx` where asked for."""
+"""Export a finished model as a program that runs without its source: `program.pt2`, and `model.onnx` on request."""
 
 import logging
 import warnings
@@ -18,52 +18,52 @@ from thinwire.factor.hooked import copy_of
 log = logging.getLogger("thinwire")
 
 _LARGEST_CONSTANT = 64
-"""Numbers that may be computed ahead in ONNX: shapes and the like, and never the product of two factors."""
+"""Largest result of constant folding in ONNX: folds shapes, but never the product of two factors."""
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a model is called with these inputs: a tensor, a tuple of arguments, or a mapping of them by name."""
+    """Positional and keyword arguments from inputs: a tensor, a tuple, or a mapping by name."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
 
 
 def refuse_onnx(example: Any) -> None:
-    """Raise where ONNX cannot be written, before anything else is."""
+    """Raise if ONNX cannot be written, before any file is."""
     missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
     if missing:
         raise ConfigError(f"writing ONNX needs the package {' and '.join(missing)}: pip install 'thinwire[onnx]'")
     if example is None:
-        raise ConfigError("writing ONNX needs an example of the model's input, and none is known; give one")
+        raise ConfigError("writing ONNX needs an example input of the model; give one")
 
 
 def write_programs(model: nn.Module, folder: Path, example: Any, *, onnx: bool) -> None:
-    """Write the model as it runs on `example`, for batches of any size.
+    """Trace the model on `example` and write the program, for any batch size.
 
-    Not every model can be traced. Then there is no program, and the other files are what there is.
+    If a model cannot be traced, it warns and writes no program.
     """
     try:
         program = _trace(_prepared(model), example)
         torch.export.save(program, folder / "program.pt2")
-    except Exception as error:  # of any kind: torch's compiler runs the model's own code
+    except Exception as error:  # any: torch.export runs the model's own code
         if onnx:
             raise _no_onnx(error) from error
-        log.warning("no program.pt2: torch.export cannot follow this model (%s)", _told(error))
+        log.warning("no program.pt2: torch.export cannot trace this model (%s)", _cause(error))
         return
     if onnx:
         write_onnx(program, folder / "model.onnx")
 
 
 def read_program(path: Path) -> torch.export.ExportedProgram:
-    """A program as it was written."""
+    """Load `program.pt2`."""
     try:
         return torch.export.load(path)
-    except Exception as error:  # of any kind: it is a zip file with JSON inside
-        raise DamagedError(f"`{path}` is damaged ({_told(error)}); restore it, or write the model again") from error
+    except Exception as error:  # any: it is a zip file with JSON inside
+        raise DamagedError(f"`{path}` is damaged ({_cause(error)}); restore it, or write the model again") from error
 
 
 def _prepared(model: nn.Module) -> nn.Module:
-    """A copy that gives plain tensors: transformers' models else return objects of their own, with a cache inside."""
+    """A copy that returns plain tensors: transformers' models return output objects with a cache."""
     model = copy_of(model).cpu().eval()
     config = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
@@ -76,13 +76,13 @@ def _trace(model: nn.Module, example: Any) -> torch.export.ExportedProgram:
     args, keywords = arguments(tree_map(_batch, example))
     shapes: Any = tree_map(_shape, keywords) if keywords else tree_map(_shape, args)
     with warnings.catch_warnings():
-        # A weight that a hook computes is such an attribute; the program computes it too.
+        # A weight computed by a hook is such an attribute; the program computes it too.
         warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export")
         return torch.export.export(model, args, keywords, dynamic_shapes=shapes)
 
 
 def _batch(value: Any) -> Any:
-    """On the CPU, and two examples at least: a batch of one would be taken for a constant."""
+    """On the CPU, with at least two examples: a batch size of 1 would be specialised as a constant."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     value = value.detach().cpu()
@@ -100,9 +100,9 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
             found = torch.onnx.export(program, (), dynamo=True, verbose=False, optimize=False)
             assert found is not None
             _optimize(found.model)
-    except Exception as error:  # of any kind: it has no common one for what it cannot write
+    except Exception as error:  # any: the exporter has no common error class
         raise _no_onnx(error) from error
-    found.save(path)  # weights of more than 2 GB lie in a file beside it
+    found.save(path)  # weights over 2 GB go to a separate file
 
 
 def _optimize(model: Any) -> None:
@@ -110,16 +110,16 @@ def _optimize(model: Any) -> None:
 
     optimize(model, output_size_limit=_LARGEST_CONSTANT)
     for node in model.graph.all_nodes():
-        node.metadata_props.clear()  # lines of source with their paths, a third of a small file
+        node.metadata_props.clear()  # source lines and paths, a third of a small file
 
 
 def _no_onnx(error: BaseException) -> ConfigError:
-    return ConfigError(f"the model cannot be written as ONNX: {_told(error)}; leave it out to have the other files")
+    return ConfigError(f"the model cannot be written as ONNX: {_cause(error)}; leave it out to get the other files")
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No notices of torch about its own future, nor about packages that nobody asked for."""
+    """Silence deprecation warnings and notices of torch.onnx."""
     notices = logging.getLogger("torch.onnx")
     level = notices.level
     notices.setLevel(logging.ERROR)
@@ -130,8 +130,8 @@ def _quiet() -> Iterator[None]:
     notices.setLevel(level)
 
 
-def _told(error: BaseException) -> str:
-    """The first line of what went wrong in the first place."""
+def _cause(error: BaseException) -> str:
+    """The first line of the original error."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

@@ -1,4 +1,4 @@
-"""How far to cut the layers of a model: by a cutoff, by a rank, or by the size of the whole."""
+"""Choose ranks for a model's layers: by a cutoff, by a rank, or by the size of the model."""
 
 import math
 import numbers
@@ -14,31 +14,31 @@ from thinwire.factor.convert import Layer
 from thinwire.factor.decompose import Factors, decompose, rank_of
 
 _POINTS = 101
-"""Cutoffs at which the whole model's size is reckoned, from 0 to 1."""
+"""Number of cutoffs from 0 to 1 at which the model's size is computed."""
 _FINE = 1e-9
-"""How exactly the cutoff that meets a size is found; singular values are no more exact."""
+"""Precision of the cutoff for a target size; that of the singular values."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One layer and its decomposition, as far as factors are smaller than the weight: never more memory than it has."""
+    """One layer and its decomposition, up to the rank at which factors are smaller than the weight."""
 
     layer: Layer
     factors: Factors
     own: int | None
-    """The rank that it has already."""
+    """Its rank, if it was low-rank before."""
     present: int
-    """Numbers that the layer's weight is made of now."""
+    """Elements that the weight consists of now."""
 
     @classmethod
     def of(cls, layer: Layer, own: int | None = None, present: int | None = None) -> "Part":
-        """Decompose a layer, which may be known to have a rank of its own, made of so many numbers."""
+        """Decompose a layer; `own` and `present` are its rank and size if it was low-rank before."""
         matrix = layer.matrix()
         if not torch.isfinite(matrix).all():
-            raise ConfigError(f"`{layer.key}` has values that are not finite, and so no singular values; mend it first")
+            raise ConfigError(f"`{layer.key}` has non-finite values, and so no singular values; fix them first")
         m, n = layer.view.tall
         factors = decompose(matrix, 0.0, rank=min((m * n - 1) // (m + n), own or n))
-        factors.sigma[own or n :] = 0  # what is left of them is rounding
+        factors.sigma[own or n :] = 0  # only rounding errors
         return cls(layer, factors, own, m * n if present is None else present)
 
     @property
@@ -46,53 +46,53 @@ class Part:
         return self.own or self.layer.view.tall[1]
 
     def size(self, rank: int) -> int:
-        """The same at a rank; a layer whose factors would not be smaller stays full."""
+        """Elements at a rank; a layer whose factors would not be smaller stays full."""
         m, n = self.layer.view.tall
         return rank * (m + n) if self.layer.view.is_smaller(rank) else m * n
 
     def rank_at(self, cutoff: float) -> int:
-        """The rank that a cutoff leaves."""
+        """The rank at a cutoff."""
         return rank_of(self.factors.sigma, cutoff)
 
 
 @dataclass(frozen=True)
 class Whole:
-    """All that may be cut of a model, and how many numbers it holds."""
+    """The layers of a model that can be truncated, and the model's size."""
 
     parameters: int
     parts: Sequence[Part]
     saved: int = 0
-    """Numbers that layers which are not cut lose all the same: a third factor, or factors larger than the weight."""
+    """Parameters saved in other layers: a third factor, or factors larger than the weight."""
 
     def size(self, ranks: Sequence[int]) -> int:
-        """What the model would hold at these ranks."""
+        """The model's size at these ranks."""
         cut = sum(part.size(rank) for part, rank in zip(self.parts, ranks, strict=True))
         return self.parameters - self.saved - sum(part.present for part in self.parts) + cut
 
     def ranks_at(self, cutoff: float) -> list[int]:
-        """The ranks that a cutoff leaves."""
+        """The ranks at a cutoff."""
         return [part.rank_at(cutoff) for part in self.parts]
 
     def size_at(self, cutoff: float) -> int:
-        """What the model would hold at this cutoff."""
+        """The model's size at this cutoff."""
         return self.size(self.ranks_at(cutoff))
 
     def sizes(self) -> tuple[tuple[float, int], ...]:
-        """The same over all cutoffs."""
+        """The model's size over all cutoffs."""
         cutoffs = [i / (_POINTS - 1) for i in range(_POINTS)]
         return tuple((cutoff, self.size_at(cutoff)) for cutoff in cutoffs)
 
 
 Chosen = tuple[list[int], float | None]
-"""A rank for each part, and the cutoff they follow from, if they do."""
+"""A rank per part, and the cutoff if there is one."""
 
 
 def chooser(cutoff: Any, rank: Any, target: Any) -> Callable[[Whole], Chosen]:
-    """How ranks are chosen by the one of these that is given; checked here, before anything is decomposed."""
+    """Choose ranks by whichever argument is given; validated here, before anything is decomposed."""
     given = [name for name, value in (("cutoff", cutoff), ("rank", rank), ("target", target)) if value is not None]
     if len(given) != 1:
-        told = f"{' and '.join(given)} are given" if given else "none is given"
-        raise ConfigError(f"give one of `cutoff`, `rank` and `target`: {told}; cutoff=0.15 is a start")
+        message = f"{' and '.join(given)} are given" if given else "none is given"
+        raise ConfigError(f"give one of `cutoff`, `rank` and `target`: {message}; try cutoff=0.15")
     if cutoff is not None:
         check_cutoff(cutoff, zero_allowed=True)
         return lambda whole: (whole.ranks_at(cutoff), cutoff)
@@ -118,13 +118,13 @@ def _limited(part: Part, rank: float) -> int:
 
 
 def _within(whole: Whole, target: float) -> Chosen:
-    """The smallest cutoff, and so the least lost, that leaves at most 1/target of the model."""
+    """The smallest cutoff, which loses least, that leaves at most 1/target of the model."""
     wanted, least = whole.parameters / target, whole.size_at(1.0)
     if least > wanted:
         best = math.floor(100 * whole.parameters / least) / 100
         raise ConfigError(
-            f"`target`={target!r} cannot be reached: with rank 1 in every layer that may be cut the model is "
-            f"{best:g} times smaller; ask for no more than that, or keep fewer layers full"
+            f"`target`={target!r} cannot be reached: with rank 1 in every layer that can be truncated the model is "
+            f"{best:g} times smaller; use at most that, or keep fewer layers full"
         )
     low, high = 0.0, 1.0
     while high - low > _FINE:

@@ -1,4 +1,4 @@
-"""Low-rank layers multiplied out again, so that they can be cut anew."""
+"""Multiply low-rank layers out, so that they can be truncated again."""
 
 from typing import Any, NamedTuple
 
@@ -12,12 +12,12 @@ from thinwire.factor.matrix import MatrixView, product, view_of
 
 
 class Pair(NamedTuple):
-    """Factors that a weight had."""
+    """The factors a weight had."""
 
     a: Tensor
     b: Tensor
     numbers: int
-    """How many numbers it was made of."""
+    """Their number of elements, a third factor included."""
 
     @property
     def rank(self) -> int:
@@ -25,9 +25,9 @@ class Pair(NamedTuple):
 
 
 def to_dense(model: nn.Module) -> tuple[nn.Module, dict[str, Pair]]:
-    """Give every layer that Thinwire made low-rank its full weight back; A and B that it had, by the weight's key.
+    """Give every layer that Thinwire made low-rank its full weight back; returns A and B by the weight's key.
 
-    What was the root may be another module afterwards. Other people's low-rank layers are left as they are.
+    The root may be a different module afterwards. Low-rank layers not made by Thinwire are left as they are.
     """
     had: dict[str, Pair] = {}
     for name, module in list(model.named_modules()):
@@ -45,25 +45,18 @@ def to_dense(model: nn.Module) -> tuple[nn.Module, dict[str, Pair]]:
     return model, had
 
 
-def layer_of(model: nn.Module, key: str) -> Layer:
-    """The layer whose weight has this key."""
-    name, _, parameter = key.rpartition(".")
-    module = model.get_submodule(name)
-    return Layer(name, module, parameter, view_of(module._parameters[parameter]))  # type: ignore[arg-type]
-
-
 def _key(name: str, parameter: str) -> str:
     return f"{name}.{parameter}" if name else parameter
 
 
 def _is_pair(module: Any) -> bool:
-    """Whether it is a layer; one that ends in Unflatten makes a parametrized weight."""
+    """Whether it is a low-rank layer; one that ends in Unflatten is a weight's parametrization."""
     low_rank = isinstance(module, nn.Sequential) and getattr(module, "low_rank", False)
     return low_rank and not isinstance(module[-1], nn.Unflatten)
 
 
 def _one_layer(pair: Any) -> tuple[nn.Module, Pair]:
-    """Linear or convolution from a thin one and one that spreads what it gives."""
+    """One Linear or convolution from a pair of thin ones."""
     first: Any
     second: Any
     first, second = pair
@@ -87,13 +80,13 @@ def _tall(left: Tensor, right: Tensor, view: MatrixView) -> Pair:
 
 
 def _is_parametrized(module: nn.Module) -> bool:
-    """Whether Thinwire made all the parametrizations of this module."""
+    """Whether all parametrizations of this module are Thinwire's."""
     lists: Any = module.parametrizations.values() if parametrize.is_parametrized(module) else []  # type: ignore[operator]
     return bool(lists) and all(len(found) == 1 and getattr(found[0], "low_rank", False) for found in lists)
 
 
 def _without_parametrizations(module: Any) -> dict[str, Pair]:
-    """Give a module plain weights again. Its class is left alone, which the model that it was copied from has too."""
+    """Give a module plain weights again. Its class is not changed: the original of this copy shares it."""
     had, weights = {}, {}
     for name, found in module.parametrizations.items():
         spread: Any = found[0][0] if isinstance(found[0], nn.Sequential) else found[0]

@@ -1,4 +1,4 @@
-"""How far the bases of a model's weights move: Stability and similarity (dissertation, Eq. 4.6 and 4.7).
+"""How far the bases of a model's weights move: stability and similarity (dissertation, Eq. 4.6 and 4.7).
 
 A tall weight W (m, n) of rank r is P H with P = U Vᵀ from its compact SVD, the orthogonal factor of its polar
 decomposition, and Q R with R (n, n) upper triangular. P is the basis, R mixes.
@@ -7,11 +7,10 @@ decomposition, and Q R with R (n, n) upper triangular. P is the basis, R mixes.
     printed      tr(Pᵢ Pⱼᵀ) / m                    Eq. 4.6 to the letter: n/m, not 1, for the same basis
     similarity   D = 1 − √ mean (Rᵢ − Rⱼ)²         1 for the same R, unbounded below
 
-S does not change when either matrix is scaled by a positive number, when both are turned from the left or from the
-right by the same orthogonal matrix, or when both are transposed. D does not change when either matrix is turned from
-the left; it does when they are scaled. Eq. 4.7 divides by m n; here the mean is over R's own n × n elements, and R's
-diagonal is made positive, without which R is not unique. Where leading columns of W depend on one another it is not
-unique even so.
+S is invariant to scaling either matrix by a positive number, to multiplying both from the left or right by the same
+orthogonal matrix, and to transposing both. D is invariant to multiplying either matrix by an orthogonal one from the
+left, but not to scaling. Eq. 4.7 divides by m n; here the mean is over R's n × n elements, and R's diagonal is made
+positive, since R is not unique otherwise. If leading columns of W are linearly dependent, R is not unique even then.
 """
 
 import fnmatch
@@ -33,10 +32,10 @@ Measures = dict[str, float]
 
 
 class Basis(NamedTuple):
-    """What of a matrix (m, n) is compared."""
+    """The parts of a matrix (m, n) that are compared."""
 
     polar: Tensor
-    """U Vᵀ (m, n), over the singular values that are not zero."""
+    """U Vᵀ (m, n), over the nonzero singular values."""
     mixing: Tensor
     """R (n, n) with a positive diagonal."""
     rank: int
@@ -47,10 +46,10 @@ class Basis(NamedTuple):
 
 
 def basis_of(matrix: Matrix) -> Basis:
-    """The basis of a matrix, reckoned in fp64.
+    """The basis of a matrix, computed in fp64.
 
-    Of factors only the first one's QR is as tall as the matrix. Singular values up to eps·max(m, n) of the largest
-    count as zero, with the eps of fp32 unless the matrix is of fp64; so rank k factors have rank k at most.
+    For factors, only the QR of the first one is as tall as the matrix. Singular values up to eps·max(m, n)·σ₁ count as
+    zero, with the eps of fp32 unless the matrix is fp64; so rank-k factors have rank k at most.
     """
     chain = tall((matrix,) if isinstance(matrix, Tensor) else tuple(matrix))
     m, n = shape_of(chain)
@@ -60,7 +59,7 @@ def basis_of(matrix: Matrix) -> Basis:
     q, core = torch.linalg.qr(first)
     for factor in rest:
         core = core @ factor  # (k, n)
-    # A GPU takes several times as long as the CPU for an SVD of this size.
+    # On a GPU an SVD of this size takes several times as long.
     u, sigma, vt = (t.to(core.device) for t in torch.linalg.svd(core.cpu(), full_matrices=False))
     eps = torch.finfo(torch.float64 if chain[0].dtype == torch.float64 else torch.float32).eps
     rank = int((sigma > eps * max(m, n) * sigma[0]).sum())
@@ -76,13 +75,13 @@ def _mixing(core: Tensor) -> Tensor:
 
 
 def stability(before: Matrix, after: Matrix, *, printed: bool = False) -> float:
-    """How alike the bases of two matrices are, −1 to 1 (Eq. 4.6 by ranks); `printed` divides by m instead."""
+    """Similarity of two matrices' bases, −1 to 1 (Eq. 4.6 by ranks); `printed` divides by m instead."""
     found = _measure(*_bases(before, after))
     return found["stability_printed" if printed else "stability"]
 
 
 def similarity(before: Matrix, after: Matrix) -> float:
-    """How alike the mixing matrices R are, at most 1 (Eq. 4.7)."""
+    """Similarity of the mixing matrices R, at most 1 (Eq. 4.7)."""
     return _measure(*_bases(before, after))["similarity"]
 
 
@@ -90,14 +89,14 @@ def _bases(before: Matrix, after: Matrix) -> tuple[Basis, Basis]:
     one, other = basis_of(before), basis_of(after)
     if one.polar.shape != other.polar.shape:
         shapes = f"{tuple(one.polar.shape)} and {tuple(other.polar.shape)}"
-        raise ConfigError(f"matrices of different shapes, {shapes}, have no basis in common; compare a layer to itself")
+        raise ConfigError(f"matrices of different shapes, {shapes}, cannot be compared; compare a layer with itself")
     return one, other
 
 
 def _measure(before: Basis, after: Basis) -> Measures:
     trace = (before.polar.double() * after.polar.double()).sum()
     rank = min(before.rank, after.rank)
-    # Without a basis a matrix is like nothing but another without one.
+    # A zero matrix has no basis: it is similar only to another zero matrix.
     by_rank = (trace / rank).clamp(-1, 1).item() if rank else float(before.rank == after.rank)
     apart = (before.mixing.double() - after.mixing.double()).square().mean().sqrt()
     printed = trace.item() / len(before.polar)
@@ -108,8 +107,8 @@ def compare(before: Source, after: Source) -> dict[str, Measures]:
     """Both measures for every layer of two models, state dicts or paths, in the model's order, layers by name.
 
     A path is a safetensors file or the folder of a run, a finished model, a checkpoint or a save; of one written
-    while groups trained apart, the first group's model is taken. Any layer may be full in one and factored in the
-    other. Embeddings are left out where one of the two is a model: files do not tell them from layers.
+    while groups trained separately, the first group's model is used. Any layer may be full in one and factored in the
+    other. Embeddings are left out if one of the two is a model: in files they cannot be told from layers.
     """
     one, other = read(before), read(after)
     _join(one, other.chains())
@@ -122,7 +121,7 @@ def compare(before: Source, after: Source) -> dict[str, Measures]:
 
 
 def _join(layers: Layers, others: dict[str, Chain]) -> None:
-    """Take a Sequential of two weights for one layer where the other model has one of its name."""
+    """Treat a Sequential of two weights as one layer if the other model has a layer of its name."""
     own = layers.chains()
     for key in others:
         name = key.removesuffix("weight").removesuffix(".")
@@ -141,26 +140,25 @@ def _check_alike(ours: dict[str, Chain], theirs: dict[str, Chain]) -> None:
             wrong.append(f"`{label_of(key)}` is {shapes[0]} in the first and {shapes[1]} in the second")
     if wrong:
         more = f" and {len(wrong) - 6} more" if len(wrong) > 6 else ""
-        told = ", ".join(wrong[:6]) + more
-        raise ConfigError(f"the two are not the same architecture: {told}; compare two states of one model")
+        listed = ", ".join(wrong[:6]) + more
+        raise ConfigError(f"the two have different architectures: {listed}; compare two states of one model")
 
 
 class Stability:
-    """Watches a model while it trains: how far each layer's basis and mixing matrix moved since an earlier look.
+    """Measures during training how far each layer's basis and mixing matrix moved since an earlier step.
 
-        watch = Stability(model, every=100, back=5)     # before training: the first look is at step 0
+        watch = Stability(model, every=100, back=5)     # before training: the first snapshot is at step 0
         ...
         optimizer.step()
         if record := watch.look(step):                  # None unless there is something to compare with
             ...
 
-    Works for any method: give the replica, a DDP or the bare model. Weights of two dimensions or more are watched in
-    the order of registration, in whatever form they are, through changes of rank too; embeddings and what `keep`
-    matches are not. While groups train apart each holds a model of its own, and this watches this worker's.
-    Nothing is sent, and nothing in training changes.
+    Works for any method: give the replica, a DDP or the bare model. Weights of two or more dimensions are measured
+    in the order of registration, full or factored, across changes of rank; embeddings and what `keep` matches are not.
+    While groups train separately, this measures this worker's model. Nothing is sent, and training is not affected.
 
-    It keeps at most `back` snapshots in the CPU's memory, each with m·n + n² numbers in fp32 for an (m, n) weight:
-    the size of the model, and at most twice that. They are not saved: after a resume looks begin anew.
+    It keeps at most `back` snapshots in CPU memory, each with m·n + n² fp32 numbers for an (m, n) weight: one to two
+    times the size of the model. Snapshots are not saved: after a resume, measurements start over.
     """
 
     def __init__(
@@ -175,7 +173,7 @@ class Stability:
         self.look(step)
 
     def look(self, step: int) -> dict[str, Any] | None:
-        """After optimizer step `step`: every `every` steps, the model against itself `back` looks before, if known."""
+        """Call after optimizer step `step`: every `every` steps, compares with `back` snapshots before, if any."""
         if step % self.every or (self.snapshots and self.snapshots[-1][0] == step):
             return None
         now = self._bases()

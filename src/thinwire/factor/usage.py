@@ -1,4 +1,4 @@
-"""The order in which a model uses its layers: which one is the first, which the last."""
+"""The order in which a model uses its layers, to find the first and the last."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class OrderOfUse:
-    """Names of the modules with weight matrices, as a forward pass reaches them."""
+    """Names of the modules with weight matrices, in the order of a forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -19,28 +19,28 @@ class OrderOfUse:
         return bool(self._hooks)
 
     def watch(self) -> None:
-        """Note every module that is called from now on."""
+        """Record every module that is called from now on."""
         for name, module in self.model.named_modules():
             if any(p.dim() >= 2 for p in module.parameters(recurse=False)):
-                self._hooks.append(module.register_forward_pre_hook(self._noting(name)))
+                self._hooks.append(module.register_forward_pre_hook(self._recorder(name)))
 
     def stop(self) -> None:
-        """Let go of the model."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
-    def _noting(self, name: str) -> Any:
-        def note(module: nn.Module, inputs: Any) -> None:
+    def _recorder(self, name: str) -> Any:
+        def record(module: nn.Module, inputs: Any) -> None:
             if name not in self.order:
                 self.order.append(name)
 
-        note.is_watch = True  # type: ignore[attr-defined]
-        return note
+        record.is_watch = True  # type: ignore[attr-defined]
+        return record
 
 
 def forget_watch(model: nn.Module) -> None:
-    """Take the watch away from a copy of a model that is being watched."""
+    """Remove the hooks from a copy of a watched model."""
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
             if getattr(hook, "is_watch", False):

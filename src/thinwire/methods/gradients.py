@@ -1,8 +1,9 @@
 """Engine 1: the gradients of every step, averaged exactly inside a group and in a code between groups.
 
 In fp32 and bf16 DistributedDataParallel does it over the whole world. In other codes it averages inside the group, over
-the fast link. At the end of the backward pass, before anybody clips or steps, groups exchange the means in the code,
-and every worker's `.grad` holds the same values. With one group nothing is coded.
+the fast link, and groups exchange the means in the code, before anybody clips or steps; every worker's `.grad` then
+holds the same values. On a CPU with one worker per group that begins while the backward pass still computes, else at
+its end. With one group nothing is coded.
 
 What a code leaves out is kept for the next step. It changes only when a step is taken: an exchange whose gradients are
 thrown away by `zero_grad()`, or whose step a GradScaler skips, leaves no trace.
@@ -11,7 +12,7 @@ A gradient that is not finite is not coded. Its worker says so with what it send
 without a GradScaler the run stops and names the worker and the layer; with one, all skip the step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.comm.aggregate import Aggregator
+from thinwire.comm.background import EarlyBuckets
 from thinwire.comm.codes import aggregator
 from thinwire.comm.collectives import Wire
 from thinwire.comm.replicate import Replicated
-from thinwire.comm.sent import Ranks
+from thinwire.comm.sent import Ranks, Sent
 from thinwire.config.codes import parse_code
 from thinwire.errors import ConfigError, DivergedError
 from thinwire.methods.context import MethodContext, Saved
@@ -30,7 +32,8 @@ from thinwire.methods.context import MethodContext, Saved
 Make = Callable[[Wire, Sequence[Tensor]], Aggregator]
 """Builds an aggregator for parameters like these."""
 
-_BUCKET = 25 << 20
+_BUCKET = 4 << 20
+"""Bytes of parameters that are exchanged at once: enough to be efficient, few enough that the last are not many."""
 
 
 class GradientAveraging:
@@ -45,6 +48,8 @@ class GradientAveraging:
         """None while groups train alone."""
         self.buckets: list[Aggregator] = []
         self._places: list[list[int]] = []
+        self._early: EarlyBuckets | None = None
+        self._outcomes: dict[int, tuple[int | None, bool]] = {}
         self.makers: dict[str, Make] = {}
         """Aggregators of the method's own, by the code they are for."""
         self.prepare: Callable[[Sequence[Tensor]], None] | None = None
@@ -61,17 +66,25 @@ class GradientAveraging:
         """From now on the world averages, in a code, which starts without residuals."""
         self.check(code)
         self.code = code
-        self.buckets, self._places, self.scale, self._staged = [], [], 1.0, False
+        self._stop()
+        self.scale = 1.0
         if self._is_coded:
             self._make_buckets()
         self._wrap()
 
     def apart(self) -> None:
         """From now on each group averages by itself."""
-        self.code, self.buckets, self._staged = None, [], False
+        self._stop()
+        self.code = None
         was_coded = self.replicated.after_backward is not None
         if was_coded or self.replicated.members != self.topology.group or self.replicated.rounding != "fp32":
             self._wrap()  # a lone group continues with its wrapper as it is
+
+    def _stop(self) -> None:
+        self.buckets, self._places, self._staged = [], [], False
+        if self._early is not None:
+            self._early.stop()
+            self._early = None
 
     def check(self, code: str) -> None:
         """Refuse what a code cannot carry: at once, not in the first backward pass."""
@@ -96,7 +109,8 @@ class GradientAveraging:
     def _wrap(self) -> None:
         replicated, coded = self.replicated, self._is_coded
         replicated.after_backward = self._exchange if coded else None
-        replicated.before_backward = self._see_zeroed if coded else None
+        replicated.before_backward = self._begin_backward if coded else None
+        replicated.on_gradient = self._note_gradient if self._early is not None else None
         replicated.norm_members = self.members
         replicated.rounding = "bf16" if self.code == "bf16" else "fp32"
         replicated.wrap(self.topology.group if coded else self.members)
@@ -106,7 +120,7 @@ class GradientAveraging:
         self.replicated.wrap(self.replicated.members)
 
     def _make_buckets(self) -> None:
-        """Aggregators of some 25 MB of parameters each, from the last layer on, as gradients arrive."""
+        """An aggregator for each few parameters, from the last layer on, as gradients arrive."""
         named = [(name, p) for name, p in self.context.model.named_parameters() if p.requires_grad]
         self._names, self._trained = [name for name, _ in named], [p for _, p in named]
         places: list[list[int]] = [[]]
@@ -118,15 +132,32 @@ class GradientAveraging:
         self._places = places[::-1]
         code = self.code or ""
         make = self.makers.get(code) or (lambda wire, like: aggregator(code, wire, like, "gradients"))
-        self.buckets = [make(self.wire, [self._trained[i].detach() for i in place]) for place in self._places]
+        wire = self.wire
+        if self._can_begin_early:
+            wire = self.wire.in_background()
+            self._index = {id(p): i for i, p in enumerate(self._trained)}
+            self._early = EarlyBuckets(self._places, self._exchange_bucket)
+        self.buckets = [make(wire, [self._trained[i].detach() for i in place]) for place in self._places]
+
+    @property
+    def _can_begin_early(self) -> bool:
+        on_cpu = self._trained[0].device.type == "cpu" and not self.wire.is_simulated
+        return on_cpu and len(self.topology.group) == 1 and self.prepare is None
 
     # A step.
 
-    def _see_zeroed(self, parameter: Tensor | None = None) -> None:
+    def _begin_backward(self, parameter: Tensor | None = None) -> None:
         """Whoever set gradients to zero without a step has thrown away what the last exchange put there."""
         if self._staged:
             others = (p.grad for p in self._trained if p.grad is not None and p is not parameter)
             self._staged = any(bool(gradient.any()) for gradient in others)
+        self._follow_scale()
+
+    def _note_gradient(self, parameter: Tensor) -> None:
+        # One more exchange of the same step needs all gradients at once.
+        if self._early is not None and not self._staged:
+            i = self._index[id(parameter)]
+            self._early.arrived(i, self._names[i])
 
     def _note_update(self, optimizer: Optimizer) -> None:
         self._updated = True
@@ -140,38 +171,52 @@ class GradientAveraging:
         self.replicated.hand_on_buffers(self.members)
 
     def _exchange(self) -> None:
+        """At the end of the backward pass: whatever was not exchanged while it went on."""
+        again, self._outcomes = self._staged, {}
+        if self._early is not None and not again:
+            ledger = self.wire.ledger
+            start = ledger.clock.mark()
+            self._early.finish()
+            ledger.waited("gradients", Sent(slow_queue=1), start, ledger.clock.mark())
+        else:
+            self._exchange_all(again)
+        self._staged = all(healthy for _, healthy in self._outcomes.values())
+        if not self._staged:
+            self._refuse(next((bad for bad, _ in self._outcomes.values() if bad is not None), None))
+
+    def _exchange_all(self, again: bool) -> None:
+        for bucket, place in zip(self.buckets, self._places, strict=True) if again else ():
+            bucket.take_back(self._gradients(place))
+        gradients = self._gradients(range(len(self._trained)))
+        if self.prepare is not None and self._first_bad(gradients) is None:
+            with torch.no_grad():
+                self.prepare(gradients)
+        for number in range(len(self.buckets)):
+            self._exchange_bucket(number, again)
+
+    def _exchange_bucket(self, number: int, again: bool = False) -> None:
+        place = self._places[number]
         device = self._trained[0].device.type
         # The user's backward pass may stand in an autocast, which would round products here.
         with torch.no_grad(), torch.autocast("cpu" if device == "meta" else device, enabled=False):
-            self._fill_gradients()
-            self._follow_scale()
-            gradients = self.gradients
-            bad, again = self._first_bad(gradients), self._staged
-            parts = [
-                (bucket, [gradients[i] for i in place])
-                for bucket, place in zip(self.buckets, self._places, strict=True)
-            ]
-            for bucket, part in parts if again else ():
-                bucket.take_back(part)
-            if self.prepare is not None and bad is None:
-                self.prepare(gradients)
-            healthy = [bucket.run(part, healthy=bad is None, again=again) for bucket, part in parts]
-            self._staged = all(healthy)
-            if not self._staged:
-                self._refuse(bad)
+            gradients = self._gradients(place)
+            bad = self._first_bad(gradients)
+            healthy = self.buckets[number].run(gradients, healthy=bad is None, again=again)
+        self._outcomes[number] = None if bad is None else place[bad], healthy
 
-    def _fill_gradients(self) -> None:
-        """What was not used here counts as zero: others may have used it."""
-        for name, p in zip(self._names, self._trained, strict=True):
+    def _gradients(self, place: Iterable[int]) -> list[Tensor]:
+        """Those of some parameters; what was not used here counts as zero: others may have used it."""
+        found = []
+        for i in place:
+            p = self._trained[i]
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             elif p.grad.is_sparse:
-                raise ConfigError(f"{name!r} has a sparse gradient, which cannot be coded: give it sparse=False")
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        """Every trained parameter's."""
-        return [p.grad for p in self._trained if p.grad is not None]
+                raise ConfigError(
+                    f"{self._names[i]!r} has a sparse gradient, which cannot be coded: give it sparse=False"
+                )
+            found.append(p.grad)
+        return found
 
     def _first_bad(self, gradients: Sequence[Tensor]) -> int | None:
         """The first parameter whose gradient is not finite."""
@@ -192,7 +237,7 @@ class GradientAveraging:
 
     def _refuse(self, bad: int | None) -> None:
         if self.context.has_scaler:
-            for g in self.gradients:
+            for g in self._gradients(range(len(self._trained))):
                 g.fill_(float("inf"))  # the scaler of every worker skips this step
             return
         found = self.wire.all_gather_scalars([-1 if bad is None else bad], "control")

@@ -1,1 +1,1 @@
-"""Several hosts on one machine, behind links as slow as asked: a network to measure training on."""
+"""Several virtual hosts on one machine, connected by shaped links, to measure training over a slow network."""

@@ -1,6 +1,6 @@
-"""A recipe by several methods over links that are really slow, with the kernel's counters beside the ledger.
+"""Run a recipe with several methods over shaped links, and compare the ledger with the kernel's counters.
 
-For every rate the plan is made first; then the methods run, one after the other, on the same hosts.
+For every rate the plan is computed first; then the methods run, one after the other, on the same hosts.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import Any
 
 from thinwire import units
 from thinwire.comm.counters import HEADERS
-from thinwire.errors import ConfigError
 from thinwire.jobs import Job, Variant
-from thinwire.launch import Seat
-from thinwire.netbench.calibrate import CALIBRATION, Calibration, calibrate, seats
+from thinwire.launch import HostSpec
+from thinwire.netbench.calibrate import CALIBRATION, Calibration, calibrate, host_specs
 from thinwire.netbench.hosts import Hosts, check
 from thinwire.netbench.links import Counters
 from thinwire.plan.forecast import Layout
@@ -33,32 +32,26 @@ class Bench:
     """What to measure."""
 
     base: Job
-    """The job but for its method."""
+    """The job, without a method."""
     variants: list[Variant]
-    """Its methods."""
+    """The methods to run."""
     hosts: int
-    """Hosts to make; the job's workers are spread over them."""
+    """Number of hosts to create; workers are divided evenly."""
     rates: list[float | None]
-    """Bits a second of each host's link; None leaves it as it is."""
+    """Bits per second of each host's link; None is unshaped."""
     name: str
-    """What the hosts' names begin with."""
+    """Prefix of the hosts' names."""
     keep: bool = False
-    """Leave the hosts for inspection."""
+    """Keep the hosts for inspection."""
 
     def check(self) -> None:
-        """Raise what is wrong with it, before anything is made."""
+        """Raise for anything invalid, before anything is created."""
         check(self.hosts, self.name, max(1, self.base.workers // max(1, self.hosts)))
-        if self.base.workers % self.hosts:
-            raise ConfigError(
-                f"{self.base.workers} workers cannot be spread evenly over {self.hosts} hosts; "
-                f"use a multiple of {self.hosts}"
-            )
-        seats = (Seat(),) * self.hosts
-        for _, job in self.jobs("check", seats):
+        for _, job in self.jobs("check", (HostSpec(),) * self.hosts):
             job.check()
 
     def refuse_occupied(self) -> None:
-        """Raise if an earlier measurement would be lost."""
+        """Raise if an earlier measurement would be overwritten."""
         result, calibration = self.base.out / RESULT, self.base.out / CALIBRATION
         jobs = [job for rate in self.rates for _, job in self.jobs(_label(rate), ())]
         for job in (*jobs, replace(self.base, out=calibration)):
@@ -66,14 +59,14 @@ class Bench:
         if not self.base.overwrite:
             refuse_occupied(self.base.out, [result] if result.exists() else [])
 
-    def jobs(self, rate: str, seats: tuple[Seat, ...]) -> Iterator[tuple[Variant, Job]]:
-        """One job a method."""
+    def jobs(self, rate: str, hosts: tuple[HostSpec, ...]) -> Iterator[tuple[Variant, Job]]:
+        """One job per method."""
         for v in self.variants:
             out = self.base.out / rate.replace(" ", "").replace("/s", "") / v.folder
-            yield v, replace(self.base, method=v.method, settings=v.settings, out=out, seats=seats)
+            yield v, replace(self.base, method=v.method, settings=v.settings, out=out, hosts=hosts)
 
     def run(self, say: Callable[[str], None]) -> dict[str, Any]:
-        """Everything; returns what `netbench.json` holds."""
+        """Run everything; returns the content of `netbench.json`."""
         self.refuse_occupied()
         self.check()
         found: dict[str, Any] = {"recipe": self.base.trained.name, "workers": self.base.workers, "hosts": self.hosts}
@@ -91,7 +84,7 @@ class Bench:
         probe = lab.probe()
         label = _label(rate)
         links = known.links(rate, probe)
-        jobs = list(self.jobs(label, seats(lab)))
+        jobs = list(self.jobs(label, host_specs(lab)))
         layout = Layout(workers=self.base.workers, nodes=self.hosts)
 
         def planned(configs: dict[str, Any], ranks: Path | None = None) -> list[dict[str, Any]]:
@@ -100,7 +93,7 @@ class Bench:
 
         rows = []
         for (v, job), row in zip(jobs, planned({v.label: job.config for v, job in jobs}), strict=True):
-            say(f"{label}, {v.label}: planned {units.time(row['seconds_per_step'])} a step")
+            say(f"{label}, {v.label}: planned {units.time(row['seconds_per_step'])} per step")
             rows.append({"method": v.label, **_measured(job, lab, _own_lines(say)), "planned": row})
             if row["slow_bytes_range"]:
                 (rows[-1]["planned_with_ranks"],) = planned({v.label: job.config}, job.out)
@@ -122,32 +115,32 @@ def _label(rate: float | None) -> str:
 
 
 def _is_baseline(job: Job) -> bool:
-    """Whether it is what planned speed-ups are over."""
+    """Whether planned speed-ups are relative to this job."""
     return job.method == BASELINE and job.config.wire == "fp32"
 
 
 def _own_lines(say: Callable[[str], None]) -> Callable[[str], None]:
-    """What workers of ours say; why a job failed is told by its error, and torchrun's farewells by nobody."""
+    """Only Thinwire's own lines; the error says why a job failed."""
     return lambda line: say(line) if line.startswith("thinwire:") else None
 
 
 def _measured(job: Job, lab: Hosts, say: Callable[[str], None]) -> dict[str, Any]:
-    """Run it between two looks at every host's counters."""
-    before, at_first = lab.counters(), _processor_time()
+    """Run a job and read every host's counters before and after."""
+    before, cpu_before = lab.counters(), _cpu_ticks()
     summary = job.run(say)
-    after, at_last = lab.counters(), _processor_time()
+    after, cpu_after = lab.counters(), _cpu_ticks()
     phases = {name: _agreement(row) for name, row in summary["traffic"]["by_phase"].items()}
     return {
         "out": str(job.out),
         "steps": summary["steps"],
-        "step_s": _seconds_a_step(job.out),
+        "step_s": _seconds_per_step(job.out),
         "wall_s": summary["wall_s"],
         "time": summary["time"],
-        "stolen": (at_last[1] - at_first[1]) / max(1, at_last[0] - at_first[0]),
+        "stolen": (cpu_after[1] - cpu_before[1]) / max(1, cpu_after[0] - cpu_before[0]),
         "traffic_vs_allreduce_fp32": summary["traffic_vs_allreduce_fp32"],
         "phases": phases,
         "whole": _sum(phases),
-        "hosts": [_sent(*looks) for looks in zip(before, after, strict=True)],
+        "hosts": [_sent(*both) for both in zip(before, after, strict=True)],
     }
 
 
@@ -157,14 +150,14 @@ def _sent(before: Counters, after: Counters) -> dict[str, int]:
     return {"sent_bytes": after.sent_bytes - before.sent_bytes, "sent_packets": packets}
 
 
-def _processor_time() -> tuple[int, int]:
-    """All processors' ticks so far, and those that other machines on the same hardware took from this one."""
+def _cpu_ticks() -> tuple[int, int]:
+    """Total CPU ticks so far, and those stolen by other virtual machines."""
     ticks = [int(n) for n in Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()[1:]]
     return sum(ticks[:8]), ticks[7]
 
 
 def _agreement(row: dict[str, Any]) -> dict[str, Any]:
-    """The ledger against the kernel: what is left when every packet's headers are taken off."""
+    """The ledger against the kernel: what remains after subtracting every packet's headers."""
     kernel, packets = row.get("kernel_bytes", 0), row.get("kernel_packets", 0)
     headers = HEADERS * packets
     return {
@@ -181,8 +174,8 @@ def _sum(phases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return whole
 
 
-def _seconds_a_step(folder: Path) -> float:
-    """From the end of the first step to that of the last, with everything between but evaluation at the end."""
+def _seconds_per_step(folder: Path) -> float:
+    """From the end of the first step to the end of the last, including everything between."""
     steps = [r for r in read_records(folder / "records.jsonl") if r["kind"] == "step"]
     first, last = steps[0], steps[-1]
     if first is last:

@@ -1,4 +1,4 @@
-"""What this machine is, before anything is planned for it: a short run of plain all-reduce over unshaped links."""
+"""Calibrate plans to this machine: a short all-reduce run over unshaped links."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from thinwire.comm.counters import VARIABLE
 from thinwire.jobs import Job
-from thinwire.launch import Seat
+from thinwire.launch import HostSpec
 from thinwire.netbench.hosts import Hosts, Probe
 from thinwire.plan import compute
 from thinwire.plan.links import Links
@@ -17,7 +17,7 @@ from thinwire.plan.workloads import of_recipe
 from thinwire.report.records import BASELINE, read_records
 
 CALIBRATION = "calibration"
-"""The folder of its run."""
+"""Folder of the calibration run."""
 _STEPS = 40
 # Between workers of one host: its loopback.
 _FAST = {"fast_bandwidth": 10e9, "fast_latency": 15e-6}
@@ -25,16 +25,16 @@ _FAST = {"fast_bandwidth": 10e9, "fast_latency": 15e-6}
 
 @dataclass(frozen=True)
 class Calibration:
-    """How long a step and a collective take here, beside what is sent."""
+    """The cost of a step and of a collective on this machine, apart from the bytes sent."""
 
     stopwatch: Stopwatch
     slowdown: float
-    """A worker's step among the others, against one timed alone."""
+    """A worker's step time while the others run, relative to running alone."""
     overhead: float
-    """Seconds of a collective without its bytes."""
+    """Seconds per collective, apart from its bytes."""
 
     def links(self, rate: float | None, probe: Probe) -> Links:
-        """The links as a plan takes them; an unshaped one has the rate it gave."""
+        """The links for a plan; an unshaped one has its measured rate."""
         bandwidth = rate or probe.bits_per_second / Links().payload
         return Links(bandwidth=bandwidth, latency=probe.latency_s, overhead=self.overhead, **_FAST)
 
@@ -44,12 +44,12 @@ class Calibration:
 
 
 def calibrate(base: Job, lab: Hosts, say: Callable[[str], None]) -> Calibration:
-    """Train a few steps over unshaped links, and see what they cost beside their bytes."""
+    """Train a few steps over unshaped links, and measure their cost apart from the bytes."""
     lab.shape(None)
     probe = lab.probe()
     steps = min(_STEPS, base.trained.steps)
-    job = replace(base, method=BASELINE, group_size=None, steps=steps, eval_every=max(1, steps // 2), seats=seats(lab))
-    job = replace(job, out=base.out / CALIBRATION)
+    job = replace(base, method=BASELINE, group_size=None, out=base.out / CALIBRATION, hosts=host_specs(lab))
+    job = replace(job, steps=steps, eval_every=max(1, steps // 2))
     traffic = job.run(say)["traffic"]
     computing, waiting = _second_half(job)
     workload = of_recipe(base.trained, base.workers, base.data)
@@ -60,19 +60,19 @@ def calibrate(base: Job, lab: Hosts, say: Callable[[str], None]) -> Calibration:
 
 
 def _second_half(job: Job) -> tuple[float, float]:
-    """Seconds a step of computing and of waiting, without the first steps: they load, and wait for who loads."""
+    """Seconds per step computing and waiting, without the first steps, which load data."""
     seen = [r["time"] for r in read_records(job.out / "records.jsonl") if r["kind"] == "evaluation"]
     sums = [{key: sum(row[key] for row in split.values()) for key in ("steps", "compute", "wire")} for split in seen]
-    # The last one is of the finished model; a run of one step has nothing but that step.
+    # The last evaluation is of the finished model; a run of one step has only that step.
     late, early = sums[-2], sums[0] if sums[0]["steps"] < sums[-2]["steps"] else dict.fromkeys(sums[0], 0.0)
     steps = late["steps"] - early["steps"]
     return (late["compute"] - early["compute"]) / steps, (late["wire"] - early["wire"]) / steps
 
 
-def seats(lab: Hosts) -> tuple[Seat, ...]:
-    """Every host as a place to run, with its interface watched."""
+def host_specs(lab: Hosts) -> tuple[HostSpec, ...]:
+    """The hosts for the launcher, each with its interface counted."""
     found = []
     for host in lab.hosts:
         environment = {"GLOO_SOCKET_IFNAME": host.interface, VARIABLE: host.interface}
-        found.append(Seat(prefix=tuple(host.command([])), address=host.address, environment=environment))
+        found.append(HostSpec(prefix=tuple(host.command([])), address=host.address, environment=environment))
     return tuple(found)

@@ -1,7 +1,7 @@
-"""Several hosts on this machine for as long as they are used, and never longer.
+"""Virtual hosts on this machine, removed when they are no longer used.
 
-Before anything is made, a record of it goes to /run/thinwire with the process that owns it. Whoever is killed leaves
-the record behind, and the next start removes what it names. All making and removing happens under one lock.
+Before anything is created, a record with the owning process is written to /run/thinwire. A killed process leaves its
+record behind, and the next start removes what it lists. Creating and removing is done under one lock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from thinwire import units
 from thinwire.errors import ConfigError, ThinwireError
-from thinwire.launch import terminable
+from thinwire.launch import sigterm_exits
 from thinwire.netbench import links
 from thinwire.netbench.links import CommandError, Counters, Host, Probe, parse_rate
 
@@ -28,16 +28,16 @@ __all__ = ["Counters", "Host", "Hosts", "Probe", "check", "clean", "parse_rate",
 
 _RECORDS = Path("/run/thinwire")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,31}")
-_TRIAL = "netbench.trial"  # no name that a user can give
+_TRIAL = "netbench.trial"  # not a valid user-given name
 _MOST_HOSTS = 64
-_MOST_WORKERS_A_CORE = 8
-_PATIENCE_S = 5
+_MOST_WORKERS_PER_CORE = 8
+_TIMEOUT_S = 5
 
 
 class Hosts:
-    """`count` hosts on one switch, each link held to `rate` bit/s in both directions; None leaves it as it is.
+    """`count` hosts on one switch, each link limited to `rate` bit/s in both directions; None is unlimited.
 
-    With `keep` they stay after the end, without their processes, until the next start under the same name.
+    With `keep` they remain after exit, without their processes, until the next start under the same name.
     """
 
     def __init__(self, count: int = 2, rate: float | None = None, name: str = "thinwire", keep: bool = False) -> None:
@@ -53,10 +53,10 @@ class Hosts:
         check(len(self.hosts), self._name)
         record = _Record.mine(self._name, [self._switch, *(host.namespace for host in self.hosts)], keep=False)
         with ExitStack() as stack:
-            stack.enter_context(terminable())
+            stack.enter_context(sigterm_exits())
             with _locked():
                 _sweep(_records())
-                _make_room(record)
+                _free_name(record)
                 stack.callback(self._leave, record)
                 record.write()
                 links.build(self.hosts, self._switch)
@@ -70,7 +70,7 @@ class Hosts:
         self._stack.close()
 
     def shape(self, rate: float | None) -> None:
-        """Change the rate of all links, in bit/s; None takes the limit away."""
+        """Change the rate of all links, in bit/s; None removes the limit."""
         self._rate = None if rate is None else links.allowed(rate, units.rate(rate))
         links.shape(self.hosts, self._switch, self._rate)
 
@@ -78,9 +78,9 @@ class Hosts:
         return [host.counters() for host in self.hosts]
 
     def probe(self) -> Probe:
-        """What the link from host 0 to host 1 really gives; takes about two seconds."""
+        """Measure the link from host 0 to host 1; takes about two seconds."""
         found = links.measure(self.hosts[0], self.hosts[1])
-        if self._rate is not None:  # what the probe left in the queues is dropped with them: nobody should count it
+        if self._rate is not None:  # drop what the probe left in the queues, so that it is not counted
             links.shape(self.hosts, self._switch, None)
             links.shape(self.hosts, self._switch, self._rate)
         return found
@@ -95,17 +95,15 @@ class Hosts:
 
 
 def check(count: int, name: str, workers: int = 1) -> None:
-    """Refuse, in one sentence, what cannot work here: `count` hosts called `name` with `workers` workers each."""
+    """Raise if `count` hosts called `name` with `workers` workers each cannot work here."""
     _check_size(count, workers)
     if not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"{name!r} cannot name hosts; take up to 32 letters, digits and -, with a letter or a digit first"
-        )
+        raise ConfigError(f"{name!r} is not a valid name for hosts; use up to 32 letters, digits and -, not - first")
     _check_machine()
 
 
 def why_not() -> str | None:
-    """Why no hosts can be made on this machine; None where they can."""
+    """Why hosts cannot be created on this machine; None if they can."""
     try:
         _check_machine()
     except ThinwireError as error:
@@ -114,7 +112,7 @@ def why_not() -> str | None:
 
 
 def clean(name: str | None = None, include_kept: bool = False) -> list[str]:
-    """Remove what dead owners left, under every name or under one; returns the namespaces that are gone."""
+    """Remove what dead owners left, under every name or one; returns the removed namespaces."""
     _check_root()
     with _locked():
         return _sweep([record for record in _records() if name in (None, record.name)], include_kept)
@@ -122,7 +120,7 @@ def clean(name: str | None = None, include_kept: bool = False) -> list[str]:
 
 @dataclass(frozen=True)
 class _Record:
-    """Who made which namespaces; the start time tells an owner from a later process with the same number."""
+    """Which process created which namespaces; its start time guards against reused pids."""
 
     name: str
     pid: int
@@ -154,12 +152,12 @@ def _records() -> list[_Record]:
         try:
             records.append(_Record(**json.loads(path.read_text(encoding="utf-8"))))
         except (ValueError, TypeError) as error:
-            raise ThinwireError(f"{path} is no record of netbench's ({error}); remove it") from error
+            raise ThinwireError(f"{path} is not a valid netbench record ({error}); remove it") from error
     return records
 
 
 def _start_time(pid: int) -> int | None:
-    """When a process started, in ticks since boot; None if it has ended, buried or not."""
+    """When a process started, in ticks since boot; None if it has ended, zombies included."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -172,19 +170,19 @@ def _locked() -> Iterator[None]:
     try:
         _RECORDS.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ThinwireError(f"netbench keeps its records in {_RECORDS}, which cannot be made: {error}") from error
+        raise ThinwireError(f"netbench keeps its records in {_RECORDS}, which cannot be created: {error}") from error
     with links.locked(_RECORDS / "lock"):
         yield
 
 
 def _sweep(records: Iterable[_Record], include_kept: bool = False) -> list[str]:
-    """Remove what nobody owns any more."""
+    """Remove records without a living owner, and their namespaces."""
     old = [record for record in records if not record.alive and (include_kept or not record.keep)]
     return [namespace for record in old for namespace in _remove(record)]
 
 
-def _make_room(record: _Record) -> None:
-    """Replace what was kept under this name; refuse what others use."""
+def _free_name(record: _Record) -> None:
+    """Remove kept hosts of this name; raise if they are in use."""
     for other in _records():
         if other.name == record.name:
             if other.alive:
@@ -193,13 +191,13 @@ def _make_room(record: _Record) -> None:
     if foreign := _present(record.namespaces):
         removal = "; ".join(f"ip netns delete {namespace}" for namespace in foreign)
         raise ConfigError(
-            f"network namespaces {', '.join(foreign)} exist and are not netbench's own; "
+            f"network namespaces {', '.join(foreign)} exist and were not created by netbench; "
             f"remove them with `{removal}`, or give another `--name`"
         )
 
 
 def _remove(record: _Record) -> list[str]:
-    """End what runs in the record's namespaces and delete them; the record goes last, so that all can be repeated."""
+    """Kill processes in the record's namespaces and delete them; the record goes last, so that this can be retried."""
     found = _present(record.namespaces)
     _end_processes(found)
     failed = None
@@ -219,21 +217,21 @@ def _present(namespaces: Sequence[str]) -> list[str]:
 
 
 def _end_processes(namespaces: Sequence[str]) -> None:
-    """Kill until nobody is inside: one that is killed may have started another just before."""
-    deadline = time.monotonic() + _PATIENCE_S
-    while inhabitants := _inhabitants(namespaces):
-        for pid in inhabitants:
+    """Kill until no process is inside: a killed one may just have started another."""
+    deadline = time.monotonic() + _TIMEOUT_S
+    while pids := _pids_inside(namespaces):
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
-            raise ThinwireError(f"processes {inhabitants} in {', '.join(namespaces)} do not end, even when killed")
+            raise ThinwireError(f"processes {pids} in {', '.join(namespaces)} survive SIGKILL")
         time.sleep(0.005)
 
 
-def _inhabitants(namespaces: Sequence[str]) -> list[int]:
-    """The processes inside, in one walk over /proc for all namespaces, where `ip netns pids` takes one for each.
+def _pids_inside(namespaces: Sequence[str]) -> list[int]:
+    """The processes inside, in one pass over /proc, where `ip netns pids` takes one per namespace.
 
-    The namespace this process itself lives in is left out, whatever its name says.
+    The namespace of this process itself is left out, whatever its name.
     """
     places = [os.stat(links.NAMESPACES / namespace) for namespace in _present(namespaces)]
     places = [place for place in places if not os.path.samestat(place, os.stat("/proc/self/ns/net"))]
@@ -250,34 +248,34 @@ def _check_size(count: int, workers: int) -> None:
     if count < 2:
         raise ConfigError(f"{count} hosts have no link between them; use 2 to {_MOST_HOSTS}")
     if workers < 1:
-        raise ConfigError(f"{workers} workers a host do nothing; use 1 or more")
+        raise ConfigError(f"{workers} workers per host is too few; use 1 or more")
     cores = len(os.sched_getaffinity(0))
-    hosts = min(_MOST_HOSTS, _MOST_WORKERS_A_CORE * cores // workers)
+    hosts = min(_MOST_HOSTS, _MOST_WORKERS_PER_CORE * cores // workers)
     if count > hosts:
-        most = f"{hosts} hosts" if hosts > 1 else f"{_MOST_WORKERS_A_CORE * cores // 2} workers on each of 2 hosts"
+        most = f"{hosts} hosts" if hosts > 1 else f"{_MOST_WORKERS_PER_CORE * cores // 2} workers on each of 2 hosts"
         given = f"{count} hosts with {workers} workers each on {cores} cores"
-        raise ConfigError(f"{given} would measure the scheduler; use at most {most}")
+        raise ConfigError(f"{given} would measure the scheduler rather than the network; use at most {most}")
 
 
 def _check_root() -> None:
     if os.geteuid():
         raise ConfigError(
-            "netbench makes network namespaces and needs root: run it with sudo, "
+            "netbench creates network namespaces and needs root: run it with sudo, "
             "or in a container with CAP_SYS_ADMIN and CAP_NET_ADMIN"
         )
 
 
 def _check_machine() -> None:
-    """Root, the tools, and a kernel that really makes a namespace with a shaped link in it."""
+    """Root, the tools, and a kernel that can create a namespace with a shaped link."""
     _check_root()
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             raise ConfigError(
-                f"netbench needs `{tool}`, which is not on the path; install iproute2, as apt install iproute2"
+                f"netbench needs `{tool}`, which is not on the path; install iproute2, e.g. apt install iproute2"
             )
     trial = _Record.mine(_TRIAL, [_TRIAL], keep=False)
     with _locked():
-        _remove(trial)  # of one who was killed here
+        _remove(trial)  # left by a process that was killed here
         trial.write()
         try:
             _try(trial.namespaces[0])
@@ -290,10 +288,12 @@ def _try(namespace: str) -> None:
         links.run("ip", "netns", "add", namespace)
     except CommandError as error:
         raise ConfigError(
-            f"this machine refuses network namespaces ({error.said}); run netbench on the machine itself, "
+            f"this machine refuses network namespaces ({error.output}); run netbench on the machine itself, "
             "or in a container with CAP_SYS_ADMIN and CAP_NET_ADMIN"
         ) from error
     try:
         links.hold(namespace, ["lo"], 1e6)
     except CommandError as error:
-        raise ConfigError(f"this kernel cannot shape links ({error.said}); load tbf with `modprobe sch_tbf`") from error
+        raise ConfigError(
+            f"this kernel cannot shape links ({error.output}); load tbf with `modprobe sch_tbf`"
+        ) from error

@@ -1,4 +1,4 @@
-"""What netbench found, for people."""
+"""Tables of netbench's results."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from thinwire import units
 from thinwire.report.tables import size
 
 _CAPTION = (
-    "Bytes a host, mean over hosts. Ledger is what Thinwire counted, kernel what the interface sent; left is the "
-    "kernel's count without 66 bytes of headers a packet and the ledger's. Wire is the share of time waited for it."
+    "Bytes per host, mean over hosts. Ledger is what Thinwire counted, kernel what the interface sent; left is the "
+    "kernel's count minus 66 bytes of headers per packet and the ledger's. Wire is the share of time spent waiting."
 )
-# Below this the left-over is told in bytes: of next to nothing, a percentage says nothing.
+# Below this the remainder is shown in bytes: a percentage of very little means nothing.
 _LITTLE = 100_000
-_HEADINGS = ("a step", "planned", "speed-\nup", "planned", "wire", "ledger", "kernel", "headers", "left")
+_HEADINGS = ("per step", "planned", "speed-\nup", "planned", "wire", "ledger", "kernel", "headers", "left")
 
 
 def tables(found: dict[str, Any]) -> Iterator[Table]:
-    """One a rate."""
+    """One table per rate."""
     for at in found["rates"]:
         each = found["workers"] // found["hosts"]
         link = f"{at['rate']} ({units.rate(at['probe_bits'])} of payload measured)"
@@ -34,14 +34,8 @@ def tables(found: dict[str, Any]) -> Iterator[Table]:
             out.add_row(*_cells(row))
             if row.get("planned_with_ranks"):
                 again = row["planned_with_ranks"]
-                cells = [
-                    "  with its own ranks",
-                    "",
-                    units.time(again["seconds_per_step"]),
-                    "",
-                    f"{again['speedup']:.2f}",
-                ]
-                out.add_row(*cells, style="dim")
+                planned = units.time(again["seconds_per_step"])
+                out.add_row("  with its own ranks", "", planned, "", f"{again['speedup']:.2f}", style="dim")
             for phase, part in row["phases"].items():
                 out.add_row(f"  {phase}", *[""] * 5, *_bytes(part), style="dim")
         yield out

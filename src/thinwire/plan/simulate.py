@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from thinwire.admission import check_optimizers, check_same_architecture, check_same_data, spread_first_values
 from thinwire.comm.aggregate import Aggregator
 from thinwire.comm.buckets import size_of
 from thinwire.comm.compressed import CompressedSum
@@ -33,6 +32,7 @@ from thinwire.methods.registry import make
 from thinwire.plan.ranks import RankPredictor, basis, factors
 from thinwire.plan.still import Still
 from thinwire.plan.workload import Workload, state_like
+from thinwire.preflight import check_optimizers, check_same_architecture, check_same_data, spread_first_values
 from thinwire.replica import Replica
 
 # DDP sends the order of its buckets with the second backward pass after it was wrapped.

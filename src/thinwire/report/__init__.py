@@ -1,4 +1,4 @@
-"""Run folders, read back: rows, tables and pictures. Imports nothing of training."""
+"""Tables and plots from run folders. Imports nothing from training."""
 
 from thinwire.report.plots import draw
 from thinwire.report.records import Run, compare, read_run, read_runs

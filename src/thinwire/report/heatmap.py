@@ -1,4 +1,4 @@
-"""The picture of a run's bases: stability and similarity of every layer over the steps (as Figure 4.2)."""
+"""Heat maps of a run's bases: stability and similarity of every layer over the steps (as Figure 4.2)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _PANELS = (
 _MOST_LABELS = 32
 _LONGEST_LABEL = 32
 _OUTLIERS = 0.01
-"""The share of cells below which colours are not spread: one bad cell would leave one colour for all others."""
+"""Share of the lowest cells outside the colour range: one outlier would leave one colour for all others."""
 
 
 def draw_stability(run: Run) -> Path | None:
-    """Write the picture beside the run's records and return its place; None if the run did not look at its bases."""
+    """Write the plot next to the run's records and return its path; None if the run did not measure its bases."""
     records = [r for r in read_records(run.folder / "records.jsonl") if r["kind"] == "stability" and r["layers"]]
     if not records:
         return None
@@ -37,12 +37,12 @@ def draw_stability(run: Run) -> Path | None:
 
 
 def draw_looks(records: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Write the picture of records as `thinwire.Stability` gives them."""
+    """Plot records as `thinwire.Stability` returns them."""
     labels = list(dict.fromkeys(label for r in records for label in r["layers"]))
     edges, columns = _columns([r["step"] for r in records])
     tall = min(6.5, max(2.0, 0.24 * len(labels)))
     figure = blank(12, tall + 2.4)
-    # A heat map, its colour bar, and again; a mean below each heat map.
+    # Twice a heat map and its colour bar; below each heat map its mean.
     grid = figure.add_gridspec(2, 4, height_ratios=(tall, 1.2), width_ratios=(30, 1, 30, 1))
     for place, panel in enumerate(_PANELS):
         cells = _cells(records, panel[0], labels, columns, len(edges) - 1)
@@ -62,7 +62,7 @@ def _since(records: list[dict[str, Any]]) -> str:
 
 
 def _columns(steps: list[int]) -> tuple[np.ndarray, list[int]]:
-    """Edges of one column a look, and the column of each; where a resumed run has no look its column stays empty."""
+    """Edges of one column per record, and the column of each; gaps of a resumed run stay empty."""
     every = min(np.diff(steps), default=steps[0])
     columns = [int(step - steps[0]) // int(every) for step in steps]
     return steps[0] + every * (np.arange(columns[-1] + 2) - 0.5), columns
@@ -90,7 +90,7 @@ def _heat_map(
     if len(cells) <= _MOST_LABELS:
         axes.hlines(rows[1:-1], edges[0], edges[-1], color="white", linewidth=0.8)
     axes.set_title(panel[1], fontsize="medium")
-    axes.invert_yaxis()  # nearest the input at the top
+    axes.invert_yaxis()  # first layer at the top
     axes.tick_params(axis="x", labelbottom=False, length=0)
     axes.spines[:].set_visible(False)
     figure.colorbar(drawn, cax=bar, extend="min" if known.size and known.min() < low else "neither")
@@ -116,7 +116,7 @@ def _mean_line(axes: Axes, edges: np.ndarray, cells: np.ndarray, colour: str) ->
 
 
 def _name_layers(axes: Axes, labels: list[str]) -> None:
-    """Every layer's name, or evenly spread ones where they would run into one another."""
+    """Label every layer, or evenly spaced ones where labels would overlap."""
     apart = -(-len(labels) // _MOST_LABELS)
     shown = range(0, len(labels), apart or 1)
     axes.set_yticks(list(shown), [_short(labels[i]) for i in shown], fontsize="small")

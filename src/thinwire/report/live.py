@@ -1,4 +1,4 @@
-"""A run while it runs: one line, read from its `records.jsonl`."""
+"""A progress line for a running job, read from its `records.jsonl`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _PLAIN_EVERY_S = 5.0
 
 
 class Tail:
-    """New whole lines of a file that another process writes, or begins anew."""
+    """New complete lines of a file that another process appends to or rewrites."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._place, self._inode = 0, 0
         if path.is_file():
-            # What an earlier run left is no news.
+            # Skip what an earlier run wrote.
             self._place, self._inode = path.stat().st_size, path.stat().st_ino
 
     def read(self) -> list[dict[str, Any]]:
@@ -53,14 +53,14 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 class Progress:
-    """What the line says."""
+    """The text of the progress line."""
 
     def __init__(self, title: str, steps: int, metric: str) -> None:
         self._title, self._steps, self._metric = title, steps, metric
         self._seen: dict[str, Any] = {}
 
     def update(self, record: dict[str, Any]) -> None:
-        """Take note of a record; an evaluation's loss is held-out and does not replace the training loss."""
+        """Add a record; an evaluation's loss is held-out and does not replace the training loss."""
         if record["kind"] not in ("step", "evaluation"):
             return
         if record["kind"] == "evaluation":
@@ -86,7 +86,7 @@ class Progress:
 
 @contextmanager
 def following(path: Path, progress: Progress, console: Console) -> Iterator[None]:
-    """Show the run that writes `path`: a live line on a terminal, a line now and then elsewhere."""
+    """Show the run that writes `path`: a live line on a terminal, occasional lines elsewhere."""
     over, tail = threading.Event(), Tail(path)
     show = _show_live if console.is_terminal else _show_plain
     thread = threading.Thread(target=show, args=(tail, progress, console, over), daemon=True)

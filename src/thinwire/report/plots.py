@@ -1,4 +1,4 @@
-"""The picture of a comparison: the metric over steps and over slow-link bytes."""
+"""The plot of a comparison: the metric over steps and over slow-link bytes."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#
 _STYLES = ("-", "--", ":", "-.")
 _MARGIN = 0.05
 _MOST_INSIDE = 5
-"""Lines up to which the legend stands inside the panels."""
+"""Most curves with the legend inside the panels."""
 _LEGEND_CHARACTERS = 150
-"""What fits side by side below both panels."""
+"""Width of the legend below both panels, in characters."""
 _LARGE = 20
-"""From this factor between the most and the least bytes on their axis is logarithmic."""
+"""Ratio of most to least bytes from which their axis is logarithmic."""
 
 
 def draw(runs: list[Run], rows: list[dict[str, Any]], path: Path) -> None:
-    """Write the picture as PNG: one line a row, the mean over seeds, with the seeds as thin lines."""
+    """Write a PNG with one curve per row, the mean over seeds, and the seeds as thin lines."""
     figure, (over_steps, over_bytes) = two_panels()
     by_label = grouped(runs)
     for stroke, row in zip(strokes(len(rows)), rows):
         _curve(over_steps, by_label[row["label"]], "step", 1, stroke, row["label"])
         _curve(over_bytes, by_label[row["label"]], "counted_bytes", 1e6, stroke, _legend_text(row))
     metric, crowded = rows[0]["metric"], len(rows) > _MOST_INSIDE
-    for axes, below, beside in ((over_steps, "steps", metric), (over_bytes, "slow-link bytes a node (MB)", "")):
+    for axes, below, beside in ((over_steps, "steps", metric), (over_bytes, "slow-link bytes per node (MB)", "")):
         dress(axes, below, beside, legend=not crowded)
         axes.set_xlim(left=0)
     totals = [row["slow_bytes_mean"] for row in rows]
@@ -47,37 +47,37 @@ def draw(runs: list[Run], rows: list[dict[str, Any]], path: Path) -> None:
 
         over_steps.yaxis.set_major_formatter(PercentFormatter(1.0))
     _frame(over_steps, runs, metric)
-    figure.suptitle(f"{rows[0]['recipe']}: {metric} over steps and over what crossed the slow link")
+    figure.suptitle(f"{rows[0]['recipe']}: {metric} over steps and over slow-link bytes")
     figure.savefig(path)
 
 
 def blank(width: float, height: float) -> Figure:
-    """An empty picture, so many inches large."""
-    # Loaded here: it takes a second, and is an extra that only pictures need.
+    """An empty figure of this size in inches."""
+    # Imported here: it takes a second and is an optional dependency.
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("drawing needs matplotlib: pip install 'thinwire[plot]'") from error
+        raise ConfigError("plotting needs matplotlib: pip install 'thinwire[plot]'") from error
     figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
 def two_panels() -> tuple[Figure, tuple[Axes, Axes]]:
-    """An empty picture with two panels that share their upright axis."""
+    """An empty figure with two panels that share their y axis."""
     figure = blank(11, 4.4)
     left, right = figure.subplots(1, 2, sharey=True)
     return figure, (left, right)
 
 
 def colours(count: int) -> list[str]:
-    """One a line."""
+    """One colour per curve."""
     return [_COLOURS[i % len(_COLOURS)] for i in range(count)]
 
 
 def strokes(count: int) -> list[dict[str, Any]]:
-    """Colour and style, one pair a line: where colours come again, the lines are dashed."""
+    """Colour and line style per curve; when colours repeat, the style changes."""
     return [
         {"color": colour, "linestyle": _STYLES[i // len(_COLOURS) % len(_STYLES)]}
         for i, colour in enumerate(colours(count))
@@ -92,7 +92,7 @@ def _legend_text(row: dict[str, Any]) -> str:
 
 
 def _legend_below(figure: Figure, axes: Axes) -> None:
-    """One legend for both panels, where many lines would hide the curves; the picture grows by it."""
+    """One legend below both panels, for many curves; the figure grows by its height."""
     handles, labels = axes.get_legend_handles_labels()
     columns = max(1, min(3, _LEGEND_CHARACTERS // max(map(len, labels))))
     lines = -(-len(labels) // columns)
@@ -102,12 +102,12 @@ def _legend_below(figure: Figure, axes: Axes) -> None:
 
 
 def _spreads(amounts: list[float]) -> bool:
-    """Whether the small ones would lie on the axis beside the large ones; zero has no place on a logarithmic axis."""
+    """Whether a linear axis would hide the small ones; a logarithmic axis cannot show zero."""
     return 0 < _LARGE * min(amounts) < max(amounts)
 
 
 def _logarithmic(axes: Axes, least: float) -> None:
-    """From a twentieth of the least total on: a method that has sent next to nothing yet would take the whole axis."""
+    """Start at 1/20 of the least total: a method that has sent almost nothing yet would take up the axis."""
     from matplotlib.ticker import FuncFormatter
 
     axes.set_xscale("log")
@@ -146,7 +146,7 @@ def dress(axes: Axes, below: str, beside: str, *, legend: bool = True) -> None:
 
 
 def _frame(axes: Axes, runs: list[Run], metric: str) -> None:
-    """Show where training spends its time: the first evaluations may lie far off the rest."""
+    """Limit the y axis to where most evaluations are: the first ones may be far off."""
     values = np.concatenate([_points(run, "step")[:, 1] for run in runs])
     if len(values) < 8:
         return

@@ -1,4 +1,4 @@
-"""The picture of a run's ranks: those of every layer that was decomposed, and what was trained, over the steps."""
+"""The plot of a run's ranks: every decomposed layer's, and trained parameters, over the steps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 _NAME = "ranks.png"
 _MOST_NAMED = 16
-"""Layers up to which each has its name in a legend."""
+"""Most layers with a legend."""
 
 
 def draw_ranks(run: Run) -> Path | None:
-    """Write the picture beside the run's records and return its place; None if the run factored nothing."""
+    """Write the plot next to the run's records and return its path; None if the run factored nothing."""
     records = read_records(run.folder / "records.jsonl")
     found = [r for r in records if r["kind"] == "ranks" and r["ranks"]]
     if not found:
@@ -51,7 +51,7 @@ def _ranks(axes: Axes, found: list[dict[str, Any]], end: int) -> None:
 
 
 def _trained(axes: Axes, found: list[dict[str, Any]], about: dict[str, Any]) -> None:
-    """Of the finished model all is trainable again, which is not what this is about."""
+    """Without the finished model, in which all is trainable again."""
     full = about.get("trainable_full")
     points = [(r["step"], 100 * r["trainable"] / full) for r in found if full and r["model"] != "finished"]
     if points:

@@ -1,4 +1,4 @@
-"""Run folders as values: `summary.json`, `records.jsonl` and the rows of `comparison.json`."""
+"""Read run folders: `summary.json`, `records.jsonl` and the rows of `comparison.json`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from thinwire.errors import ConfigError, DamagedError
 from thinwire.files import read_json
 
 BASELINE = "allreduce"
-"""The method whose measured run the others are held against."""
+"""The method that others are compared with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,23 +20,23 @@ class Run:
     """A finished run."""
 
     folder: Path
-    """Where it lies."""
+    """The run's folder."""
     summary: dict[str, Any]
     """Its `summary.json`."""
 
     @property
     def metric(self) -> str:
-        """The name of the figure the run is judged by."""
+        """The name of the run's metric."""
         return self.summary["metric"]
 
     @property
     def counted_bytes(self) -> float:
-        """Slow-link bytes without those of evaluation."""
+        """Slow-link bytes without evaluation."""
         traffic = self.summary["traffic"]
         return traffic["slow_bytes"] - traffic["by_purpose"].get("evaluate", {}).get("slow_bytes", 0)
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """The records of its evaluations while it trained, in order, each with its `counted_bytes`."""
+        """Evaluation records during training, in order, each with its `counted_bytes`."""
         points = [r for r in read_records(self.folder / "records.jsonl") if _is_curve_point(r)]
         return [r | {"counted_bytes": r["slow_bytes"] - r["evaluate_bytes"]} for r in points]
 
@@ -46,7 +46,7 @@ def _is_curve_point(record: dict[str, Any]) -> bool:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Every whole line of a `records.jsonl`; a run under way may end in half a line."""
+    """Every complete line of a `records.jsonl`; that of a running job may end in half a line."""
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
@@ -57,7 +57,7 @@ def _record(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
         if not isinstance(record["kind"], str):
-            raise TypeError("`kind` is no name")
+            raise TypeError("`kind` is not a name")
     except (ValueError, TypeError, KeyError) as error:
         raise DamagedError(
             f"`{path}` is damaged in line {number} ({error}); remove the line, or restore the file"
@@ -71,13 +71,13 @@ def read_run(folder: Path) -> Run:
     if not path.is_file():
         raise ConfigError(
             f"no `summary.json` in `{folder}`: there is no finished run; train one with `thinwire run`, "
-            "or go on with an unfinished one by `thinwire run … --resume`"
+            "or resume an unfinished one with `thinwire run … --resume`"
         )
     return Run(folder=folder, summary=read_json(path, "restore it, or run again with `--overwrite`"))
 
 
 def read_runs(folder: Path) -> list[Run]:
-    """The finished run in `folder`, or every one in the folders right below it, the baseline first."""
+    """The finished run in `folder`, or all in its direct subfolders, the baseline first."""
     if (folder / "summary.json").is_file():
         return [read_run(folder)]
     found = [read_run(path.parent) for path in sorted(folder.glob("*/summary.json"))]
@@ -93,21 +93,21 @@ def _baseline_first(run: Run) -> tuple[Any, ...]:
 
 
 def _in_order(value: Any) -> tuple[float, str]:
-    """Numbers by their size, all else by its text."""
+    """Sort key: numbers by value, everything else by text."""
     return (value, "") if isinstance(value, int | float) else (0, show(value))
 
 
 def compare(runs: list[Run]) -> list[dict[str, Any]]:
-    """The rows of `comparison.json`: one a method and config, over its seeds, in the order they first appear."""
+    """The rows of `comparison.json`: one per method and config over its seeds, in order of appearance."""
     metrics = {run.metric for run in runs}
     if len(metrics) > 1:
-        raise ConfigError(f"runs judged by different metrics cannot be compared: {', '.join(sorted(metrics))}")
+        raise ConfigError(f"runs with different metrics cannot be compared: {', '.join(sorted(metrics))}")
     measured = [run for run in runs if _is_measured_baseline(run)]
     return [_row(label, alike, measured) for label, alike in grouped(runs).items()]
 
 
 def grouped(runs: list[Run]) -> dict[str, list[Run]]:
-    """Runs that differ in nothing but their seed, by a label that tells them from the others."""
+    """Runs that differ only in their seed, by a distinctive label."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(_label(run.summary, runs), []).append(run)
@@ -115,7 +115,7 @@ def grouped(runs: list[Run]) -> dict[str, list[Run]]:
 
 
 def _label(summary: dict[str, Any], runs: list[Run]) -> str:
-    """The method, the fields in which its configs differ, and the optimizer where it is not the usual one."""
+    """The method, the fields in which its configs differ, and the optimizer if it differs."""
     method, config = summary["method"], summary["config"]
     peers = [run.summary for run in runs if run.summary["method"] == method]
     differing = [name for name in config if any(peer["config"].get(name) != config[name] for peer in peers)]
@@ -134,7 +134,7 @@ def _optimizer_note(summary: dict[str, Any], peers: list[dict[str, Any]]) -> str
 
 
 def show(value: Any) -> str:
-    """A setting as it is typed."""
+    """A setting as written on the command line."""
     if isinstance(value, list):
         return "+".join(show(part) for part in value)
     if value is None or isinstance(value, bool):
@@ -169,7 +169,7 @@ def _row(label: str, runs: list[Run], measured: list[Run]) -> dict[str, Any]:
 
 
 def _mean_ratio(runs: list[Run], measured: list[Run]) -> float | None:
-    """Against the measured all-reduce run of the same seed if there is one, else against reckoned bytes."""
+    """Against the measured all-reduce run of the same seed if there is one, else against estimated bytes."""
     ratios = []
     for run in runs:
         whole = _measured_for(run, measured)
@@ -178,7 +178,7 @@ def _mean_ratio(runs: list[Run], measured: list[Run]) -> float | None:
 
 
 def _measured_for(run: Run, measured: list[Run]) -> float | None:
-    """What all-reduce sent with the same seed for as many steps; of several such runs, in the same layout."""
+    """Bytes all-reduce sent with the same seed and steps; of several such runs, the one with the same layout."""
     alike = [other for other in measured if all(_same(run, other, field) for field in ("seed", "steps"))]
     nearest = max(alike, key=lambda other: _same(run, other, "nodes"), default=None)
     return nearest.counted_bytes if nearest else None

@@ -1,4 +1,4 @@
-"""The picture of a model made smaller: its layers' singular values, and its size over the cutoff."""
+"""The plot of a compressed model: its layers' singular values, and its size over the cutoff."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MOST_NAMED = 12
-"""Layers up to which each has its name in a legend."""
+"""Most layers with a legend."""
 
 
 def draw(
@@ -23,19 +23,19 @@ def draw(
     parameters: int,
     cutoff: float | None,
 ) -> None:
-    """Write the picture as PNG; `sizes` are pairs of cutoff and parameters, `parameters` those of the cut model."""
+    """Write a PNG; `sizes` are pairs of cutoff and parameters, `parameters` those of the truncated model."""
     figure, (of_layers, of_model) = two_panels()
     _spectra(of_layers, spectra, ranks)
     unit, name = (1e6, "millions") if sizes[0][1] >= 1e6 else (1e3, "thousands")
     of_model.step([size / unit for _, size in sizes], [at for at, _ in sizes], color="#4c72b0", linewidth=2)
-    of_model.axvline(parameters / unit, color="#c44e52", linewidth=1, label=f"cut: {parameters:,} parameters")
+    of_model.axvline(parameters / unit, color="#c44e52", linewidth=1, label=f"chosen: {parameters:,} parameters")
     for axes in (of_layers, of_model):
         if cutoff is not None:
             axes.axhline(cutoff, color="#c44e52", linewidth=1, linestyle="--")
         axes.set_xlim(left=0)
-    dress(of_layers, "place, as a share of the full rank", "singular value / the largest", legend=False)
+    dress(of_layers, "index / full rank", "singular value / largest", legend=False)
     dress(of_model, f"parameters of the whole model ({name})", "")
-    figure.suptitle("Singular values from the first layer (dark) to the last, with the cuts; the size at every cutoff")
+    figure.suptitle("Singular values from the first layer (dark) to the last, with chosen ranks; size at every cutoff")
     figure.savefig(path)
 
 
@@ -48,8 +48,8 @@ def _spectra(axes: Axes, spectra: Mapping[str, Sequence[float]], ranks: Mapping[
         places = [(place + 1) / len(sigma) for place in range(len(sigma))]
         shares = [value / (sigma[0] or 1.0) for value in sigma]
         rank = ranks.get(label)
-        told = f"{label}: {rank or 'all'} of {len(sigma)}"
-        axes.plot(places, shares, color=colour, linewidth=1.2, label=told)
+        text = f"{label}: {rank or 'all'} of {len(sigma)}"
+        axes.plot(places, shares, color=colour, linewidth=1.2, label=text)
         if rank:
             axes.plot(places[rank - 1], shares[rank - 1], "o", color=colour, markersize=5)
     if 0 < len(spectra) <= _MOST_NAMED:

@@ -8,13 +8,13 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-# The other columns leave so much of 100.
+# What the other columns leave of 100 characters.
 _LABEL_WIDTH = 30
-_CAPTION = "Slow-link bytes a node, without evaluation; against fp32 all-reduce as it runs, and an ideal one."
+_CAPTION = "Slow-link bytes per node, without evaluation; compared with fp32 all-reduce as run here, and an ideal one."
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """One row a method and config; bytes and ratios are without those of evaluation."""
+    """One row per method and config; bytes and ratios exclude evaluation."""
     metric, several = rows[0]["metric"], max(len(row["seeds"]) for row in rows) > 1
     title = f"{rows[0]['recipe']}, {len(rows[0]['seeds'])} seed{'s' if several else ''}"
     out = Table(title=title, caption=_CAPTION, box=SIMPLE_HEAD)
@@ -45,7 +45,7 @@ def _cells(row: dict[str, Any], several: bool, frozen: bool) -> list[str]:
 
 
 def _folded(label: str) -> str:
-    """A long label over several lines, broken behind its colon, commas and spaces."""
+    """Wrap a long label after colons, commas and spaces."""
     lines = [""]
     for part in re.findall(r"[^:, ]+[:, ]*", label):
         fits = len(lines[-1] + part.rstrip()) <= _LABEL_WIDTH
@@ -54,7 +54,7 @@ def _folded(label: str) -> str:
 
 
 def figure(metric: str, mean: float, std: float | None = None) -> str:
-    """A metric for people: accuracy in per cent, others as they are."""
+    """Format a metric: accuracy in percent, others as they are."""
     scale, unit = (100, " %") if metric == "accuracy" else (1, "")
     digits = 2 if metric in ("accuracy", "perplexity") else 4
     spread = "" if std is None else f" ± {scale * std:.{digits}f}"
@@ -62,15 +62,15 @@ def figure(metric: str, mean: float, std: float | None = None) -> str:
 
 
 def best_epoch(summary: dict[str, Any]) -> list[str]:
-    """A line on the epoch with the lowest validation loss, where a run looked for it."""
+    """A line on the epoch with the lowest validation loss, if the run selected it."""
     if not (best := summary.get("best_epoch")):
         return []
     end = best["ended_at"]["step"]
-    return [f"as after step {best['step']:,}, of the lowest validation loss; trained until step {end:,}"]
+    return [f"model of step {best['step']:,}, with the lowest validation loss; trained until step {end:,}"]
 
 
 def size(amount: float) -> str:
-    """Bytes for people, in powers of 1,000."""
+    """Format bytes, in powers of 1,000."""
     for unit in ("B", "kB", "MB", "GB"):
         if amount < 1000:
             return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
@@ -79,5 +79,5 @@ def size(amount: float) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """Three digits behind the point; a dash where nothing was sent to compare with."""
+    """Three decimals; a dash if there is nothing to compare with."""
     return "–" if value is None else f"{value:.3f}"

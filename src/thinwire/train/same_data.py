@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from thinwire.admission import check_same_data
 from thinwire.comm.buckets import checksum
 from thinwire.comm.collectives import Wire
+from thinwire.preflight import check_same_data
 from thinwire.train.data import Source
 from thinwire.train.draws import Draws
 

@@ -1,4 +1,4 @@
-"""What is checked once, before the first step: the optimizer, the architecture, the first values, a run's data."""
+"""Checks before the first step: optimizers, architecture, initial values, a run's data."""
 
 import hashlib
 import logging
@@ -25,7 +25,7 @@ _REFUSED = {
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model that is not as its user built it."""
+    """Refuse a model without values, with factored layers, or inside a wrapper."""
     for name, p in model.named_parameters():
         if isinstance(p, UninitializedParameter):
             raise ConfigError(
@@ -37,22 +37,22 @@ def check_model(model: nn.Module) -> None:
             )
     if any(factored_names(module) for module in model.modules()):
         raise ConfigError(
-            "the model has layers in factors, left by an earlier attach: finish() that replica, "
+            "the model has factored layers from an earlier attach: finish() that replica, "
             "or build a new model and load() a save into it"
         )
     if kind := wrapper_inside(model):
         raise ConfigError(
-            f"the model is inside {kind}, which averages or shards its parameters by itself at every step; give "
-            "attach() the bare model instead"
+            f"the model is inside {kind}, which averages or shards its parameters itself; give attach() the bare "
+            "model instead"
         )
 
 
 _INNER = ("optimizer", "_optimizer", "optim", "base_optimizer")
-"""Where wrappers keep the optimizer they wrap."""
+"""Attributes in which wrappers keep the optimizer they wrap."""
 
 
 def given_optimizers(given: Any) -> Optimizers:
-    """The optimizers that a user gave, one or a list; where one only wraps another, that one."""
+    """The optimizers the user gave, one or a list, without their wrappers."""
     each = list(given) if isinstance(given, list | tuple) else [given]
     if not each:
         raise ConfigError("no optimizer was given; give one, or a list of those that train this model")
@@ -63,7 +63,7 @@ def given_optimizers(given: Any) -> Optimizers:
 
 
 def _innermost(optimizer: Any) -> Optimizer:
-    """The optimizer whose steps change parameters: Accelerate's and others' only call it."""
+    """The optimizer inside wrappers such as Accelerate's, which only call it."""
     inner = next((found for name in _INNER if isinstance(found := getattr(optimizer, name, None), Optimizer)), None)
     if inner is not None and not _has_hooks(optimizer):
         return _innermost(inner)
@@ -76,12 +76,12 @@ def _innermost(optimizer: Any) -> Optimizer:
 
 
 def _has_hooks(optimizer: Any) -> bool:
-    """Whether its own step calls step hooks; a wrapper that never initialised its base class has none."""
+    """Whether its step calls step hooks; a wrapper that never initialised its base class has none."""
     return hasattr(optimizer, "_optimizer_step_post_hooks")
 
 
 def check_optimizers(model: nn.Module, optimizers: Optimizers) -> None:
-    """Refuse optimizers that cannot follow, that train something else, or that leave trained parameters out."""
+    """Refuse unsupported optimizers, those of another model, and parameters that no optimizer holds."""
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         if kind in _REFUSED:
@@ -104,8 +104,8 @@ def _check_each_is_held_once(model: nn.Module, optimizers: Optimizers) -> None:
     if left := [name for name, p in trained if not times[id(p)]]:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         raise ConfigError(
-            f"parameter {left[0]!r}{more} would get gradients, but no optimizer that was given holds it; if another "
-            "optimizer trains it, give both as attach(model, [first, second], …), else freeze it by "
+            f"parameter {left[0]!r}{more} would get gradients, but none of the given optimizers holds it; if "
+            "another optimizer trains it, give both as attach(model, [first, second], …), else freeze it with "
             "requires_grad_(False) before attach"
         )
 
@@ -116,19 +116,19 @@ def check_same_architecture(model: nn.Module, optimizers: Optimizers, wire: Wire
     _check_same(own, wire, "models", "build the same model and optimizer on every worker")
 
 
-def check_same_data(told: Sequence[str], wire: Wire) -> None:
-    """What workers say of their data must be the same; booked as part of attaching, whatever its length."""
+def check_same_data(description: Sequence[str], wire: Wire) -> None:
+    """The description of the data must be the same on all workers; counted in the ledger as part of attach."""
     before, wire.ledger.phase = wire.ledger.phase, "attach"
-    _check_same(told, wire, "data", "give every worker the same data")
+    _check_same(description, wire, "data", "give every worker the same data")
     wire.ledger.phase = before
 
 
 def _check_same(own: Sequence[str], wire: Wire, what: str, remedy: str) -> None:
     if len(set(wire.all_gather_object(_digest(own)))) == 1:
         return
-    told = wire.all_gather_object(list(own))
-    differing = [rank for rank, other in enumerate(told) if other != told[0]]
-    here, there = told[0], told[differing[0]]
+    gathered = wire.all_gather_object(list(own))
+    differing = [rank for rank, other in enumerate(gathered) if other != gathered[0]]
+    here, there = gathered[0], gathered[differing[0]]
     place = next((i for i, (x, y) in enumerate(zip(here, there, strict=False)) if x != y), min(len(here), len(there)))
     raise DisagreementError(
         f"workers have different {what}: rank 0 has {_entry(here, place)} where rank {differing[0]} has "
@@ -137,12 +137,12 @@ def _check_same(own: Sequence[str], wire: Wire, what: str, remedy: str) -> None:
 
 
 def spread_first_values(model: nn.Module, wire: Wire) -> None:
-    """Overwrite parameters and buffers by rank 0's where they differ, as DDP does."""
+    """Broadcast rank 0's parameters and buffers if workers differ, as DDP does."""
     tensors = [*(p.detach() for p in model.parameters()), *model.buffers()]
     if not wire.agree(tensors, "checksums"):
         wire.broadcast(tensors, "first values")
         if wire.topology.rank == 0:
-            log.info("workers started from different values: all took rank 0's")
+            log.info("workers had different initial values: all use rank 0's")
 
 
 def _architecture(model: nn.Module, optimizers: Optimizers) -> list[str]:

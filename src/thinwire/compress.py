@@ -1,10 +1,10 @@
-"""`compress`: a trained model made smaller, whoever trained it.
+"""`compress`: make a trained model smaller, however it was trained.
 
-1. copy the model, and multiply out what Thinwire made low-rank before
+1. copy the model, and multiply out layers that Thinwire made low-rank before
 2. find its layers, in their order of use
-3. decompose each as far as factors are smaller than the weight
-4. choose the ranks: by a cutoff, by a rank, or by the size of the whole
-5. cut there, and put plain torch.nn layers in their places
+3. decompose each, up to the rank at which factors are smaller than the weight
+4. choose the ranks: by a cutoff, by a rank, or by the size of the model
+5. truncate, and replace the layers by plain torch.nn layers
 """
 
 import itertools
@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_map
 from thinwire.checks import patterns
 from thinwire.errors import ConfigError
 from thinwire.factor import export
-from thinwire.factor.convert import Kept, Layer, find_layers, to_factors, warn_of_idle_patterns
+from thinwire.factor.convert import Kept, Layer, find_layers, layer_of, to_factors, warn_of_idle_patterns
 from thinwire.factor.forms import label_of
 from thinwire.factor.hooked import copy_of
 from thinwire.factor.program import arguments
 from thinwire.factor.ranks import Part, Whole, chooser
-from thinwire.factor.reopen import Pair, layer_of, to_dense
+from thinwire.factor.reopen import Pair, to_dense
 from thinwire.factor.usage import OrderOfUse
 from thinwire.replica import Replica
 
@@ -36,7 +36,7 @@ Evaluate = Callable[[nn.Module], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Compressed:
-    """A model made smaller, and what became of its layers."""
+    """A compressed model, and what was done to its layers."""
 
     model: nn.Module
     """The small model, in plain torch.nn layers."""
@@ -45,19 +45,19 @@ class Compressed:
     spectra: Mapping[str, Tensor]
     """All singular values of every layer that was decomposed, largest first."""
     kept: tuple[Kept, ...]
-    """Weights that stay full, and why."""
+    """Weights that stayed full, and why."""
     cutoff: float | None
-    """Share of the largest singular value at which layers were cut; None where ranks were given."""
+    """Share of the largest singular value at which layers were truncated; None if ranks were given."""
     parameters_before: int
-    """Numbers that the given model holds."""
+    """Parameters of the given model."""
     parameters_after: int
-    """Numbers that the small one holds."""
+    """Parameters of the small one."""
     sizes: tuple[tuple[float, int], ...] = field(repr=False)
-    """What the model would hold at other cutoffs, as pairs of cutoff and parameters."""
+    """The model's size at other cutoffs, as pairs of cutoff and parameters."""
     before: float | None = None
-    """The given model's accuracy on `data`, or what `evaluate` said of it."""
+    """The given model's accuracy on `data`, or what `evaluate` returned for it."""
     after: float | None = None
-    """The same of the small model."""
+    """The same for the small model."""
     example: Any = field(default=None, repr=False)
     """An input of the model, if one is known."""
 
@@ -67,14 +67,14 @@ class Compressed:
         return self.parameters_before / self.parameters_after
 
     def plot(self, path: Path | str) -> None:
-        """Draw the layers' singular values with the cuts, and the model's size over the cutoff."""
-        from thinwire.report.spectra import draw  # what pictures need is loaded with the first of them
+        """Plot the layers' singular values with their ranks, and the model's size over the cutoff."""
+        from thinwire.report.spectra import draw  # plotting is imported only when used
 
         values = {label: sigma.tolist() for label, sigma in self.spectra.items()}
         draw(Path(path), values, self.ranks, self.sizes, self.parameters_after, self.cutoff)
 
     def save(self, folder: Path | str, *, onnx: bool = False) -> Path:
-        """Write the small model for people who do not have Thinwire; see `thinwire.factor.export.write`."""
+        """Write the small model so that it loads without Thinwire; see `thinwire.factor.export.write`."""
         return export.write(self.model, folder, example_input=self.example, onnx=onnx)
 
 
@@ -96,12 +96,12 @@ def compress(
     Give one of `cutoff` (a share of the largest singular value), `rank` (a whole number, the most for every layer, or a
     share of each layer's full rank) and `target` (how many times fewer parameters). Figures before and after come from
     `data`, batches (x, y) of a classifier, or from `evaluate(model)`. `example` is an input: a tensor, a tuple of
-    arguments or a mapping of them by name. It tells which layer is first and which last, and whose weights other code
-    reads; without one the first batch or `evaluate` does.
+    arguments or a mapping of them by name. A pass over it shows which layer is first and last, and whose weights other
+    code reads; without one the first batch or `evaluate` is used.
     """
     choose, keep = chooser(cutoff, rank, target), patterns(keep)
     if data is not None and evaluate is not None:
-        raise ConfigError("give `data` or `evaluate`, not both: each says how the model is judged")
+        raise ConfigError("give `data` or `evaluate`, not both: each defines how the model is evaluated")
     model = _bare(model)
     if data is not None:
         data, example = _with_first(data, example)
@@ -123,7 +123,7 @@ def compress(
         model=small,
         ranks=made,
         spectra={part.layer.label: part.factors.sigma.cpu() for part in whole.parts},
-        kept=(*(told for told in kept if label_of(told.name) not in made), *full),
+        kept=(*(weight for weight in kept if label_of(weight.name) not in made), *full),
         cutoff=cut_at,
         parameters_before=whole.parameters,
         parameters_after=_count(small),
@@ -135,7 +135,7 @@ def compress(
 
 
 def _bare(model: nn.Module) -> nn.Module:
-    """The model inside what people wrap it in."""
+    """The model inside DataParallel, DDP or torch.compile."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"compress() takes an nn.Module, not {type(model).__name__}")
     if isinstance(model, Replica):
@@ -146,17 +146,17 @@ def _bare(model: nn.Module) -> nn.Module:
 
 
 def _with_first(data: Batches, example: Any) -> tuple[Batches, Any]:
-    """All batches, the first one's input being the example if there is none; `data` may be read only once."""
+    """All batches, and the example, by default the first input; `data` may be an iterator."""
     rest = iter(data)
     first = next(rest, None)
     if first is None:
-        raise ConfigError("`data` has no batches; give (x, y) batches, and not an iterator that is used up")
+        raise ConfigError("`data` has no batches; give (x, y) batches; an iterator must not be exhausted")
     return itertools.chain([first], rest), first[0] if example is None else example
 
 
 def _try(model: nn.Module, example: Any, evaluate: Evaluate | None) -> None:
-    """One pass through the model, for those who watch it."""
-    with _judged(model):
+    """One pass through the model, for its hooks."""
+    with _evaluating(model):
         if example is not None:
             _outputs(model, example)
         elif evaluate is not None:
@@ -165,7 +165,7 @@ def _try(model: nn.Module, example: Any, evaluate: Evaluate | None) -> None:
 
 @contextmanager
 def _all_trained(model: nn.Module) -> Iterator[None]:
-    """A finished model is often frozen: its layers are found as if it were not."""
+    """Unfreeze the model temporarily: frozen layers are to be compressed too."""
     frozen = [p for p in model.parameters() if p.is_floating_point() and not p.requires_grad]
     for p in frozen:
         p.requires_grad_(True)
@@ -191,13 +191,13 @@ def _cut(
     had: Mapping[str, Pair],
     trial: Callable[[nn.Module], None] | None,
 ) -> tuple[nn.Module, dict[str, int], list[Kept]]:
-    """The model in plain layers of these ranks, the ranks of all it has, and the weights that stay full after all."""
+    """The model in plain layers of these ranks, the ranks by layer, and the weights that stay full after all."""
     cut: dict[str, Layer] = {}
     full = []
     for part, rank in zip(parts, ranks, strict=True):
         layer = part.layer
         if not layer.view.is_smaller(rank):
-            full.append(Kept(layer.key, f"no smaller at rank {rank} of {part.full_rank}"))
+            full.append(Kept(layer.key, f"not smaller at rank {rank} of {part.full_rank}"))
         elif rank != part.own:
             cut[layer.key] = layer
             _factor(layer, part.factors.a[:, :rank], part.factors.b[:rank])
@@ -207,7 +207,7 @@ def _cut(
             cut[key] = layer
             _factor(layer, pair.a, pair.b)
     if trial is not None:
-        trial(model)  # notes whose weights other code reads
+        trial(model)  # records whose weights other code reads
     made = {layer.label: layer.rank or 0 for layer in cut.values()}
     frozen = [layer.name for layer in cut.values() if not layer.factors[0].requires_grad]
     plain = export.to_plain(model)
@@ -217,7 +217,7 @@ def _cut(
 
 
 def _saved(model: nn.Module, key: str, had: Pair) -> int:
-    """How many fewer numbers a low-rank layer that is not cut is made of in the end: plain factors, or its weight."""
+    """Parameters saved in a low-rank layer that is not truncated: it becomes plain factors, or its full weight."""
     m, n = (view := layer_of(model, key).view).tall
     return had.numbers - (had.rank * (m + n) if view.is_smaller(had.rank) else m * n)
 
@@ -236,22 +236,22 @@ def _factor(layer: Layer, a: Tensor, b: Tensor) -> None:
 def _figures(
     model: nn.Module, small: nn.Module, data: Batches | None, evaluate: Evaluate | None
 ) -> tuple[float | None, float | None]:
-    with _judged(model), _judged(small):
+    with _evaluating(model), _evaluating(small):
         if evaluate is not None:
             return float(evaluate(model)), float(evaluate(small))
         return _accuracies(model, small, data) if data is not None else (None, None)
 
 
 def _accuracies(model: nn.Module, small: nn.Module, data: Batches) -> tuple[float, float]:
-    """Of both, in one pass over the data."""
+    """Accuracies of both models, in one pass over the data."""
     hits, count = [0, 0], 0
     for x, y in data:
         for i, each in enumerate((model, small)):
             found = _outputs(each, x).argmax(-1)
             if found.shape != y.shape:
                 raise ConfigError(
-                    f"`data` has targets of shape {tuple(y.shape)} for outputs of classes {tuple(found.shape)}; "
-                    "it is for classifiers with classes last, give `evaluate` for other models"
+                    f"`data` has targets of shape {tuple(y.shape)} for predictions of shape {tuple(found.shape)}; it "
+                    "is for classifiers with classes last, give `evaluate` for other models"
                 )
             hits[i] += int((found == y.to(found.device)).sum())
         count += y.numel()
@@ -259,7 +259,7 @@ def _accuracies(model: nn.Module, small: nn.Module, data: Batches) -> tuple[floa
 
 
 def _outputs(model: nn.Module, inputs: Any) -> Tensor:
-    """What the model says, on its own device; the logits of what transformers' models return."""
+    """The model's output on its own device; for transformers' models the logits."""
     device = next(model.parameters()).device
     args, keywords = arguments(tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs))
     found = model(*args, **keywords)
@@ -267,8 +267,8 @@ def _outputs(model: nn.Module, inputs: Any) -> Tensor:
 
 
 @contextmanager
-def _judged(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode and without gradients, and as it was afterwards."""
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; restores the training flags."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         with torch.no_grad():

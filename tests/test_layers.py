@@ -1,4 +1,4 @@
-"""The order of rooms: a file imports only from what stands above it."""
+"""The layers of the package, as CONTRIBUTING.md draws them: a module imports only from modules before it."""
 
 import ast
 import re
@@ -9,47 +9,15 @@ import pytest
 
 from thinwire.methods.registry import METHODS
 
-PACKAGE = Path(__file__).parent.parent / "src" / "thinwire"
-ORDER = [
-    *(
-        "errors",
-        "files",
-        "units",
-        "checks",
-        "config",
-        "settings",
-        "factor",
-        "comm",
-        "store",
-        "methods",
-        "compiling",
-        "admission",
-        "snapshot",
-    ),
-    *(
-        "stepping",
-        "guards",
-        "notices",
-        "replica",
-        "ema",
-        "train",
-        "recipes",
-        "report",
-        "squeeze",
-        "plan",
-        "tune",
-        "launch",
-        "jobs",
-        "netbench",
-        "commands",
-        "cli",
-    ),
-]
-DOORS = ("__init__", "__main__")  # the package's own front doors see every room
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "thinwire"
+DIAGRAM = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("```layers\n")[1].split("```")[0]
+ORDER = [module for line in DIAGRAM.splitlines() for module in line.partition("|")[0].split()]
+ENTRY_POINTS = ("__init__", "__main__")  # may import every layer
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
-def _room(path: Path) -> str:
+def _layer(path: Path) -> str:
     first = path.relative_to(PACKAGE).parts[0]
     return first.removesuffix(".py")
 
@@ -66,29 +34,34 @@ def _imports(path: Path) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def _rooms_used(path: Path) -> set[str]:
+def _layers_used(path: Path) -> set[str]:
     return {name.split(".")[1] for name in _imports(path) if name.startswith("thinwire.")}
 
 
+def test_the_diagram_has_every_layer_once():
+    assert len(ORDER) == len(set(ORDER))
+    assert set(ORDER) == {_layer(path) for path in SOURCES} - set(ENTRY_POINTS)
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_come_from_above(path):
-    room = _room(path)
-    if room in DOORS:
+def test_imports_come_from_earlier_layers(path):
+    layer = _layer(path)
+    if layer in ENTRY_POINTS:
         return
-    assert room in ORDER, f"{path.name} stands in no room; put it into ORDER or into a folder"
-    allowed = set(ORDER[: ORDER.index(room) + 1])
-    assert _rooms_used(path) <= allowed, f"{room} may import from {sorted(allowed)} only"
+    assert layer in ORDER, f"{path.name} is in no layer; add it to the diagram in CONTRIBUTING.md"
+    allowed = set(ORDER[: ORDER.index(layer) + 1])
+    assert _layers_used(path) <= allowed, f"{layer} may import from {sorted(allowed)} only"
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if _room(p) == "report"], ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [p for p in SOURCES if _layer(p) == "report"], ids=lambda p: p.name)
 def test_report_imports_nothing_of_training(path):
-    assert _rooms_used(path) <= {"errors", "files", "report"}
+    assert _layers_used(path) <= {"errors", "files", "report"}
     assert not any(name.split(".")[0] == "torch" for name in _imports(path))
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_only_comm_calls_torch_distributed(path):
-    if _room(path) == "comm":
+    if _layer(path) == "comm":
         return
     assert not any(name.startswith("torch.distributed") for name in _imports(path))
     attributes = (n for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Attribute))
@@ -97,7 +70,7 @@ def test_only_comm_calls_torch_distributed(path):
 
 @pytest.mark.parametrize(
     "path",
-    [p for p in SOURCES if _room(p) in ("train", "launch", "jobs", "cli")],
+    [p for p in SOURCES if _layer(p) in ("train", "failures", "launch", "jobs", "cli")],
     ids=lambda p: str(p.relative_to(PACKAGE)),
 )
 def test_training_and_command_line_name_no_method(path):
@@ -106,12 +79,12 @@ def test_training_and_command_line_name_no_method(path):
     assert not found
 
 
-def test_the_rules_bite(tmp_path, monkeypatch):
+def test_violations_are_caught(tmp_path, monkeypatch):
     (tmp_path / "factor").mkdir()
     bad = tmp_path / "factor" / "layers.py"
     bad.write_text("from thinwire import comm\nfrom ..train.loop import fit\nimport torch.distributed as dist\n")
-    monkeypatch.setattr("test_rooms.PACKAGE", tmp_path)
+    monkeypatch.setattr("test_layers.PACKAGE", tmp_path)
     with pytest.raises(AssertionError, match="factor may import"):
-        test_imports_come_from_above(bad)
+        test_imports_come_from_earlier_layers(bad)
     with pytest.raises(AssertionError):
         test_only_comm_calls_torch_distributed(bad)
