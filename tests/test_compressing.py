@@ -131,7 +131,11 @@ def conservation(rank: int, group_size: int) -> dict[str, list[Any]]:
         optimizer = sgd(model)
         replica = thinwire.attach(model, optimizer, replace(config, group_size=group_size))
         own: list[list[Tensor]] = []
-        replica._method.gradients.prepare = lambda gradients, own=own: own.append([g.clone() for g in gradients])
+        bucket = bucket_of(replica)
+        begin = bucket.begin
+        bucket.begin = lambda tensors, own=own, begin=begin, **more: (
+            own.append([t.clone() for t in tensors]) or begin(tensors, **more)
+        )
         found[name] = []
         for step in range(4):
             optimizer.zero_grad()
