@@ -142,7 +142,9 @@ class GradientAveraging:
     @property
     def _can_begin_early(self) -> bool:
         on_cpu = self._trained[0].device.type == "cpu" and not self.wire.is_simulated
-        return on_cpu and len(self.topology.group) == 1 and self.prepare is None
+        # All workers must decide alike, so a group of one beside larger ones does not.
+        alone = all(len(group) == 1 for group in self.topology.groups)
+        return on_cpu and alone and self.prepare is None
 
     # A step.
 
