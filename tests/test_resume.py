@@ -208,6 +208,26 @@ def test_other_groups_continue_from_what_was_not_sent(tmp_path: Path) -> None:
         assert load_compressing(0, name, None, f"{tmp_path}/{name}-1")[2] == SETTINGS
 
 
+def become_several(rank: int, folder: str) -> list[int]:
+    found = []
+    for wire in ("fp32", "lowrank:2"):
+        replica, optimizer, scheduler = build(ab(group_size=1, wire=wire))
+        replica.load(f"{folder}/{wire}")
+        assert replica.phase == "groups" and replica.step == 6
+        advance(replica, optimizer, scheduler, 6, STEPS, rank)
+        found.append(values(replica.finish()))
+    return found
+
+
+def test_a_lone_group_that_trains_factors_may_become_several(tmp_path: Path) -> None:
+    for wire in ("fp32", "lowrank:2"):
+        replica, optimizer, scheduler = build(ab(group_size=1, wire=wire))
+        advance(replica, optimizer, scheduler, 0, 6, 0)
+        replica.save(tmp_path / wire)
+    first, second = gang.run(become_several, 2, str(tmp_path))
+    assert first == second
+
+
 def test_a_save_of_something_else_is_refused(tmp_path: Path) -> None:
     replica, optimizer, scheduler = build(ab(group_size=None))
     advance(replica, optimizer, scheduler, 0, 3, 0)
