@@ -17,7 +17,7 @@ from measure import Figure, alternate, arguments, figure, median_clock, report, 
 from torch import nn
 
 from thinwire.recipes import named
-from thinwire.train.feed import Feed
+from thinwire.train.batcher import Batcher
 
 TARGET = "<= 0.1"
 BLOCK = 20
@@ -36,12 +36,12 @@ def main() -> None:
 
 
 def _share(name: str, data: Path, batch: int, device: str, pairs: int) -> Figure:
-    recipe = named(name).but(batch=batch)
+    recipe = named(name).replace(batch=batch)
     source, place = recipe.source(data), torch.device(device)
     model = recipe.model(source).to(place)
     optimizer = recipe.optimizer(model.parameters())
-    feed = Feed(recipe, source, place)
-    fixed = feed.batch(0)
+    batcher = Batcher(recipe, source, place)
+    fixed = batcher.batch(0)
 
     def block(batches: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for x, y in batches:
@@ -53,11 +53,11 @@ def _share(name: str, data: Path, batch: int, device: str, pairs: int) -> Figure
             optimizer.step()
 
     steps, wait = BLOCK if device == "cuda" else 1, waiting_for(device)
-    ways = [lambda: block(map(feed.batch, range(steps))), lambda: block(iter([fixed] * steps))]
+    ways = [lambda: block(map(batcher.batch, range(steps))), lambda: block(iter([fixed] * steps))]
     for way in ways:
         way()  # to warm up
     turns = alternate(*ways, pairs, wait)
-    alone = median_clock(time_of(partial(feed.batch, step), wait) for step in range(20))
+    alone = median_clock(time_of(partial(batcher.batch, step), wait) for step in range(20))
     whole = median_clock(first for first, _ in turns) / steps
     detail = {"step": f"{1e3 * whole:.2f} ms", "a batch alone": f"{1e3 * alone:.2f} ms ({alone / whole:.3f} of a step)"}
     shares = [1 - second.clock / first.clock for first, second in turns]

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 import thinwire
 from thinwire.commands.sources import finished
+from thinwire.experiments.models import VGG16BN
 from thinwire.factor import export
 from thinwire.recipes import named
 from thinwire.report import read_run
-from thinwire.train.models import VGG16BN, CharGPT
+from thinwire.train.models import CharGPT
 
 Run = Callable[[int], None]
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from workers import run_workers
 
 import thinwire
-from thinwire.train.models import VGG16BN
+from thinwire.experiments.models import VGG16BN
 
 TARGET = "<= 1"
 WARMUP, GROUP_STEPS = 3, 3

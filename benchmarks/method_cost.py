@@ -17,7 +17,7 @@ from measure import Figure, arguments, figure, report
 from workers import run_workers
 
 import thinwire
-from thinwire.train.models import VGG16BN
+from thinwire.experiments.models import VGG16BN
 
 TARGET = "<= 1.10"
 WORKERS = 2

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from thinwire.train.models import VGG16BN
+from thinwire.experiments.models import VGG16BN
 
 Shape = tuple[int, ...]
 

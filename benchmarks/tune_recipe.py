@@ -11,15 +11,12 @@ import argparse
 import json
 import statistics
 import tempfile
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rivals.validation import without_heldout
 from safetensors.torch import load_file
-from torch.optim import AdamW
 
 import thinwire
 from thinwire.factor.decompose import decompose
@@ -42,12 +39,8 @@ def main() -> None:
 
 
 def _measure(given: argparse.Namespace, lr: float, decay: float) -> dict[str, Any]:
-    recipe = named(given.recipe, steps=given.steps)
-    kept = {k: v for k, v in recipe.optimizer.keywords.items() if k not in ("lr", "weight_decay")}  # type: ignore[attr-defined]
-    optimizer = partial(AdamW, lr=lr, weight_decay=decay, **kept)
-    recipe = replace(
-        recipe, optimizer=optimizer, source=lambda folder: without_heldout(named(given.recipe).source(folder))
-    )
+    recipe = named(given.recipe, steps=given.steps, lr=lr, weight_decay=decay)
+    recipe = recipe.replace(source=lambda folder: without_heldout(named(given.recipe).source(folder)))
     found, shares = [], []
     for seed in range(given.seeds):
         with tempfile.TemporaryDirectory() as out:

@@ -236,7 +236,7 @@ def differ(rank: int, folder: str) -> dict[str, str]:
     found = {}
     for what in ("one more", "one less", "others", "targets", "fingerprint"):
         source = odd_data(what, rank == 2)
-        recipe = named("digits").but(source=lambda _, source=source: source)
+        recipe = named("digits").replace(source=lambda _, source=source: source)
         with pytest.raises(DisagreementError) as caught:
             fit(recipe, AllReduce(), out=folder)
         found[what] = str(caught.value)

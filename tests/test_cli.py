@@ -310,7 +310,7 @@ def test_a_picture_never_costs_a_result(tmp_path, monkeypatch):
 def test_help_says_where_data_comes_from_and_that_schedules_can_be_chosen():
     for command in ("run", "compare", "plan", "netbench"):
         told = " ".join(CliRunner().invoke(main, [command, "--help"]).output.split())
-        assert "schedule=table|guideline" in told and "digits and shakespeare have theirs in the package" in told
+        assert "schedule=table|guideline" in told and "that of digits and shakespeare is in the package" in told
 
 
 def test_data_may_be_a_file_where_the_source_takes_one(tmp_path):

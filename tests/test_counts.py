@@ -9,11 +9,11 @@ import pytest
 import thinwire
 from thinwire.recipes import named
 from thinwire.train import fit
-from thinwire.train.counts import Counts, tell
+from thinwire.train.counts import Counts, figures
 
 
 def told(counts: Counts, **sizes: Any) -> dict[str, Any]:
-    return tell(
+    return figures(
         counts, **{"trainable_full": 1000, "full": 1000, "final": 1000, "wall_s": 10.0, "factored": True, **sizes}
     )
 

@@ -14,23 +14,24 @@ from thinwire.cli import main
 SETTINGS = ["--steps", "20", "--set", "every=8"]
 OWN = """
 from torch import nn
-from thinwire.recipes import digits, vgg16_bn
+from thinwire.experiments import vgg16_bn
+from thinwire.recipes import digits
 
 def narrow():
-    return vgg16_bn(width=0.125).but(batch=8, steps=6, epochs=2)
+    return vgg16_bn(width=0.125).replace(batch=8, steps=6, epochs=2)
 
 def many():
-    return small().but(batch=160)
+    return small().replace(batch=160)
 
 def small():
-    return digits().but(batch=64, steps=6)
+    return digits().replace(batch=64, steps=6)
 
 def lost():
     class Lost(nn.Linear):
         def forward(self, x):
             return super().forward(x.flatten(1)) / 0
 
-    return narrow().but(model=lambda source: Lost(3072, 10), clip=None)
+    return narrow().replace(model=lambda source: Lost(3072, 10), clip=None)
 """
 
 
@@ -66,7 +67,7 @@ def test_real_workers_take_a_step_and_the_rest_is_planned(place):
     assert len(set(step["losses"])) == 2, "each worker has examples of its own"
     assert all(seconds > 0 for seconds in step["seconds"].values())
     assert run["settings"] == {"total_steps": 20, "every": 8.0}
-    assert run["batch_a_worker"] == [32] and run["groups"] == run["nodes"] == [[0], [1]]
+    assert run["batch_per_worker"] == [32] and run["groups"] == run["nodes"] == [[0], [1]]
     memory = told["memory"]
     assert memory["state_bytes"] == row["memory_bytes"] and memory["activation_bytes"] > 0
     becomes = {weight["layer"]: weight["becomes"] for weight in told["layers"]["weights"]}
@@ -93,7 +94,7 @@ def test_it_reads_well_and_leaves_a_run_alone(place):
     for text in (
         "digits: a small CNN",
         "allreduce",
-        "1, so nothing crosses a wire",
+        "1, so nothing is sent",
         "1,257 to train on, 540 held out",
         "1 steps in 30 epochs, 0.0509 passes over this data",
         "AdamW, lr 0.003",
@@ -128,7 +129,7 @@ def test_a_loss_that_is_no_number_is_said_loudly(tmp_path, caplog):
     assert (told["run"]["epochs"], told["run"]["passes"]) == (2, 0.48)
     assert [record.message for record in caplog.records] == [
         "6 steps of 8 examples are 0.48 passes over this data of 100, not 2 epochs; "
-        "for those give `--steps 25`, or but(steps=25) in a recipe of your own"
+        "for those give `--steps 25`, or replace(steps=25) in a recipe of your own"
     ]
     assert told["run"]["data"] == {"train": 100, "validation": None, "heldout": 20}
     assert told["run"]["precision"] == "fp32" and told["run"]["autocast_on_gpu"]
@@ -142,11 +143,11 @@ def test_a_large_batch_is_cut_on_a_cpu(tmp_path):
     words = ["--method", "allreduce", "--workers", 1, "--dry-run"]
     few, many = (json.loads(thinwire("run", f"{own}:{name}", *words, "--json")) for name in ("small", "many"))
     assert few["step"]["examples"] == many["step"]["examples"] == [64]
-    assert many["run"]["batch_a_worker"] == [160] and many["step"]["finite"]
+    assert many["run"]["batch_per_worker"] == [160] and many["step"]["finite"]
     assert many["memory"]["activation_bytes"] == few["memory"]["activation_bytes"] * 160 // 64
     told = " ".join(thinwire("run", f"{own}:many", *words).split())
-    assert "taken 64 of the 160 examples of a worker" in told
-    assert "examples of a worker" not in thinwire("run", f"{own}:small", *words)
+    assert "taken 64 of 160 examples per worker" in told
+    assert "examples per worker" not in thinwire("run", f"{own}:small", *words)
 
 
 def test_a_cpu_computes_in_fp32_and_says_so_once(tmp_path, caplog):

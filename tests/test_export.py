@@ -348,7 +348,7 @@ def run(tmp_path_factory) -> SimpleNamespace:
 
 def test_an_unfinished_run_is_merged_and_cut_as_it_would_have_been(run, tmp_path):
     text = export(run.folder / "unfinished", "--out", tmp_path / "small")
-    assert "saved at step 17 of 21 by ab, amid a group phase: this is the mean of 2 groups' copies" in text
+    assert "saved at step 17 of 21 by ab, in a group phase: this is the mean of 2 groups' copies" in text
     assert f"parameters {run.parameters:,} of 226,794" in text and "cut at 0.5 of" in text
     program = torch.export.load(tmp_path / "small" / "program.pt2").module()
     close(said(program, heldout()), run.output)
@@ -419,7 +419,7 @@ from thinwire.errors import ConfigError
 from thinwire.recipes import Recipe
 from thinwire.train.data import Images
 from thinwire.train.task import CLASSIFY
-from thinwire.train.views import CIFAR10, Pictures
+from thinwire.experiments.pictures import CIFAR10, Pictures
 
 def source(folder):
     if folder is None:
@@ -432,7 +432,7 @@ def recipe():
     sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.01)
     return Recipe(
         name="pictures", summary="", task=CLASSIFY, source=source, model=lambda source: nn.Sequential(*layers),
-        optimizer=sgd, steps=2, batch=4, views=Pictures(statistics=CIFAR10, flip=False), autocast=True,
+        optimizer=sgd, steps=2, batch=4, transform=Pictures(statistics=CIFAR10, flip=False), autocast=True,
     )
 """
 
@@ -480,7 +480,7 @@ def test_models_say_what_they_take(elsewhere, tmp_path):
     wanted = {name: about[name] for name in ("inputs", "views")}
     assert wanted["inputs"] == [{"shape": ["batch", 3, 8, 8], "dtype": "float32"}]
     assert wanted["views"].startswith("Pictures(statistics=((0.49139968, ")
-    assert "views" not in describe_inputs(torch.zeros(2, 1), digits().told_views)
+    assert "views" not in describe_inputs(torch.zeros(2, 1), digits().transform_name)
     assert describe_inputs({"ids": tokens()}) == {"inputs": {"ids": {"shape": ["batch", 12], "dtype": "int64"}}}
     # Of earlier versions.
     copytree(elsewhere.run, tmp_path / "run")
@@ -501,7 +501,7 @@ class Half(Recipe):
 
 def test_models_are_judged_in_the_precision_of_their_run():
     recipe = digits()
-    assert not recipe.but(autocast=True).precision(torch.device("cpu"))._enabled
+    assert not recipe.replace(autocast=True).precision(torch.device("cpu"))._enabled
     source, seen = recipe.source(None), set()
     model = recipe.model(source)
     model.register_forward_hook(lambda module, given, found: seen.add(found.dtype))
@@ -568,7 +568,7 @@ def test_a_models_function_and_its_weights(own):
         ("model.py:model --out new --rank many", "`--rank`='many' must be a whole number"),
         ("model.py:model --out new --target 90", "`target`=90.0 cannot be reached"),
         ("model.py:model --out new --weights none.safetensors", "there is no file `none.safetensors`"),
-        ("model.py:model --out new --weights model.py", "`model.py` is no safetensors file; write one with"),
+        ("model.py:model --out new --weights model.py", "`model.py` is not a safetensors file; write one with"),
         ("model.py:model --out new --weights keys.safetensors", "model.py:model: the weights are of a different model"),
         ("model.py:model --out new --weights shapes.safetensors", "size mismatch for 2.weight"),
         ("model.py:with_wrong_inputs --out new", "fails on its own inputs: RuntimeError"),
@@ -577,9 +577,9 @@ def test_a_models_function_and_its_weights(own):
         ("model.py:model --out new --onnx", "writing ONNX needs an example"),
         ("model.py:model --out new --data .", "--data and --recipe are for runs"),
         ("full --out new --weights w.safetensors", "--weights is for FILE.py:FUNCTION"),
-        ("nowhere --out new", "`nowhere` is no folder of a run, and no FILE.py:FUNCTION either"),
+        ("nowhere --out new", "`nowhere` is neither the folder of a run nor FILE.py:FUNCTION"),
         ("full --out new", "no `summary.json` in `full`: there is no finished run"),
-        ("run --out new --rank 2", "the run's recipe 'tiny' does not come with Thinwire"),
+        ("run --out new --rank 2", "the run's recipe 'tiny' is not installed"),
         ("run --out new --rank 2 --recipe digits", "the run is of the recipe 'tiny', and --recipe digits is 'digits'"),
     ],
 )

@@ -53,6 +53,14 @@ def test_imports_come_from_earlier_layers(path):
     assert _layers_used(path) <= allowed, f"{layer} may import from {sorted(allowed)} only"
 
 
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_experiments_stand_on_training_alone_and_nothing_on_them(path):
+    if _layer(path) == "experiments":
+        assert _layers_used(path) <= {"errors", "config", "comm", "train", "recipes", "experiments"}
+    else:
+        assert "experiments" not in _layers_used(path)
+
+
 @pytest.mark.parametrize("path", [p for p in SOURCES if _layer(p) == "report"], ids=lambda p: p.name)
 def test_report_imports_nothing_of_training(path):
     assert _layers_used(path) <= {"errors", "files", "report"}
@@ -88,3 +96,6 @@ def test_violations_are_caught(tmp_path, monkeypatch):
         test_imports_come_from_earlier_layers(bad)
     with pytest.raises(AssertionError):
         test_only_comm_calls_torch_distributed(bad)
+    bad.write_text("from thinwire.experiments.models import ViT\n")
+    with pytest.raises(AssertionError):
+        test_experiments_stand_on_training_alone_and_nothing_on_them(bad)

@@ -43,7 +43,7 @@ def test_a_run_without_resume_leaves_a_paused_run_alone(tmp_path, monkeypatch):
     # Refused before the data is looked for.
     said = _thinwire(*RUN, "--seed", 1, "--data", tmp_path / "nowhere", "--out", out, expect=2)
     assert f"`{out}` is in use, it holds records.jsonl, checkpoint" in said
-    assert "add `--resume` to go on with it, `--overwrite` to replace it, or give another `--out`" in said
+    assert "add `--resume` to continue it, `--overwrite` to replace it, or give another `--out`" in said
     assert _held(out) == before
     monkeypatch.setattr("thinwire.jobs.launch", lambda *_: pytest.fail("workers were started"))
     _thinwire(*RUN, "--workers", 2, "--seed", 1, "--out", out, expect=2)

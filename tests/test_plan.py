@@ -348,7 +348,7 @@ def test_values_are_drawn_only_to_time_a_step() -> None:
         built.append(plain.model(source))
         return built[-1]
 
-    what = of_recipe(plain.but(model=model), 2)
+    what = of_recipe(plain.replace(model=model), 2)
     make_plan(what, {"ab": ab()}, Layout(workers=2), Links(), stopwatch=Stopwatch(what, given(0.1))).as_dict()
     assert [next(each.parameters()).is_meta for each in built] == [True]
     assert measure(what).seconds > 0

@@ -12,8 +12,8 @@ from torch.optim import AdamW
 sys.path.append(str(Path(__file__).parents[1]))
 from models import give_decaying_spectra
 
+from thinwire.experiments.models import VGG16BN
 from thinwire.recipes import Recipe
-from thinwire.train.models import VGG16BN
 from thinwire.train.task import CLASSIFY
 
 

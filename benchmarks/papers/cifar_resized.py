@@ -5,12 +5,12 @@ thinwire run benchmarks/papers/cifar_resized.py:vgg16 --data DIR --method ab --w
 
 from typing import Any
 
-from thinwire import recipes
+from thinwire import experiments
+from thinwire.experiments.pictures import CIFAR10, Pictures
 from thinwire.recipes import Recipe
-from thinwire.train.views import CIFAR10, Pictures
 
 
 def vgg16(**sizes: Any) -> Recipe:
-    return recipes.vgg16(**sizes).but(
-        name="vgg16-cifar10-resized", views=Pictures(statistics=CIFAR10, scale=(0.08, 1.0))
+    return experiments.vgg16(**sizes).replace(
+        name="vgg16-cifar10-resized", transform=Pictures(statistics=CIFAR10, scale=(0.08, 1.0))
     )

@@ -17,8 +17,9 @@ from rich.table import Table
 from thinwire.comm.process_groups import failed
 from thinwire.comm.topology import place
 from thinwire.commands import options, pictures
-from thinwire.commands.dry_run import simulate
+from thinwire.commands.dry_run import dry_run as take_one_step
 from thinwire.commands.export import export
+from thinwire.commands.fields import WithFields
 from thinwire.commands.netbench import netbench
 from thinwire.commands.plan import plan
 from thinwire.commands.stability import stability
@@ -26,7 +27,7 @@ from thinwire.errors import ConfigError, ThinwireError, is_refusal, one_line
 from thinwire.jobs import Job, variant, variants
 from thinwire.launch import inside_job
 from thinwire.methods.registry import METHODS
-from thinwire.recipes import RECIPES, named
+from thinwire.recipes import installed, named
 from thinwire.report import compare as compare_runs
 from thinwire.report import read_run, read_runs, table
 from thinwire.report.live import Progress, following
@@ -37,7 +38,7 @@ _COMPARISON = ("comparison.json", "comparison.png")
 
 
 class _Commands(click.Group):
-    """Errors that Thinwire raises on purpose, and what the system refuses, are one sentence without a traceback."""
+    """Thinwire's own errors, and those of the operating system, are printed as one sentence without a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -59,7 +60,7 @@ class _Commands(click.Group):
 @click.version_option(package_name="thinwire")
 def main() -> None:
     """Train PyTorch models over slow networks, and count every byte."""
-    # What the launcher checks its workers find again, and one notice of it is enough.
+    # The launcher and its workers check the same things; one notice is enough.
     level = logging.INFO if inside_job() and _speaks() else logging.WARNING
     logging.basicConfig(format="thinwire: %(message)s", level=level)
 
@@ -68,19 +69,25 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
     """The flags that `run` and `compare` have in common."""
     shared = [
         click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="Workers to start."),
-        click.option("--group-size", metavar="G", help='Workers to a group, or "world". On one machine: to a node.'),
+        click.option("--group-size", metavar="G", help='Workers per group, or "world". On one machine: per node.'),
         click.option("--steps", type=click.IntRange(1), metavar="N", help="Steps instead of the recipe's."),
         click.option("--epochs", type=click.IntRange(1), metavar="N", help="Epochs instead of the recipe's."),
+        click.option("--batch-size", type=click.IntRange(1), metavar="N", help="Examples per step, over all workers."),
+        click.option("--lr", type=float, metavar="X", help="Highest learning rate instead of the recipe's."),
+        click.option("--weight-decay", type=float, metavar="X", help="Weight decay instead of the recipe's."),
+        click.option("--validate", is_flag=True, help="Report on validation data, not on the test data."),
         options.data,
         options.settings,
         click.option("--out", type=options.DIR, metavar="DIR", help="Where to write; under runs/ if not given."),
-        click.option("--resume", is_flag=True, help="Go on from the last save."),
+        click.option("--resume", is_flag=True, help="Continue from the last save."),
         options.overwrite,
         click.option("--save-every", type=click.IntRange(1), metavar="N", help="Save every N steps."),
         click.option("--no-model", "model", flag_value=False, default=True, help="Do not write the finished model."),
         click.option("--eval-every", type=click.IntRange(1), metavar="N", help="Evaluate every N steps."),
-        click.option("--stability", type=click.IntRange(1), metavar="N", help="Look at the bases every N steps."),
-        click.option("--stability-back", type=click.IntRange(1), metavar="K", help="Against K looks before, not one."),
+        click.option("--stability", type=click.IntRange(1), metavar="N", help="Compare the bases every N steps."),
+        click.option(
+            "--stability-back", type=click.IntRange(1), metavar="K", help="Compare with K comparisons before, not one."
+        ),
         click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and nothing else."),
         click.option("--quiet", is_flag=True, help="No progress line."),
     ]
@@ -91,21 +98,25 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
 
 @main.command("list")
 def list_() -> None:
-    """Recipes and methods there are."""
+    """Installed recipes, and methods."""
     out = Table(show_header=False, box=None)
-    for name, recipe in RECIPES.items():
-        out.add_row("recipe", name, recipe().summary)
+    for name in installed():
+        try:
+            summary = named(name).summary
+        except ThinwireError as error:  # one broken package should not hide the others
+            summary = str(error)
+        out.add_row("recipe", name, summary)
     for name, entry in METHODS.items():
         out.add_row("method", name, entry.summary)
     Console().print(out)
 
 
-@main.command()
+@main.command(cls=WithFields)
 @click.argument("recipe")
-@click.option("--method", required=True, metavar="METHOD", help="As METHOD or METHOD:FIELD=VALUE; see `thinwire list`.")
+@click.option("--method", required=True, metavar="METHOD", help="METHOD or METHOD:FIELD=VALUE; see `thinwire list`.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="S", help="Seed.")
-@click.option("--dry-run", is_flag=True, help="Take one real step, tell what the run would be, and keep nothing.")
-@click.option("--until", type=click.IntRange(1), metavar="N", help="Stop after step N, saved; --resume goes on.")
+@click.option("--dry-run", is_flag=True, help="Take one real step, describe the run, and keep nothing.")
+@click.option("--until", type=click.IntRange(1), metavar="N", help="Save and stop after step N; --resume continues.")
 @click.option("--first-step", is_flag=True, hidden=True)
 @_shared
 def run(recipe: str, method: str, dry_run: bool, as_json: bool, quiet: bool, out: Path | None, **flags: Any) -> None:
@@ -122,32 +133,32 @@ def run(recipe: str, method: str, dry_run: bool, as_json: bool, quiet: bool, out
         job.refuse_occupied()
     job.check()
     if dry_run:
-        simulate(job, speaks=_speaks(), as_json=as_json, quiet=quiet)
+        take_one_step(job, speaks=_speaks(), as_json=as_json, quiet=quiet)
         return
     summary = _execute(job, chosen.label, quiet=quiet or as_json)
     if as_json and _speaks():
         click.echo(json.dumps(summary, indent=2))
     elif not quiet and _speaks():
-        _tell(summary, folder)
+        _print_summary(summary, folder)
     if "stopped_at" in summary:
         return
-    # Workers that the launcher started leave the picture to it.
+    # The launcher draws the picture, not its workers.
     if job.stability and _speaks() and not (quiet and inside_job()):
         pictures.of_stability([read_run(folder)], silent=quiet or as_json)
 
 
 @main.command()
 @click.argument("recipe")
-@click.option("--methods", metavar="A,B", help="As METHOD or METHOD:FIELD=VALUE, by commas; all if not given.")
+@click.option("--methods", metavar="A,B", help="METHOD or METHOD:FIELD=VALUE, separated by commas; default: all.")
 @click.option("--seeds", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Seeds 0 to N−1.")
 @_shared
 def compare(
     recipe: str, methods: str | None, seeds: int, as_json: bool, quiet: bool, out: Path | None, **flags: Any
 ) -> None:
-    """Train RECIPE with several methods over several seeds, and set them side by side.
+    """Train RECIPE with several methods and seeds, and compare them.
 
     RECIPE is a name from `thinwire list`, or FILE.py:FUNCTION, a function of yours that returns a
-    `thinwire.recipes.Recipe`. A method may come several times, with other settings each.
+    `thinwire.recipes.Recipe`. A method may be given several times, with different settings.
     """
     folder = out or Path("runs") / f"compare-{named(recipe).name}"
     base = Job(recipe=recipe, method="", out=folder, **_as_fields(flags))
@@ -168,9 +179,9 @@ def compare(
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON, and nothing else.")
 def report(folder: Path, as_json: bool) -> None:
-    """Table and pictures of the finished runs in DIR, built anew.
+    """Rebuild the table and pictures of the finished runs in DIR.
 
-    They are made of the runs' own files, so comparison.json, comparison.png, ranks.png and stability.png are replaced.
+    They come from the runs' own files, so comparison.json, comparison.png, ranks.png and stability.png are replaced.
     """
     _report(folder, [found.folder for found in read_runs(folder)], as_json)
 
@@ -180,7 +191,7 @@ def _as_fields(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_occupied(folder: Path, jobs: list[Job]) -> None:
-    """Neither a comparison nor any of its runs is lost unseen."""
+    """Refuse to overwrite a comparison or any of its runs."""
     for job in jobs:
         job.refuse_occupied()
     if not (jobs[0].resume or jobs[0].overwrite):
@@ -188,10 +199,10 @@ def _refuse_occupied(folder: Path, jobs: list[Job]) -> None:
 
 
 def _check_all(jobs: list[tuple[str, Job]]) -> None:
-    """Each by itself, and that no two of them are one run under two names."""
+    """Check each job, and that no two of them are the same run."""
     seen: dict[tuple[str, int], str] = {}
     for label, job in jobs:
-        job.check(data=not seen)  # all of them have one folder
+        job.check(data=not seen)  # all read the same folder
         first = seen.setdefault((repr(job.config), job.seed), label)
         if first != label:
             raise ConfigError(f"`{first}` and `{label}` have the same settings; leave one of them out")
@@ -205,9 +216,11 @@ def _execute(job: Job, label: str, *, quiet: bool) -> dict[str, Any]:
         return job.run(lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
 
 
-def _tell(summary: dict[str, Any], folder: Path) -> None:
+def _print_summary(summary: dict[str, Any], folder: Path) -> None:
     if "stopped_at" in summary:
-        click.echo(f"saved after step {summary['stopped_at']} of {summary['steps']} in {folder}; go on with --resume")
+        click.echo(
+            f"saved after step {summary['stopped_at']} of {summary['steps']} in {folder}; continue with --resume"
+        )
         return
     metric = summary["metric"]
     before = figure(metric, summary[f"{metric}_before_truncation"])
@@ -215,7 +228,7 @@ def _tell(summary: dict[str, Any], folder: Path) -> None:
     traffic = summary["traffic"]
     sent = traffic["slow_bytes"] - traffic["by_purpose"].get("evaluate", {}).get("slow_bytes", 0)
     lines = [
-        f"{metric} {figure(metric, summary[metric])} ({before} before truncation)",
+        f"{metric} {figure(metric, summary[metric])} on {summary['split']} data ({before} before truncation)",
         *best_epoch(summary),
         f"slow link {size(sent)} without evaluation, {share} of all-reduce fp32",
         f"model {summary['parameters_final']:,} of {summary['parameters_full']:,} parameters, "
@@ -232,14 +245,14 @@ def _report(folder: Path, places: list[Path], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
     else:
-        # Not a terminal: nothing is known of its width, and a cut-off figure would be lost.
+        # Without a terminal the width is unknown, and a cut-off figure would be lost.
         wide = Console()
         Console(width=None if wide.is_terminal else 100).print(table(rows))
     pictures.of_comparison(runs, rows, folder, silent=as_json)
 
 
 def _speaks() -> bool:
-    """Whether this process talks to the user: the launcher, a lone process, or rank 0 of a job."""
+    """Whether this process prints: the launcher, a single process, or rank 0 of a job."""
     here = place()
     return here is None or here.rank == 0
 

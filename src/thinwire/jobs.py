@@ -62,6 +62,14 @@ class Job:
     """Save and stop after this many of the recipe's steps."""
     eval_every: int | None = None
     """Steps between evaluations; overrides the recipe's."""
+    batch_size: int | None = None
+    """Examples per step, over all workers, instead of the recipe's."""
+    lr: float | None = None
+    """Highest learning rate instead of the recipe's."""
+    weight_decay: float | None = None
+    """Weight decay instead of the recipe's."""
+    validate: bool = False
+    """Report on validation data instead of test data."""
     model: bool = True
     """Whether to write the finished model."""
     stability: int | None = None
@@ -78,8 +86,9 @@ class Job:
         """The recipe over this job's steps, with its settings for the method."""
         here = place()
         workers = here.world_size if here else self.workers
-        length = {"steps": self.steps, "epochs": self.epochs, "eval_every": self.eval_every}
-        return named(self.recipe, **length, workers=workers).suited_to(self.method)
+        names = ("steps", "epochs", "eval_every", "batch_size", "lr", "weight_decay", "validate")
+        given: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return named(self.recipe, **given, workers=workers).suited_to(self.method)
 
     @cached_property
     def config(self) -> Any:
@@ -177,6 +186,9 @@ class Job:
             "--save-every": self.save_every,
             "--until": self.until,
             "--eval-every": self.eval_every,
+            "--batch-size": self.batch_size,
+            "--lr": self.lr,
+            "--weight-decay": self.weight_decay,
             "--stability": self.stability,
             "--stability-back": self.stability_back,
         }
@@ -185,7 +197,7 @@ class Job:
         for text in self.settings:
             words += ["--set", text]
         flags = {"--resume": self.resume, "--overwrite": self.overwrite}
-        flags |= {"--no-model": not self.model, "--first-step": self.first_step}
+        flags |= {"--no-model": not self.model, "--first-step": self.first_step, "--validate": self.validate}
         return [*words, "--quiet", *(flag for flag, given in flags.items() if given)]
 
 

@@ -47,8 +47,12 @@ def _parse(cls: type, name: str, text: str, hint: Any) -> Any:
             return _parse_as(candidate, text)
         except ValueError:
             continue
-    allowed = " or ".join(_describe(candidate) for candidate in _alternatives(hint))
-    raise ConfigError(f"`{name}`={text!r} does not fit {cls.__name__}: it takes {allowed}")
+    raise ConfigError(f"`{name}`={text!r} does not fit {cls.__name__}: it takes {allowed(hint)}")
+
+
+def allowed(hint: Any) -> str:
+    """The values that a field of this type takes, in words."""
+    return " or ".join(_describe(candidate) for candidate in _alternatives(hint))
 
 
 def _alternatives(hint: Any) -> list[Any]:

@@ -149,6 +149,29 @@ class Wire:
             purpose,
         )
 
+    def swap(self, flat: Tensor, partner: int, purpose: str) -> Tensor:
+        """Send a flat vector to a group, which sends its own at the same time, and return that; all members call it.
+
+        Member j of both groups exchanges share j, then each group hands its shares around.
+        """
+        topology, received = self.topology, torch.empty_like(flat)
+        pairs = [(topology.group[j], topology.groups[partner][j]) for j in range(topology.shares)]
+        mine, theirs = (list(t.tensor_split(topology.shares)) for t in (flat, received))
+        sent = side_by_side(topology.mesh(pair, size_of(share)) for pair, share in zip(pairs, mine, strict=True))
+        self._timed(lambda: self._swap_share(mine, theirs, partner), sent, purpose)
+        for j, share in enumerate(theirs):
+            self.broadcast_in_group([share], j, purpose)
+        return received
+
+    def _swap_share(self, mine: list[Tensor], theirs: list[Tensor], partner: int) -> None:
+        if self.carries:
+            j = self.topology.member
+            other = self.topology.groups[partner][j]
+            send = dist.P2POp(dist.isend, mine[j], other, self._cross)
+            receive = dist.P2POp(dist.irecv, theirs[j], other, self._cross)
+            for work in dist.batch_isend_irecv([send, receive]):
+                work.wait()
+
     def broadcast(self, tensors: Sequence[Tensor], purpose: str, members: Ranks | None = None) -> None:
         """Overwrite tensors with those of the first member."""
         members = members or self.topology.world

@@ -3,7 +3,8 @@
 1. Every group cuts its values into as many parts as there are groups, and sends each part's code to its owner.
 2. An owner adds up what it received and sends the sum's code to everyone.
 
-What either code does not say is kept, and said the next time: in `residual` by each group, in `owned` by each owner.
+What either code leaves out is kept and sent the next time: in `residual` by each group, in `owned` by each owner. What
+an owner has of its own part is not coded on its way to the sum.
 Both change only when a sum is committed. One that nobody used, because a step was skipped or its gradients were thrown
 away, leaves no trace in later ones.
 The bytes do not grow with the number of groups. Members of a group carry a share of the values each.
@@ -21,7 +22,7 @@ _FLAG = 4
 
 
 class CompressedSum:
-    """One flat vector a worker, summed over groups again and again by the groups' weights."""
+    """One flat vector per worker, summed over groups again and again by the groups' weights."""
 
     def __init__(
         self,
@@ -30,7 +31,6 @@ class CompressedSum:
         quantizer: Quantizer,
         device: torch.device,
         purpose: str,
-        result: Tensor | None = None,
     ) -> None:
         topology = wire.topology
         self.wire = wire
@@ -54,24 +54,25 @@ class CompressedSum:
         self.owned = torch.zeros(elements(self.mine[topology.group_index]), dtype=torch.float32, device=device)
         self.next_residual, self.next_owned = torch.zeros_like(self.residual), torch.zeros_like(self.owned)
         """What takes their place when the sum under way is committed."""
-        self.result = torch.empty(starts[-1], dtype=torch.float32, device=device) if result is None else result
-        """Where sums are written; several that are never used at once may share it."""
+        self.size = starts[-1]
+        """Values in all rows."""
         self._pending: Pending | None = None
 
     def add(self, values: Sequence[Tensor], places: Sequence[slice], again: bool = False) -> None:
-        """Add values to this worker's share of what was not said; `again` to the share that was sent last."""
+        """Add values to this worker's share of what was left out; `again` to the share that was sent last."""
         before = self.next_residual if again else self.residual
         for value, place in zip(values, places, strict=True):
             torch.add(before[place], value, out=self.next_residual[place])
 
     def begin(self, healthy: bool = True) -> None:
-        """Send this worker's share, after `add`; an unhealthy worker says only that it is."""
+        """Send this worker's share, after `add`; an unhealthy worker sends only that it is."""
         sent = torch.zeros(self.groups, self.length, dtype=torch.uint8, device=self.residual.device)
         if not healthy:
             sent[:, -_FLAG:] = 1
         elif not sent.is_meta:
-            for payload, part, values in zip(sent, self.mine, self._split(self.next_residual), strict=True):
-                self.quantizer.encode(values, part, payload)
+            for g, values in enumerate(self._split(self.next_residual)):
+                if g != self.wire.topology.group_index:  # its own part it adds exactly
+                    self.quantizer.encode(values, self.mine[g], sent[g])
         self._pending = self.wire.all_to_all(sent, self.purpose)
 
     def middle(self, again: bool = False) -> None:
@@ -81,16 +82,25 @@ class CompressedSum:
         part = self.mine[topology.group_index]
         if not again:
             self.next_owned.copy_(self.owned)
-        for payload, group in zip(received, topology.groups, strict=True) if not received.is_meta else ():
-            self.quantizer.decode(payload, part, self.next_owned, len(group) / topology.world_size)
+        for g, group in enumerate(topology.groups) if not received.is_meta else ():
+            weight = len(group) / topology.world_size
+            if g == topology.group_index:
+                own = self._split(self.next_residual)[g]
+                self.next_owned.add_(own, alpha=weight)
+                own.zero_()
+            else:
+                self.quantizer.decode(received[g], part, self.next_owned, weight)
         out = torch.zeros(self.length, dtype=torch.uint8, device=self.owned.device)
         self.quantizer.encode(self.next_owned, part, out)
         out[-_FLAG:] = received[:, -_FLAG:].amax(0)
         self._pending = self.wire.all_gather(out, self.purpose)
 
-    def end(self) -> Tensor | None:
-        """The sum, the same bits on all workers; None if anyone was unhealthy, and then it must not be committed."""
-        shape, device = (self.groups, self.length), self.result.device
+    def end(self, out: Tensor | None = None) -> Tensor | None:
+        """The sum, the same bits on all workers; None if anyone was unhealthy, and then it must not be committed.
+
+        It is written to `out`, if given: as many values as all rows have.
+        """
+        shape, device = (self.groups, self.length), self.residual.device
         blocks = [torch.empty(shape, dtype=torch.uint8, device=device) for _ in self.parts]
         assert self._pending is not None, "nothing was begun"
         if self.wire.carries:
@@ -98,17 +108,18 @@ class CompressedSum:
         self._pending = None
         for j, block in enumerate(blocks):
             self.wire.broadcast_in_group([block], j, self.purpose)
+        result = torch.empty(self.size, dtype=torch.float32, device=device) if out is None else out
         if device.type == "meta":
-            return self.result
+            return result
         if bool(blocks[0][0, -1]):
             return None
         place = 0
         for block, share in zip(blocks, self.parts, strict=True):
             for payload, part in zip(block, share, strict=True):
                 size = elements(part)
-                self.quantizer.decode(payload, part, self.result[place : place + size])
+                self.quantizer.decode(payload, part, result[place : place + size])
                 place += size
-        return self.result
+        return result
 
     def run(self, healthy: bool = True, again: bool = False) -> Tensor | None:
         """All three at once."""
@@ -117,7 +128,7 @@ class CompressedSum:
         return self.end()
 
     def commit(self) -> None:
-        """The last sum was used: what it did not say is from now on what is not said yet."""
+        """The last sum was used: what it left out is sent the next time."""
         self.residual, self.next_residual = self.next_residual, self.residual
         self.owned, self.next_owned = self.next_owned, self.owned
 
@@ -134,13 +145,13 @@ class CompressedSum:
         return {"residual": self.residual, "owned": self.owned, "place": place}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Go on from what `state` gave."""
+        """Continue from a state."""
         self.residual.copy_(state["residual"])
         self.owned.copy_(state["owned"])
 
     def adopt(self, everyone: Sequence[dict[str, Tensor]]) -> None:
-        """Go on from the states of all workers of another world: each group starts from their mean."""
-        whole = unsent(everyone, len(self.result))
+        """Continue from the states of all workers of another world: each group starts from their mean."""
+        whole = unsent(everyone, self.size)
         self.residual.copy_(whole[self.span[0] : self.span[1]])
         self.owned.zero_()
 

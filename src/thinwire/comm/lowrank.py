@@ -70,7 +70,8 @@ class LowRank(Aggregator):
         if not self._healthy or not ps:
             return
         orthogonalise(ps)
-        self.next_qs = {i: error.T @ self._ps[i] for i, error in self.next_errors.items()}  # (m, n) @ (n, r)
+        # ((r, n) @ (n, m))ᵀ, which reads each error row by row.
+        self.next_qs = {i: (self._ps[i].T @ error).T.contiguous() for i, error in self.next_errors.items()}
         with hidden_behind(self.wire, self._steps // 2):
             self.second.begin(list(self.next_qs.values()))
 
@@ -102,7 +103,7 @@ class LowRank(Aggregator):
 
     def shared(self) -> State:
         """Every Q."""
-        return {f"q.{i}": q.contiguous() for i, q in self.qs.items()}
+        return {f"q.{i}": q for i, q in self.qs.items()}
 
     def local(self) -> State:
         """This group's errors."""

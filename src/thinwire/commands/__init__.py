@@ -1,1 +1,1 @@
-"""Commands that are more than a few lines, a file each."""
+"""Commands of more than a few lines, one file each."""

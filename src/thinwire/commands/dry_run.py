@@ -1,4 +1,4 @@
-"""`thinwire run … --dry-run`: one real step in a folder that is thrown away, and what the run would be."""
+"""`thinwire run … --dry-run`: one real step in a temporary folder, and a description of the run."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from thinwire.train.folder import of_a_run
 from thinwire.train.task import describe_optimizer
 
 
-def simulate(job: Job, *, speaks: bool, as_json: bool, quiet: bool) -> None:
-    """Take the step, and tell of it where this process speaks; a loss that is no number ends with exit code 1."""
+def dry_run(job: Job, *, speaks: bool, as_json: bool, quiet: bool) -> None:
+    """Take the step and, if `speaks`, print a report; a loss that is not finite exits with code 1."""
     console = Console(stderr=True)
     if speaks and not (as_json or quiet):
         console.print("taking one step, and planning the others …", highlight=False)
     before = _before(job)
     step = _take(job, console)
     if speaks:
-        logging.getLogger("thinwire").setLevel(logging.WARNING)  # what the step said of its layout is enough
-        told = _told(job, step) | {"out": {"folder": str(job.out), "then": before}}
-        click.echo(json.dumps(told, indent=2)) if as_json else show(told)
+        logging.getLogger("thinwire").setLevel(logging.WARNING)  # the step has logged its layout already
+        report = _report(job, step) | {"out": {"folder": str(job.out), "then": before}}
+        click.echo(json.dumps(report, indent=2)) if as_json else show(report)
     if not _finite(step):
         sys.exit(1)
 
@@ -59,23 +59,23 @@ def _take(job: Job, console: Console) -> dict[str, Any]:
 
 
 def _before(job: Job) -> str:
-    """What a real run would find in its folder, and do about it."""
+    """What a real run would find in its folder, and what it would do."""
     if job.resume and job.finished():
         return "holds this run, finished: nothing would be trained"
     if saved := checkpoint.find(job.out / "checkpoint"):
         if not job.resume:
-            return _refused(job, "--resume goes on from it")
+            return _refused(job, "--resume continues it")
         at = checkpoint.position(saved, checkpoint.identity(job.trained, job.config, job.seed))["step"]
-        return f"would go on from step {at:,}"
+        return f"would continue from step {at:,}"
     return _refused(job, "--overwrite replaces it") if of_a_run(job.out) and not job.resume else "new"
 
 
 def _refused(job: Job, remedy: str) -> str:
-    """Of a folder that holds a run, if one has not said what to do with it."""
+    """For a folder that holds a run, without `--resume`."""
     return "holds a run that would be overwritten" if job.overwrite else f"holds a run and would be refused; {remedy}"
 
 
-def _told(job: Job, step: dict[str, Any]) -> dict[str, Any]:
+def _report(job: Job, step: dict[str, Any]) -> dict[str, Any]:
     """Everything, as plain values."""
     workload = of_recipe(job.trained, len(step["losses"]), job.data)
     traffic, state_bytes = _traffic(job, workload, len(step["losses"]))
@@ -117,7 +117,7 @@ def _run(job: Job, step: dict[str, Any]) -> dict[str, Any]:
         "passes": step["passes"],
         "seed": job.seed,
         "batch": recipe.batch,
-        "batch_a_worker": sorted({min(step["examples"]), max(step["examples"])}),
+        "batch_per_worker": sorted({min(step["examples"]), max(step["examples"])}),
         "data": step["data"],
         **describe_optimizer(recipe.optimizer),
         "optimizer_of_method": recipe.usual_optimizer is not None,
@@ -126,18 +126,18 @@ def _run(job: Job, step: dict[str, Any]) -> dict[str, Any]:
         "precision": recipe.precision_name(torch.device(device["kind"])),
         "autocast_on_gpu": recipe.autocast,
         "device": device,
-        "workers_a_card": step["workers_a_card"],
+        "workers_per_device": step["workers_per_device"],
     }
 
 
 def _unusual(config: Any) -> dict[str, Any]:
-    """Fields that have no default, or another value."""
+    """Fields without a default, or with a different value."""
     usual = {field.name: field.default for field in dataclasses.fields(config)}
     return {name: value for name, value in describe(config).items() if getattr(config, name) != usual[name]}
 
 
 def _rate(recipe: Recipe) -> dict[str, Any]:
-    """The course of the learning rate by its first, highest and last share of the optimizer's own."""
+    """The learning rate schedule by its first, highest and last multiple of the optimizer's rate."""
     shares = [recipe.rate.factor(step, recipe.steps, recipe.epochs) for step in range(recipe.steps)]
     highest = max(range(recipe.steps), key=shares.__getitem__)
     return {
@@ -150,7 +150,7 @@ def _rate(recipe: Recipe) -> dict[str, Any]:
 
 
 def _layers(workload: Workload, job: Job, order: list[str]) -> dict[str, Any]:
-    """Every weight of two dimensions or more, and what becomes of it."""
+    """Every weight of two dimensions or more, and whether it is factored."""
     fate = _fates(workload, job.config, order) if issubclass(METHODS[job.method].method, Factoring) else {}
     weights: list[dict[str, Any]] = [
         {
@@ -182,28 +182,28 @@ def _fates(workload: Workload, config: Any, order: list[str]) -> dict[str, str]:
 
 
 def _traffic(job: Job, workload: Workload, workers: int) -> tuple[dict[str, Any], int]:
-    """What the whole run would send, as `thinwire plan` has it; and the bytes that a worker holds between steps."""
-    # Bytes are asked for, not seconds: a step of any length serves.
+    """What the whole run would send, as in `thinwire plan`, and the bytes per worker between steps."""
+    # Only bytes are used, so a step may take any time.
     layout, watch = Layout(workers=workers, nodes=_nodes()), Stopwatch(workload, given(1.0))
     plan = make_plan(workload, {job.method: job.config}, layout, Links(), stopwatch=watch)
     (row,) = plan.as_dict()["methods"]
     usual = plan.baseline.slow_bytes / workload.steps
     names = ("slow_bytes", "slow_bytes_range", "slow_bytes_per_step", "traffic_vs_allreduce_fp32", "assumes")
-    told = {name: row[name] for name in names}
+    totals = {name: row[name] for name in names}
     known = METHODS[job.method].method.phases
     steps = {phase: row["steps_by_phase"][phase] for phase in known if phase in row["steps_by_phase"]}
-    return {**told, "phases": _phases(plan.rows[0], steps, usual)}, row["memory_bytes"]
+    return {**totals, "phases": _phases(plan.rows[0], steps, usual)}, row["memory_bytes"]
 
 
 def _nodes() -> int | None:
-    """Machines of the job that this process is a worker of; None for one."""
+    """The number of machines in this process's job; None for one."""
     here = place()
     machines = here.world_size // here.local_size if here else 1
     return machines if machines > 1 else None
 
 
 def _phases(row: Row, steps: dict[str, int], usual: float) -> list[dict[str, Any]]:
-    """What each sends, and before them attaching; `usual` is what a step of fp32 all-reduce sends."""
+    """What each phase sends, starting with attach; `usual` is one step of fp32 all-reduce."""
     sent = _by_phase(row.forecast)
     bounds = [_by_phase(f) for f in (row.lowest, row.highest) if f]
     table = []

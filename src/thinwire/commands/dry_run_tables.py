@@ -1,4 +1,4 @@
-"""What `--dry-run` found, for people."""
+"""The report of `--dry-run` as tables."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from rich.table import Table
 from thinwire import units
 from thinwire.report.tables import ratio, size
 
-# Of more weights than this, so many first and last ones are shown.
+# With more weights than this, only so many first and last ones are shown.
 _MOST, _FIRST, _LAST = 30, 24, 4
 _OPTIMIZER = ("momentum", "betas", "weight_decay")
 
 
-def show(told: dict[str, Any]) -> None:
+def show(report: dict[str, Any]) -> None:
     """Print all of it."""
     wide = Console()
     console = Console(width=None if wide.is_terminal else 100, highlight=False)
-    for part in (_run(told), _layers(told["layers"]), _traffic(told), _step(told)):
+    for part in (_run(report), _layers(report["layers"]), _traffic(report), _step(report)):
         console.print(part)
         if part.caption:
             console.print()
-    step = told["step"]
+    step = report["step"]
     if not step["finite"]:
         lost = [str(rank) for rank, loss in enumerate(step["losses"]) if loss is None]
-        console.print(f"[bold red]THE LOSS IS NOT FINITE[/] on worker {', '.join(lost)}: this run would train nothing.")
+        console.print(f"[bold red]THE LOSS IS NOT FINITE[/] on worker {', '.join(lost)}: this run would not train.")
     else:
-        console.print(f"The step worked; nothing was kept, and {told['out']['folder']} was not touched.")
+        console.print(f"The step worked; nothing was kept, and {report['out']['folder']} was not touched.")
 
 
 def _pairs(title: str) -> Table:
@@ -39,13 +39,13 @@ def _pairs(title: str) -> Table:
     return out
 
 
-def _run(told: dict[str, Any]) -> Table:
-    run = told["run"]
+def _run(report: dict[str, Any]) -> Table:
+    run = report["run"]
     out = _pairs("The run")
     out.add_row("recipe", f"{run['recipe']}: {run['summary']}")
     out.add_row("method", _method(run))
     out.add_row("workers", _workers(run))
-    out.add_row("batch", f"{run['batch']:,} examples, {_range(run['batch_a_worker'])} a worker")
+    out.add_row("batch", f"{run['batch']:,} examples, {_range(run['batch_per_worker'])} per worker")
     length = f"{run['steps']:,} steps in {run['epochs']:,} epochs, {run['passes']:.3g} passes over this data"
     out.add_row("length", f"{length}, seed {run['seed']}")
     out.add_row("data", _data(run["data"]))
@@ -53,7 +53,7 @@ def _run(told: dict[str, Any]) -> Table:
     out.add_row("rate", _rate(run))
     out.add_row("precision", _precision(run))
     out.add_row("device", _device(run))
-    out.add_row("folder", f"{told['out']['folder']} ({told['out']['then']})")
+    out.add_row("folder", f"{report['out']['folder']} ({report['out']['then']})")
     return out
 
 
@@ -64,7 +64,7 @@ def _method(run: dict[str, Any]) -> str:
 
 def _workers(run: dict[str, Any]) -> str:
     if run["workers"] == 1:
-        return "1, so nothing crosses a wire"
+        return "1, so nothing is sent"
     groups, nodes = run["groups"], run["nodes"]
     parts = [_parts(nodes, "node")] if groups == nodes else [_parts(nodes, "node"), _parts(groups, "group")]
     same = ", each a group" if groups == nodes else ""
@@ -89,7 +89,7 @@ def _optimizer(run: dict[str, Any]) -> str:
     known = {name: run.get(f"optimizer.{name}") for name in ("lr", *_OPTIMIZER)}
     words = [f"{name} {_plain(value)}" for name, value in known.items() if value]
     clip = [] if run["clip"] is None else [f"gradients clipped to {run['clip']:g}"]
-    own = ["found for this method"] if run["optimizer_of_method"] else []
+    own = ["chosen for this method"] if run["optimizer_of_method"] else []
     return ", ".join([run["optimizer"], *words, *clip, *own])
 
 
@@ -99,7 +99,7 @@ def _rate(run: dict[str, Any]) -> str:
         f"{lr * share:.3g}" if isinstance(lr, float) else f"{share:.3g} of it"
         for share in (rate["first"], rate["highest"], rate["last"])
     )
-    return f"{rate['name']}: {first} at first, {highest} at most (step {rate['highest_at']:,}), {last} at last"
+    return f"{rate['name']}: {first} first, {highest} highest (step {rate['highest_at']:,}), {last} last"
 
 
 def _precision(run: dict[str, Any]) -> str:
@@ -108,15 +108,15 @@ def _precision(run: dict[str, Any]) -> str:
 
 
 def _device(run: dict[str, Any]) -> str:
-    device, sharers = run["device"], run["workers_a_card"]
+    device, sharers = run["device"], run["workers_per_device"]
     if device["kind"] != "cuda":
         threads = device["threads"]
-        return f"{device['name']}, {threads} thread{'' if threads == 1 else 's'} a worker"
+        return f"{device['name']}, {threads} thread{'' if threads == 1 else 's'} per worker"
     if sharers == 1:
-        return f"{device['name']}, one a worker"
+        return f"{device['name']}, one per worker"
     return (
-        f"{device['name']}, shared by {sharers} workers: what they send goes through the host by gloo, and they "
-        "take turns on the card. Bytes and accuracy hold, seconds do not."
+        f"{device['name']}, shared by {sharers} workers: gloo sends through the host, and they take turns on the "
+        "GPU. Bytes and accuracy are as on separate GPUs, seconds are not."
     )
 
 
@@ -150,8 +150,8 @@ def _weight(w: dict[str, Any], factors: bool) -> list[str]:
 
 def _left_out(weights: list[dict[str, Any]], factors: bool) -> list[str]:
     count = sum(w["becomes"] == "factored" for w in weights)
-    told = f"{count} factored, {len(weights) - count} full"
-    return [f"… {len(weights)} more", "", "", f"{sum(w['parameters'] for w in weights):,}", *[told][: int(factors)]]
+    summary = f"{count} factored, {len(weights) - count} full"
+    return [f"… {len(weights)} more", "", "", f"{sum(w['parameters'] for w in weights):,}", *[summary][: int(factors)]]
 
 
 def _of_factored(layers: dict[str, Any]) -> str:
@@ -163,18 +163,18 @@ def _of_factored(layers: dict[str, Any]) -> str:
     )
 
 
-def _traffic(told: dict[str, Any]) -> Table:
-    traffic = told["traffic"]
+def _traffic(report: dict[str, Any]) -> Table:
+    traffic = report["traffic"]
     ranged = bool(traffic["slow_bytes_range"])
     out = Table(title="Over the slow link", caption=_of_traffic(traffic), box=SIMPLE_HEAD)
     out.title_justify = out.caption_justify = "left"
     out.add_column("phase", no_wrap=True)
-    for heading in ("steps", "a step", "in all", *["rank 1 to full rank"][: int(ranged)], "vs all-reduce"):
+    for heading in ("steps", "per step", "total", *["rank 1 to full rank"][: int(ranged)], "vs all-reduce"):
         out.add_column(heading, justify="right", no_wrap=True)
     for row in traffic["phases"]:
         out.add_row(row["phase"], f"{row['steps']:,}", *_sent(row, ranged))
     out.add_section()
-    out.add_row("all", f"{told['run']['steps']:,}", *_sent(traffic, ranged), style="bold")
+    out.add_row("all", f"{report['run']['steps']:,}", *_sent(traffic, ranged), style="bold")
     return out
 
 
@@ -190,34 +190,34 @@ def _share(row: dict[str, Any]) -> str:
 
 
 def _of_traffic(traffic: dict[str, Any]) -> str:
-    told = ["Bytes a node without evaluation, as planned."]
+    lines = ["Bytes per node without evaluation, as planned."]
     if traffic["slow_bytes_range"]:
-        told.append("Ranks of a typical run.")
+        lines.append("Ranks of a typical run.")
     if traffic["assumes"]:
-        told.append(f"If {traffic['assumes']}.")
-    return " ".join(told)
+        lines.append(f"If {traffic['assumes']}.")
+    return " ".join(lines)
 
 
-def _step(told: dict[str, Any]) -> Table:
-    memory, step, run = told["memory"], told["step"], told["run"]
+def _step(report: dict[str, Any]) -> Table:
+    memory, step, run = report["memory"], report["step"], report["run"]
     out = _pairs("Memory, and the step that was taken")
     held = f"{size(memory['state_bytes'])} of state at most, {size(memory['activation_bytes'])} of activations"
-    out.add_row("planned", f"{size(memory['planned_bytes'])} a worker: {held}")
+    out.add_row("planned", f"{size(memory['planned_bytes'])} per worker: {held}")
     if memory["peak_bytes"] is not None:
-        out.add_row("peak", _peak(memory, run["workers_a_card"]))
+        out.add_row("peak", _peak(memory, run["workers_per_device"]))
     out.add_row("loss", f"{step['loss']:.4f}" if step["finite"] else "NOT FINITE")
     parts = ", ".join(f"{name} {units.time(seconds)}" for name, seconds in step["seconds"].items())
     out.add_row("seconds", f"{parts} (a first step is slow)")
-    if (most := max(step["examples"])) < max(run["batch_a_worker"]):
-        whole = f"{max(run['batch_a_worker']):,} examples of a worker"
-        out.add_row("taken", f"{most:,} of the {whole}, enough on a CPU; activations are those of all")
+    if (most := max(step["examples"])) < max(run["batch_per_worker"]):
+        whole = f"{max(run['batch_per_worker']):,} examples per worker"
+        out.add_row("taken", f"{most:,} of {whole}, enough on a CPU; activations are scaled to all")
     return out
 
 
 def _peak(memory: dict[str, Any], sharers: int | None) -> str:
-    times = f", times {sharers} on the card" if sharers and sharers > 1 else ""
-    has = f"the card has {size(memory['device_bytes'])}"
-    return f"{size(memory['peak_bytes'])} a worker in this step, with the data that is on the card{times}; {has}"
+    times = f", times {sharers} on the GPU" if sharers and sharers > 1 else ""
+    has = f"the GPU has {size(memory['device_bytes'])}"
+    return f"{size(memory['peak_bytes'])} per worker in this step, including data on the GPU{times}; {has}"
 
 
 def _plain(value: Any) -> str:

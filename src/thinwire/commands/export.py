@@ -21,7 +21,7 @@ from thinwire.factor.export import describe_inputs, write
 from thinwire.factor.program import read_program, refuse_onnx, write_onnx
 from thinwire.factor.ranks import chooser
 from thinwire.files import read_json
-from thinwire.recipes import RECIPES
+from thinwire.recipes import installed
 from thinwire.report import read_run
 from thinwire.report.tables import figure, size
 from thinwire.train import checkpoint
@@ -31,27 +31,27 @@ log = logging.getLogger("thinwire")
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _MOST_NAMED = 6
-"""Layers that stay full up to which all are named."""
+"""Most full layers that are named."""
 
 
 @click.command()
 @click.argument("source")
 @click.option("--out", required=True, type=options.DIR, metavar="DIR", help="A new folder.")
 @options.overwrite
-@click.option("--cutoff", type=float, metavar="C", help="Cut layers at this share of their largest singular value.")
-@click.option("--rank", metavar="R", help="The most for every layer, or a share of its full rank, as 0.25.")
-@click.option("--target", type=float, metavar="T", help="So many times fewer parameters than SOURCE has.")
+@click.option("--cutoff", type=float, metavar="C", help="Truncate at this fraction of the largest singular value.")
+@click.option("--rank", metavar="R", help="Largest rank per layer, or a fraction of its full rank, such as 0.25.")
+@click.option("--target", type=float, metavar="T", help="Wanted ratio of SOURCE's parameters to the result's.")
 @click.option("--onnx", is_flag=True, help="Write model.onnx too.")
 @click.option(
     "--data",
     type=options.DATA,
     metavar="DIR",
-    help="Folder with the data that a run's model is judged on, where it is not in the package.",
+    help="Folder with the data to evaluate a run's model on, if it is not in the package.",
 )
 @click.option("--weights", type=_FILE, metavar="FILE", help="Safetensors with the values for a function's model.")
 @click.option("--recipe", metavar="FILE.py:FUNCTION", help="The run's recipe, if it is your own.")
 def export(source: str, out: Path, overwrite: bool, onnx: bool, **flags: Any) -> None:
-    """Write a model in plain torch.nn layers that need no Thinwire, made smaller if asked for.
+    """Write a model in plain torch.nn layers, without Thinwire, and smaller if asked for.
 
     SOURCE is the folder of a run, finished or not, or FILE.py:FUNCTION, a function of yours that returns an nn.Module,
     maybe with its inputs.
@@ -59,13 +59,13 @@ def export(source: str, out: Path, overwrite: bool, onnx: bool, **flags: Any) ->
     how = _asked_for(flags)
     _refuse_occupied(out, overwrite)
     with _new_folder(out) as folder:
-        told, *lines = _write(source, how, folder, onnx, flags)
+        origin, *lines = _write(source, how, folder, onnx, flags)
     files = f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}"
-    click.echo("\n".join([told, files, *lines, *_uses(out)]))
+    click.echo("\n".join([origin, files, *lines, *_uses(out)]))
 
 
 def _asked_for(flags: dict[str, Any]) -> dict[str, Any]:
-    """How to make it smaller; nothing where it is to be written as it is."""
+    """How to make it smaller; empty to write it as it is."""
     rank = None if flags["rank"] is None else _number(flags["rank"])
     how = {"cutoff": flags["cutoff"], "rank": rank, "target": flags["target"]}
     given = {name: value for name, value in how.items() if value is not None}
@@ -78,11 +78,13 @@ def _number(text: str) -> float:
     try:
         return int(text) if text.isdecimal() else float(text)
     except ValueError as error:
-        raise ConfigError(f"`--rank`={text!r} must be a whole number, or a share of each layer's full rank") from error
+        raise ConfigError(
+            f"`--rank`={text!r} must be a whole number, or a fraction of each layer's full rank"
+        ) from error
 
 
 def _refuse_occupied(out: Path, overwrite: bool) -> None:
-    """A model goes into a folder of its own; with `overwrite` into one that has other files, which stay."""
+    """A model needs an empty folder; with `overwrite` it may have other files, which stay."""
     if out.is_file():
         raise ConfigError(f"`{out}` is a file; give a new folder")
     if not overwrite and out.exists() and any(out.iterdir()):
@@ -93,7 +95,7 @@ def _refuse_occupied(out: Path, overwrite: bool) -> None:
 
 @contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """A folder that is there when it is whole; where it is there already, its other files stay."""
+    """A folder that appears when it is complete; if it exists, its other files stay."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as aside:
         folder = Path(aside, "model")
@@ -109,7 +111,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
 
 
 def _write(source: str, how: dict[str, Any], folder: Path, onnx: bool, flags: dict[str, Any]) -> list[str]:
-    """Write what SOURCE stands for; lines to tell of it."""
+    """Write the model of SOURCE; returns lines that describe it."""
     if source.endswith(".py") or ".py:" in source:
         if flags["data"] is not None or flags["recipe"] is not None:
             raise click.UsageError("--data and --recipe are for runs; a function brings its own model and inputs")
@@ -118,7 +120,7 @@ def _write(source: str, how: dict[str, Any], folder: Path, onnx: bool, flags: di
     if flags["weights"] is not None:
         raise click.UsageError("--weights is for FILE.py:FUNCTION; a run has its own")
     if not run.is_dir():
-        raise ConfigError(f"`{source}` is no folder of a run, and no FILE.py:FUNCTION either; give one of them")
+        raise ConfigError(f"`{source}` is neither the folder of a run nor FILE.py:FUNCTION; give one of them")
     if not (run / "summary.json").is_file() and (saved := checkpoint.find(run / "checkpoint")):
         return _compress(unfinished(run, saved, *own), how, folder, onnx)
     read_run(run)
@@ -134,7 +136,7 @@ def _compress(found: Found, how: dict[str, Any], folder: Path, onnx: bool) -> li
     made = compress(found.model, **how, **found.keep, evaluate=found.evaluate, example=found.example)
     write(made.model, folder, made.example, onnx=onnx, views=found.views)
     _draw(made, folder)
-    lines = [found.told, _on_disk(folder, found.dense), _parameters(made, found), *_stay_full(made)]
+    lines = [found.origin, _on_disk(folder, found.dense), _parameters(made, found), *_stay_full(made)]
     if found.without:
         program = "" if (folder / "program.pt2").is_file() else ", and no program.pt2"
         lines.append(f"no {found.metric} on held-out data{program}: {found.without}")
@@ -145,7 +147,7 @@ def _compress(found: Found, how: dict[str, Any], folder: Path, onnx: bool) -> li
 
 
 def _copy(run: Path, folder: Path, onnx: bool, recipe: str | None, data: Path | None) -> list[str]:
-    """A finished run's model as it is; drawn, and judged on other data, where its recipe is known."""
+    """A finished run's model as it is; with spectra, and evaluated on `data`, if its recipe is known."""
     summary = read_run(run).summary
     shutil.copytree(run / "model", folder, dirs_exist_ok=True)
     program = run / "model" / "program.pt2"
@@ -174,7 +176,7 @@ def _copy(run: Path, folder: Path, onnx: bool, recipe: str | None, data: Path | 
 
 def _of_recipe(run: Path, name: str, recipe: str | None, data: Path | None) -> tuple[Found | None, list[str]]:
     """The run's model in its recipe's class, or why not: a copy needs neither recipe nor data."""
-    if recipe is None and data is None and name not in RECIPES:
+    if recipe is None and data is None and name not in installed():
         return None, []
     try:
         return finished(run, recipe, data), []
@@ -185,7 +187,7 @@ def _of_recipe(run: Path, name: str, recipe: str | None, data: Path | None) -> t
 
 
 def _say_inputs(folder: Path, found: Found) -> None:
-    """What the model takes, where the version that wrote it did not say so."""
+    """Add a description of the inputs, if the version that wrote the model did not."""
     path = folder / "layers.json"
     about = read_json(path)
     if "inputs" not in about and found.example is not None:
@@ -214,9 +216,9 @@ def _parameters(made: Compressed, found: Found) -> str:
 
 
 def _stay_full(made: Compressed) -> list[str]:
-    told = [f"{kept.name} ({kept.why})" for kept in made.kept]
-    more = [f"{len(told) - _MOST_NAMED} more"] * (len(told) > _MOST_NAMED)
-    return [f"{len(made.ranks)} layers low-rank; full: {', '.join(told[:_MOST_NAMED] + more) or 'none'}"]
+    full = [f"{kept.name} ({kept.why})" for kept in made.kept]
+    more = [f"{len(full) - _MOST_NAMED} more"] * (len(full) > _MOST_NAMED)
+    return [f"{len(made.ranks)} layers low-rank; full: {', '.join(full[:_MOST_NAMED] + more) or 'none'}"]
 
 
 def _uses(out: Path) -> list[str]:

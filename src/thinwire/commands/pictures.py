@@ -1,4 +1,4 @@
-"""Pictures beside results. What they show is in the files too, so one that cannot be drawn costs nothing but itself."""
+"""Pictures of results. The files hold the same figures, so a picture that cannot be drawn loses nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Draw = Callable[[], Path | None]
 
 
 def of_comparison(runs: list[Run], rows: list[dict[str, Any]], folder: Path, *, silent: bool) -> None:
-    """The curves side by side, the bases of every run that looked at them, the ranks of every one that has some."""
+    """The curves side by side, the stability of bases, and the ranks, for runs that recorded them."""
     picture = folder / "comparison.png"
     found = drawn([partial(_curves, runs, rows, picture), *_stability(runs), *(partial(draw_ranks, r) for r in runs)])
     if silent:
@@ -31,20 +31,20 @@ def of_comparison(runs: list[Run], rows: list[dict[str, Any]], folder: Path, *, 
 
 
 def of_stability(runs: list[Run], *, silent: bool) -> None:
-    """A picture beside the records of every run that looked at its bases."""
+    """One picture for every run that recorded the stability of its bases."""
     for path in drawn(_stability(runs)):
         if not silent:
             click.echo(f"picture: {path}")
 
 
 def drawn(pictures: Iterable[Draw]) -> list[Path]:
-    """Where those that could be drawn lie; why one could not is said once, and never raised."""
+    """The paths of those that could be drawn; errors are reported once and not raised."""
     found: list[Path] = []
     said: set[str] = set()
     for picture in pictures:
         try:
             path = picture()
-        except Exception as error:  # of any kind: the results are written, and must not be lost behind it
+        except Exception as error:  # of any kind: the results are written already
             if str(error) not in said:
                 said.add(str(error))
                 click.echo(f"thinwire: no picture: {error}", err=True)

@@ -1,4 +1,4 @@
-"""What `thinwire export` can be given, as a model in memory: a finished run, an unfinished one, a user's function."""
+"""The sources of `thinwire export` as models in memory: a finished run, an unfinished one, a user's function."""
 
 from __future__ import annotations
 
@@ -20,47 +20,47 @@ from thinwire.factor.matrix import view_of
 from thinwire.factor.program import arguments, read_program
 from thinwire.files import read_json
 from thinwire.methods.registry import METHODS
-from thinwire.recipes import RECIPES, Recipe, call_function, named
+from thinwire.recipes import Recipe, call_function, installed, named
 from thinwire.report import read_run
 from thinwire.store import newest, read_tensors
+from thinwire.train.batcher import Batcher
 from thinwire.train.data import Source
-from thinwire.train.feed import Feed
 from thinwire.train.run import own_device
 
 _ROUNDING = 1e-5
-"""Singular values up to this share of the largest are what multiplying out left; a layer keeps the rank it had."""
+"""Singular values below this fraction of the largest are rounding errors; a layer keeps the rank it had."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A model to write, and what is known of it."""
+    """A model to write, and what is known about it."""
 
     model: nn.Module
     """With its trained values, dense or low-rank."""
-    told: str
+    origin: str
     """What it is and where it came from."""
     dense: int
     """Bytes of the model before anything was low-rank."""
     parameters: int
     """Its parameters then."""
     cutoff: float = 0.0
-    """Where to cut it if nothing else is asked for."""
+    """The default cutoff."""
     keep: Mapping[str, Any] = field(default_factory=dict)
     """Which layers the run kept full."""
     example: Any = None
     """An input."""
     metric: str = ""
-    """What it is judged by."""
+    """The name of its main figure."""
     evaluate: Callable[[nn.Module], float] | None = None
-    """Judges a model on the held-out data."""
+    """Evaluates a model on held-out data."""
     without: str = ""
-    """Why it cannot be judged."""
+    """Why it cannot be evaluated."""
     views: str | None = None
-    """What was done to examples before the model took them."""
+    """The transform of its inputs."""
 
 
 class NoData:
-    """In place of a source that is not there: most models can be built without one."""
+    """Stands in for a missing source: most models can be built without one."""
 
     def __init__(self, recipe: Recipe, why: ConfigError) -> None:
         self._recipe, self._why = recipe, why
@@ -75,7 +75,7 @@ class NoData:
 def finished(folder: Path, recipe: str | None, data: Path | None) -> Found:
     """The model that a run wrote in the end, in the recipe's own class."""
     summary = read_run(folder).summary
-    trained = recipe_of(summary["recipe"], recipe)
+    trained = recipe_of(summary, recipe)
     source, model = _built(trained, data)
     sizes = _sizes(model)
     read_json(folder / "model" / "layers.json")["layers"]
@@ -87,9 +87,9 @@ def finished(folder: Path, recipe: str | None, data: Path | None) -> Found:
         ) from error
     except (ValueError, RuntimeError, AttributeError) as error:
         raise _misfit(f"the model in `{folder}`", _said(trained, source), error) from error
-    told = f"{folder}: a finished run of {summary['steps']} steps by {summary['method']}"
+    origin = f"{folder}: a finished run of {summary['steps']} steps by {summary['method']}"
     known = {"example": _example(folder / "model")} | _judged(trained, source)
-    return Found(model=model, told=told, **sizes, keep=_kept(summary["config"]), **known)
+    return Found(model=model, origin=origin, **sizes, keep=_kept(summary["config"]), **known)
 
 
 def unfinished(folder: Path, saved: Path, recipe: str | None, data: Path | None) -> Found:
@@ -102,19 +102,19 @@ def unfinished(folder: Path, saved: Path, recipe: str | None, data: Path | None)
             "use the version that wrote it"
         )
     about = position["identity"]
-    trained = recipe_of(about["recipe"], recipe)
+    trained = recipe_of(about, recipe)
     source, model = _built(trained, data)
     try:
         fill(model, _multiplied_out(model, merged_save.merged(replica, state)))
     except (ValueError, RuntimeError) as error:
         raise _misfit(f"the save in `{folder}`", _said(trained, source), error) from error
-    told = f"{folder}: not finished; saved at step {position['step']} of {about['steps']} by {state['method_name']}"
+    origin = f"{folder}: not finished; saved at step {position['step']} of {about['steps']} by {state['method_name']}"
     if not state["in_sync"]:
-        told += f", amid a group phase: {merged_save.how(state)}"
+        origin += f", in a group phase: {merged_save.how(state)}"
     config = state["config"]
     cuts = getattr(METHODS[state["method_name"]].method, "cuts_at_end", False)
     own: dict[str, Any] = {"cutoff": config["cutoff"] if cuts else _ROUNDING, "keep": _kept(config)}
-    return Found(model=model, told=told, **_sizes(model), **own, **_judged(trained, source))
+    return Found(model=model, origin=origin, **_sizes(model), **own, **_judged(trained, source))
 
 
 def of_function(text: str, weights: Path | None) -> Found:
@@ -130,18 +130,19 @@ def of_function(text: str, weights: Path | None) -> Found:
         _fill_from(model, weights, text)
     if inputs is not None:
         _check_inputs(model, inputs, text)
-    told = f"the model of {text}, {f'with the weights of {weights}' if weights else 'with its own weights'}"
-    return Found(model=model.to(own_device()), told=told, example=inputs, **_sizes(model))
+    origin = f"the model of {text}, {f'with the weights of {weights}' if weights else 'with its own weights'}"
+    return Found(model=model.to(own_device()), origin=origin, example=inputs, **_sizes(model))
 
 
-def recipe_of(name: str, given: str | None) -> Recipe:
-    """The recipe that a run names, or what the user says it is."""
-    if given is None and name not in RECIPES:
+def recipe_of(about: Mapping[str, Any], given: str | None) -> Recipe:
+    """The recipe of a run, by its name or as given, evaluated on the same data."""
+    name = about["recipe"]
+    if given is None and name not in installed():
         raise ConfigError(
-            f"the run's recipe {name!r} does not come with Thinwire, and so its model cannot be built; "
+            f"the run's recipe {name!r} is not installed, and so its model cannot be built; "
             "give --recipe FILE.py:FUNCTION"
         )
-    recipe = named(given or name)
+    recipe = named(given or name, validate=about.get("split") == "validation")
     if recipe.name != name:
         raise ConfigError(
             f"the run is of the recipe {name!r}, and --recipe {given} is {recipe.name!r}; give the run's own"
@@ -164,28 +165,28 @@ def _source(recipe: Recipe, data: Path | None) -> Source | NoData:
 
 
 def _judged(recipe: Recipe, source: Source | NoData) -> dict[str, Any]:
-    """An input, the metric, and how to find it for a model, as a run does."""
-    known = {"metric": recipe.task.metric, "views": recipe.told_views}
+    """An input, the metric, and a function that evaluates a model as a run does."""
+    known = {"metric": recipe.task.metric, "views": recipe.transform_name}
     if isinstance(source, NoData):
         return known | {"without": str(source)}
-    feed = Feed(recipe, source, own_device())
+    batcher = Batcher(recipe, source, own_device())
 
     def evaluate(model: nn.Module) -> float:
         with recipe.precision(own_device()):
-            totals = torch.stack([recipe.task.totals(model(x), y) for x, y in feed.parts()])
+            totals = torch.stack([recipe.task.totals(model(x), y) for x, y in batcher.parts()])
         return recipe.task.figures(totals.sum(0))[recipe.task.metric]
 
-    return known | {"example": feed.example(), "evaluate": evaluate}
+    return known | {"example": batcher.example(), "evaluate": evaluate}
 
 
 def _example(folder: Path) -> Any:
-    """An input like the one that a run's model was written with; None where none was."""
-    told = read_json(folder / "layers.json").get("inputs")
-    if told:
-        (only,) = told  # a run's model takes one tensor
+    """An input like the one that a run's model was written with; None if there was none."""
+    inputs = read_json(folder / "layers.json").get("inputs")
+    if inputs:
+        (only,) = inputs  # a run's model takes one tensor
         shape, dtype = only["shape"][1:], getattr(torch, only["dtype"])
         return torch.zeros(2, *shape, dtype=dtype, device=own_device())
-    program = folder / "program.pt2"  # folders of earlier versions say it nowhere else
+    program = folder / "program.pt2"  # earlier versions did not describe inputs elsewhere
     if not program.is_file():
         return None
     args, _ = read_program(program).example_inputs or ((None,), {})
@@ -209,7 +210,7 @@ def _sizes(model: nn.Module) -> dict[str, Any]:
 
 
 def _multiplied_out(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A dense model's values from those of factors, two or three to a weight."""
+    """A dense model's values from two or three factors per weight."""
     full = dict(tensors)
     for name, weight in model.state_dict().items():
         for form in FORMS.values():
@@ -226,7 +227,7 @@ def _fill_from(model: nn.Module, weights: Path, text: str) -> None:
         fill(model, read_tensors(weights))
     except DamagedError as error:
         raise ConfigError(
-            f"`{weights}` is no safetensors file; write one with safetensors.torch.save_model(model, FILE)"
+            f"`{weights}` is not a safetensors file; write one with safetensors.torch.save_model(model, FILE)"
         ) from error
     except (ValueError, RuntimeError) as error:
         raise _misfit(f"`{weights}`", f"the model of {text}", error) from error

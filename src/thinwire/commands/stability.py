@@ -15,8 +15,8 @@ from thinwire.factor.stability import Measures, compare
 
 _COLUMNS = {"stability": "stability", "stability_printed": "as\nprinted", "similarity": "similarity"}
 _CAPTION = (
-    "Stability: how alike the bases U Vᵀ are, 1 for the same; as printed in Eq. 4.6 beside it, at most n/m. "
-    "Similarity (Eq. 4.7): how alike the mixing matrices R are, 1 for the same."
+    "Stability: how similar the bases U Vᵀ are, 1 if equal; then as printed in Eq. 4.6, at most n/m. "
+    "Similarity (Eq. 4.7): how similar the mixing matrices R are, 1 if equal."
 )
 
 

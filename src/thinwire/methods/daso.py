@@ -62,7 +62,8 @@ class DASOMethod(Method):
         """Parameters, then statistics if there are any."""
         self._counters: Pending | None = None
         self._warned: set[str] = set()
-        context.on_epoch_end.append(self._epoch_end)
+        if config.plateau_patience is not None:
+            context.on_epoch_end.append(self._epoch_end)
 
     @classmethod
     def role(cls, config: DASO, topology: Topology) -> Hashable:
@@ -259,7 +260,7 @@ class DASOMethod(Method):
                 "lower the learning rate or go back to a checkpoint"
             )
         mean = sum(total / count for total, count in rows) / len(rows)
-        if self.phase == "cycling" and self.config.plateau_patience is not None and self.plateau.reached(mean):
+        if self.phase == "cycling" and self.plateau.reached(mean):
             self._change_pace()
 
     def _change_pace(self) -> None:

@@ -34,6 +34,14 @@ def refuse_diverged(wire: Wire, model: nn.Module, observed: Tensor, step: int) -
     return [row[:2] for row in reports]
 
 
+def average_model(wire: Wire, model: nn.Module, observed: Tensor, step: int) -> None:
+    """Trained parameters and buffers by their exact mean over groups; refuses groups that diverged."""
+    refuse_diverged(wire, model, observed, step)
+    weight = len(wire.topology.group) / wire.topology.world_size
+    average(wire, [p for p in model.parameters() if p.requires_grad], weight, "merge")
+    average_buffers(wire, model.buffers(), weight)
+
+
 @contextmanager
 def put_back(model: nn.Module) -> Iterator[None]:
     """Give a model everything it held back in the end."""
@@ -83,11 +91,10 @@ def average_moments(wire: Wire, optimizers: Optimizers, parameters: Sequence[nn.
 
 def average(wire: Wire, tensors: Sequence[Tensor], weight: float, purpose: str) -> None:
     """Replace tensors by their mean over groups, exactly."""
-    means = [wide(t).mul_(weight) for t in tensors]
+    means = [wide(t.detach()).mul_(weight) for t in tensors]
     wire.sum_over_groups(means, purpose)
     for t, mean in zip(tensors, means, strict=True):
-        if t is not mean:
-            t.detach().copy_(mean)
+        t.detach().copy_(mean)
 
 
 def _fingerprint(state: Mapping[str, Any]) -> list[Tensor]:

@@ -14,8 +14,8 @@ from thinwire.errors import ConfigError, unknown
 from thinwire.plan.still import Undrawn
 from thinwire.plan.workload import Workload
 from thinwire.recipes import Recipe, call_function, model_without_values
+from thinwire.train.batcher import Batcher
 from thinwire.train.data.source import check_share
-from thinwire.train.feed import Feed
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "adamw": AdamW,
@@ -28,7 +28,7 @@ def of_recipe(recipe: Recipe, workers: int, data: Path | None = None) -> Workloa
     """A recipe as one of its workers meets it."""
     check_share(recipe.batch, workers)
     source = recipe.source(data)
-    x, y = Feed(recipe, source, torch.device("cpu"), world_size=workers).batch(0)
+    x, y = Batcher(recipe, source, torch.device("cpu"), world_size=workers).batch(0)
     return Workload(
         name=recipe.name,
         model=model_without_values(recipe, source),

@@ -1,13 +1,13 @@
-"""Recipes by name: those that come with Thinwire, and a user's own."""
+"""Recipes by name: those of installed packages, and a user's own."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+import tomllib
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -15,28 +15,48 @@ from typing import Any
 
 from thinwire.errors import ConfigError, ThinwireError, unknown
 from thinwire.methods.registry import METHODS
-from thinwire.recipes import cifar, imagenet, series, small, text
 from thinwire.train.task import Recipe
 
-RECIPES: dict[str, Callable[..., Recipe]] = {
-    "digits": small.digits,
-    "shakespeare": small.shakespeare,
-    "vgg16-cifar10": cifar.vgg16,
-    "vgg16bn-cifar10": cifar.vgg16_bn,
-    "minivit-cifar10": cifar.mini_vit,
-    "minivit-cifar10-tuned": cifar.mini_vit_tuned,
-    "minivit-cifar100": cifar.small_vit,
-    "resnet50-imagenet-local": imagenet.resnet50_local,
-    "resnet50-imagenet-global": imagenet.resnet50_global,
-    "vitb16-imagenet-local": imagenet.vit_b16_local,
-    "vitb16-imagenet-global": imagenet.vit_b16_global,
-    "vitb16-imagenet-oialr": imagenet.vit_b16_oialr,
-    **{f"autoformer-ettm2-{horizon}": partial(series.autoformer, horizon) for horizon in series.HORIZONS},
-    "autoformer-ettm2-tuned": series.autoformer_tuned,
-    "gpt-wikitext2": text.gpt,
-    "gpt124m-wikitext2": text.gpt_124m,
-}
-"""By the name on the command line. Each takes its model's sizes by keyword; some take the number of `workers`."""
+GROUP = "thinwire.recipes"
+"""The entry point group. A recipe's function takes its model's sizes by keyword; it may ask for `workers`."""
+_OWN = ("thinwire.recipes.", "thinwire.")
+_CHECKOUT = Path(__file__).parents[3] / "pyproject.toml"
+
+
+def installed() -> dict[str, EntryPoint]:
+    """The recipes of all installed packages, Thinwire's own first."""
+    found: dict[str, EntryPoint] = {}
+    for entry in sorted(_entries(), key=lambda entry: [not entry.module.startswith(own) for own in _OWN]):
+        other = found.setdefault(entry.name, entry)
+        if other.value != entry.value:
+            raise ConfigError(
+                f"two packages have a recipe `{entry.name}`: `{other.value}` and `{entry.value}`; uninstall one of them"
+            )
+    return found
+
+
+def _entries() -> Iterator[EntryPoint]:
+    """Those in package metadata, but Thinwire's own from pyproject.toml in a checkout: its metadata may be stale."""
+    project = tomllib.loads(_CHECKOUT.read_text(encoding="utf-8"))["project"] if _CHECKOUT.is_file() else {}
+    in_checkout = project.get("name") == "thinwire"
+    if in_checkout:
+        yield from (EntryPoint(name, value, GROUP) for name, value in project["entry-points"][GROUP].items())
+    for entry in entry_points(group=GROUP):
+        if not (in_checkout and entry.dist and entry.dist.name == "thinwire"):
+            yield entry
+
+
+def load(name: str) -> Callable[..., Recipe]:
+    """The function of the installed recipe `name`."""
+    known = installed()
+    if name not in known:
+        raise unknown("recipe", name, list(known))
+    try:
+        return known[name].load()
+    except Exception as error:  # another package's import may raise anything
+        raise ConfigError(
+            f"the recipe `{name}` (`{known[name].value}`) cannot be imported: {type(error).__name__}: {error}"
+        ) from error
 
 
 def named(
@@ -45,65 +65,57 @@ def named(
     steps: int | None = None,
     epochs: int | None = None,
     eval_every: int | None = None,
+    batch_size: int | None = None,
+    lr: float | None = None,
+    weight_decay: float | None = None,
+    validate: bool = False,
     workers: int | None = None,
 ) -> Recipe:
-    """The recipe called `name`, which may be FILE.py:FUNCTION, over other steps or epochs if given."""
-    if name in RECIPES:
-        recipe = _made(RECIPES[name], workers)
-    elif ":" in name or name.endswith(".py"):
-        recipe = _own(name, workers)
-    else:
-        raise unknown("recipe", name, list(RECIPES))
+    """The recipe called `name`, which may be FILE.py:FUNCTION, with these settings in place of its own."""
+    is_file = ":" in name or name.endswith(".py")
+    recipe = _called(load_function(name, "recipe") if is_file else load(name), f"recipe `{name}`", workers)
+    if not isinstance(recipe, Recipe):
+        raise ConfigError(
+            f"the recipe `{name}` returned {type(recipe).__name__}; it must return a `thinwire.recipes.Recipe`"
+        )
     for method in recipe.suited:
         if method not in METHODS:
             raise unknown(f"method in `suited` of the recipe {recipe.name}", method, METHODS)
     if steps is not None and epochs is not None:
         raise ConfigError(f"both `--steps {steps}` and `--epochs {epochs}` say how long a run is; give one of them")
+    recipe = recipe if batch_size is None else recipe.with_batch(batch_size)
     recipe = recipe if epochs is None else recipe.over(epochs)
-    # Who gives steps has chosen how many passes they are.
+    recipe = recipe.with_optimizer(lr=lr, weight_decay=weight_decay)
+    recipe = recipe.on_validation() if validate else recipe
+    # A user who gives steps has chosen how many passes they are.
     other = {"steps": steps, "eval_every": eval_every, "epochs_are_passes": None if steps is None else False}
-    return replace(recipe, **{field: value for field, value in other.items() if value is not None})
-
-
-def _made(make: Callable[..., Recipe], workers: int | None) -> Any:
-    """What a recipe's function returns; one that asks for the number of workers is told."""
-    asks = workers is not None and "workers" in inspect.signature(make).parameters
-    return make(workers=workers) if asks else make()
-
-
-def _own(text: str, workers: int | None) -> Recipe:
-    """The recipe that a user's function returns."""
-    recipe = _called(text, "recipe", lambda make: _made(make, workers))
-    if not isinstance(recipe, Recipe):
-        raise ConfigError(
-            f"the recipe `{text}` returned {type(recipe).__name__}; it must return a `thinwire.recipes.Recipe`"
-        )
-    return recipe
+    return recipe.replace(**{field: value for field, value in other.items() if value is not None})
 
 
 def call_function(text: str, what: str) -> Any:
     """What the user's function FILE.py:FUNCTION returns."""
-    return _called(text, what, lambda make: make())
+    return _called(load_function(text, what), f"{what} `{text}`")
 
 
-def _called(text: str, what: str, call: Callable[[Callable[..., Any]], Any]) -> Any:
-    make = load_function(text, what)
+def _called(make: Callable[..., Any], what: str, workers: int | None = None) -> Any:
+    """What a function returns; one that has a parameter `workers` is given the number of them."""
+    asks = workers is not None and "workers" in inspect.signature(make).parameters
     try:
-        return call(make)
+        return make(workers=workers) if asks else make()
     except ThinwireError:
         raise
     except Exception as error:
-        raise ConfigError(f"the {what} `{text}` failed: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"the {what} failed: {type(error).__name__}: {error}") from error
 
 
 def load_function(text: str, what: str) -> Callable[..., Any]:
-    """The function that FILE.py:FUNCTION names, for a user's own recipe or model; `what` is for the errors."""
+    """The function that FILE.py:FUNCTION names, for a user's own recipe or model; `what` is used in errors."""
     path, colon, name = text.rpartition(":")
     if not colon or not path.endswith(".py") or not name:
         raise ConfigError(f"the {what} {text!r} must be FILE.py:FUNCTION, such as my_{what}.py:tiny")
     file = Path(path)
     if not file.is_file():
-        raise ConfigError(f"there is no file `{path}` for the {what} {text!r}; give the path from here, or a whole one")
+        raise ConfigError(f"there is no file `{path}` for the {what} {text!r}; give a relative or an absolute path")
     module = _loaded(file)
     found = getattr(module, name, None)
     if callable(found):
@@ -119,10 +131,10 @@ def _is_of(value: Callable[..., Any], module: ModuleType) -> bool:
 
 
 def _loaded(file: Path) -> ModuleType:
-    """The module of a user's file, loaded once as long as it does not change."""
+    """The module of a user's file, loaded once unless the file changes."""
     whole, about = file.resolve(), file.stat()
     mark = hashlib.blake2b(f"{whole} {about.st_mtime_ns} {about.st_size}".encode(), digest_size=6).hexdigest()
-    # A name of its own: two files called model.py are two modules, and no package is hidden by either.
+    # A unique name: two files called model.py are two modules, and neither hides a package.
     name = f"thinwire_user_{mark}"
     if name in sys.modules:
         return sys.modules[name]
@@ -130,7 +142,7 @@ def _loaded(file: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = module_from_spec(spec)
     if str(whole.parent) not in sys.path:
-        sys.path.append(str(whole.parent))  # what stands beside it can be imported, as from a script
+        sys.path.append(str(whole.parent))  # modules next to it can be imported, as from a script
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:

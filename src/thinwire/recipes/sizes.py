@@ -1,4 +1,4 @@
-"""Sizes that a recipe is given for its model: those that it has, and that the data has room in."""
+"""Checks of the sizes that a recipe is given for its model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thinwire.train.task import Recipe
 
 
 def checked(model: type[nn.Module], sizes: Mapping[str, Any], *of_data: str) -> dict[str, Any]:
-    """The sizes, if the model has each of them; those `of_data` follow from the data and cannot be given."""
+    """The sizes, if the model has each of them; those in `of_data` follow from the data and cannot be set."""
     known = {name: p.default for name, p in inspect.signature(model).parameters.items() if name not in of_data}
     for name, value in sizes.items():
         if name not in known:
@@ -25,14 +25,14 @@ def checked(model: type[nn.Module], sizes: Mapping[str, Any], *of_data: str) -> 
     whole = known | dict(sizes)
     if "heads" in whole and (whole["heads"] < 1 or whole["width"] % whole["heads"]):
         raise ConfigError(
-            f"`heads`={whole['heads']} cannot share a `width`={whole['width']} of {model.__name__}; "
-            "give a number of heads that divides it"
+            f"`heads`={whole['heads']} does not divide `width`={whole['width']} of {model.__name__}; "
+            "give a number of heads that does"
         )
     return dict(sizes)
 
 
 def for_images(model: type[nn.Module], sizes: Mapping[str, Any], source: data.Source) -> dict[str, Any]:
-    """The sizes, if the model can tell the data's classes apart and takes images as large as the data's."""
+    """The sizes, if the model has enough classes for the data and takes images of the data's size."""
     whole = {name: p.default for name, p in inspect.signature(model).parameters.items()} | dict(sizes)
     classes, side = _of(source)
     if classes > whole["classes"]:
@@ -42,14 +42,14 @@ def for_images(model: type[nn.Module], sizes: Mapping[str, Any], source: data.So
         )
     if side and whole.get("image", side) != side:
         raise ConfigError(
-            f"`image`={whole['image']} of {model.__name__} is not the side of the data's images, {side}; "
+            f"`image`={whole['image']} of {model.__name__} is not the size of the data's images, {side}; "
             "give that, or leave `image` out"
         )
     return dict(sizes)
 
 
 def model_without_values(recipe: Recipe, source: data.Source) -> nn.Module:
-    """The recipe's model, without values where it can be built so; one that cannot be built at all is an error."""
+    """The recipe's model, on the meta device if possible; raises if it cannot be built at all."""
     try:
         return models.initial.without_values(lambda: recipe.model(source))
     except ThinwireError:
@@ -57,14 +57,12 @@ def model_without_values(recipe: Recipe, source: data.Source) -> nn.Module:
     except Exception as error:
         raise ConfigError(
             f"the model of the recipe {recipe.name} cannot be built ({type(error).__name__}: {error}); "
-            "mend the sizes that it is given, or what builds it"
+            "fix the sizes that it is given, or what builds it"
         ) from error
 
 
 def _of(source: data.Source) -> tuple[int, int]:
-    """Classes and the side of an image; zeros where the data does not say."""
-    if isinstance(source, data.Folder):
-        return len(source.classes), source.size
+    """The number of classes and the image size; 0 if unknown."""
     if isinstance(source, data.Images):
         return int(source.y.max()) + 1, source.x.shape[-1]
-    return 0, 0
+    return len(getattr(source, "classes", ())), getattr(source, "size", 0)

@@ -10,15 +10,15 @@ from torch.optim import AdamW
 from thinwire.config import Nesterov
 from thinwire.recipes.sizes import checked, for_images
 from thinwire.train import data, models
-from thinwire.train.task import CLASSIFY, PREDICT, Recipe, Suited
+from thinwire.train.task import CLASSIFY, PREDICT, MethodOverrides, Recipe
 
 
 def digits(**sizes: Any) -> Recipe:
     """A small CNN with BatchNorm on 8×8 digits; a run takes seconds.
 
     Learning rate and weight decay are the best of plain training on 300 digits of the training part
-    (`benchmarks/tune_recipe.py`), where everything between 0.01 and 5 is equal within the noise. What suits single
-    methods was found there too (`benchmarks/rivals`).
+    (`benchmarks/tune_recipe.py`); weight decays from 0.01 to 5 are equal within the noise. Settings for single methods
+    were found on the same digits (`benchmarks/rivals`).
     """
     checked(models.DigitNet, sizes)
     return Recipe(
@@ -33,8 +33,8 @@ def digits(**sizes: Any) -> Recipe:
         clip=1.0,
         eval_every=25,
         suited={
-            "oialr": Suited({"factor_at": 0.1, "cutoff": 0.2}),
-            "daso": Suited(
+            "oialr": MethodOverrides({"factor_at": 0.1, "cutoff": 0.2}),
+            "daso": MethodOverrides(
                 {
                     "every": 32,
                     "warmup": 1 / 30,
@@ -43,10 +43,10 @@ def digits(**sizes: Any) -> Recipe:
                     "plateau_patience": None,
                 }
             ),
-            "powersgd": Suited({"rank": 1}),
-            "localsgd": Suited({"every": 48}),
-            "diloco": Suited({"every": 24, "outer": Nesterov(0.4, 0.9), "warmup": 0.05}),
-            "topk": Suited({"density": 0.001, "ramp": 0.05}),
+            "powersgd": MethodOverrides({"rank": 1}),
+            "localsgd": MethodOverrides({"every": 48}),
+            "diloco": MethodOverrides({"every": 24, "outer": Nesterov(0.4, 0.9), "warmup": 0.05}),
+            "topk": MethodOverrides({"density": 0.001, "ramp": 0.05}),
         },
     )
 
@@ -55,12 +55,12 @@ def shakespeare(**sizes: Any) -> Recipe:
     """A character GPT of 0.8 million parameters on Tiny Shakespeare; a run takes minutes.
 
     Learning rate and weight decay are the best of plain training on 32,768 characters of the training part
-    (`benchmarks/tune_recipe.py`, one seed), and so is what suits single methods (`benchmarks/rivals`).
+    (`benchmarks/tune_recipe.py`, one seed), and so are the settings for single methods (`benchmarks/rivals`).
     """
     checked(models.CharGPT, sizes, "vocabulary")
     return Recipe(
         name="shakespeare",
-        summary="a character GPT on Tiny Shakespeare (perplexity a character, 32,768 held out)",
+        summary="a character GPT on Tiny Shakespeare (perplexity per character, 32,768 held out)",
         task=PREDICT,
         source=partial(data.shakespeare, block=sizes.get("block", 64)),
         model=lambda source: models.CharGPT(vocabulary=cast(data.Text, source).vocabulary, **sizes),
@@ -70,13 +70,13 @@ def shakespeare(**sizes: Any) -> Recipe:
         clip=1.0,
         eval_every=100,
         suited={
-            "ab": Suited({"merge": "trained"}),
-            "oialr": Suited({"factor_at": 0.8, "layer_fraction": 0.25}),
-            "daso": Suited({"warmup": 4 / 30, "cooldown": 4 / 30, "compensate": True}),
-            "powersgd": Suited({"rank": 16, "warmup": 0.05}),
-            "localsgd": Suited({"every": 4, "warmup": 0.05}),
-            "diloco": Suited({"every": 12, "outer": Nesterov(0.7, 0.5), "warmup": 0.05}),
-            "topk": Suited({"density": 0.05, "ramp": 0.05}),
-            "onebit": Suited({"warmup": 0.05}),
+            "ab": MethodOverrides({"merge": "trained"}),
+            "oialr": MethodOverrides({"factor_at": 0.8, "layer_fraction": 0.25}),
+            "daso": MethodOverrides({"warmup": 4 / 30, "cooldown": 4 / 30, "compensate": True}),
+            "powersgd": MethodOverrides({"rank": 16, "warmup": 0.05}),
+            "localsgd": MethodOverrides({"every": 4, "warmup": 0.05}),
+            "diloco": MethodOverrides({"every": 12, "outer": Nesterov(0.7, 0.5), "warmup": 0.05}),
+            "topk": MethodOverrides({"density": 0.05, "ramp": 0.05}),
+            "onebit": MethodOverrides({"warmup": 0.05}),
         },
     )

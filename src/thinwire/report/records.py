@@ -30,6 +30,11 @@ class Run:
         return self.summary["metric"]
 
     @property
+    def split(self) -> str:
+        """The part of the data that the figure is of."""
+        return self.summary.get("split", "test")
+
+    @property
     def counted_bytes(self) -> float:
         """Slow-link bytes without evaluation."""
         traffic = self.summary["traffic"]
@@ -99,9 +104,9 @@ def _in_order(value: Any) -> tuple[float, str]:
 
 def compare(runs: list[Run]) -> list[dict[str, Any]]:
     """The rows of `comparison.json`: one per method and config over its seeds, in order of appearance."""
-    metrics = {run.metric for run in runs}
-    if len(metrics) > 1:
-        raise ConfigError(f"runs with different metrics cannot be compared: {', '.join(sorted(metrics))}")
+    for what, values in (("metrics", {run.metric for run in runs}), ("splits", {run.split for run in runs})):
+        if len(values) > 1:
+            raise ConfigError(f"runs with different {what} cannot be compared: {', '.join(sorted(values))}")
     measured = [run for run in runs if _is_measured_baseline(run)]
     return [_row(label, alike, measured) for label, alike in grouped(runs).items()]
 
@@ -154,6 +159,7 @@ def _row(label: str, runs: list[Run], measured: list[Run]) -> dict[str, Any]:
         "label": label,
         "recipe": runs[0].summary["recipe"],
         "metric": metric,
+        "split": runs[0].split,
         "seeds": [run.summary["seed"] for run in runs],
         f"{metric}_mean": fmean(figures),
         f"{metric}_std": stdev(figures) if len(figures) > 1 else 0.0,

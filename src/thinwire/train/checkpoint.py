@@ -1,7 +1,7 @@
-"""A run on disk: the replica's own folder, and beside it what only the loop knows.
+"""A run on disk: the replica's folder, and next to it the state of the loop.
 
-checkpoint/position.json          step, seconds so far, the scheduler, and whose run this is
-checkpoint/random-RANK.safetensors, random-RANK.json    one pair a worker
+checkpoint/position.json          step, seconds so far, the scheduler, and the run's identity
+checkpoint/random-RANK.safetensors, random-RANK.json    one pair per worker
 checkpoint/replica/               written by `replica.save`
 """
 
@@ -26,11 +26,11 @@ from thinwire.store import atomic_folder, newest, read_tensors, write_tensors
 from thinwire.train.task import Recipe, describe_optimizer
 
 _LATER = ("task", "autocast", "patience")
-"""Parts of an identity that the first saves said nothing of."""
+"""Parts of an identity that the first saves did not have."""
 
 
 def save(folder: Path, replica: Replica, scheduler: LambdaLR, position: dict[str, Any]) -> None:
-    """Write the whole run as `folder`, in place of an older one; collective."""
+    """Write the whole run to `folder`, replacing an older save; collective."""
     rank = replica.topology.rank
     with atomic_folder(folder, replica.wire) as new:
         replica.save(new / "replica")
@@ -42,7 +42,7 @@ def save(folder: Path, replica: Replica, scheduler: LambdaLR, position: dict[str
 
 
 def find(folder: Path) -> Path | None:
-    """The last whole save at `folder`, if there is one."""
+    """The last complete save in `folder`, if there is one."""
     try:
         return newest(folder)
     except ConfigError:
@@ -50,20 +50,22 @@ def find(folder: Path) -> Path | None:
 
 
 def identity(recipe: Recipe, config: Any, seed: int) -> dict[str, Any]:
-    """What makes two runs the same, whether one is gone on with or found finished, as JSON gives it back."""
+    """What makes two runs the same, for resuming one or finding it finished; plain values."""
     about = {"recipe": recipe.name, "method": type(config).__name__, "seed": seed}
-    about |= {name: getattr(recipe, name) for name in ("steps", "epochs", "batch", "clip", "autocast", "patience")}
-    about |= {name: _told(getattr(recipe, name)) for name in ("task", "rate", "views")}
+    about |= {
+        name: getattr(recipe, name) for name in ("steps", "epochs", "batch", "clip", "autocast", "patience", "split")
+    }
+    about |= {"task": _described(recipe.task), "rate": _described(recipe.rate), "views": _described(recipe.transform)}
     return json.loads(json.dumps(about | describe_optimizer(recipe.optimizer) | describe(config)))
 
 
-def _told(part: Any) -> str:
-    """A part of a recipe by its fields, or by its name where it has none: an address would be another every time."""
+def _described(part: Any) -> str:
+    """A part of a recipe by its fields, or by the name of its type: a repr with an address changes every time."""
     return repr(part) if is_dataclass(part) else type(part).__qualname__
 
 
 def position(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Where the saved run stands; refuses one of another identity than `wanted`."""
+    """The position of a saved run; refuses a run whose identity is not `wanted`."""
     saved = read_json(folder / "position.json")
     there = {name: wanted[name] for name in _LATER} | saved["identity"]
     if name := differing(there, wanted):
@@ -76,31 +78,31 @@ def position(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def differing(there: dict[str, Any], wanted: dict[str, Any]) -> str | None:
-    """The first name by which a run on disk is another than the one of identity `wanted`; None if it is the same."""
+    """The first name in which a run on disk differs from the identity `wanted`; None if it is the same run."""
     return next((name for name, value in wanted.items() if there.get(name) != value), None)
 
 
 def load(folder: Path, replica: Replica, scheduler: LambdaLR) -> None:
-    """Put a saved run back into a freshly built one; collective."""
+    """Load a saved run into a freshly built one; collective."""
     replica.load(folder / "replica")
     scheduler.load_state_dict(read_json(folder / "position.json")["scheduler"])
     rank = replica.topology.rank
     if (folder / f"random-{rank}.json").is_file():
-        # Workers that were not there when the run was saved keep their seeds.
+        # Workers that did not exist when the run was saved keep their seeds.
         files = folder / f"random-{rank}.safetensors", folder / f"random-{rank}.json"
         tensors, plain = read_tensors(files[0]), read_json(files[1])
         try:
             _restore_random(tensors, plain)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise DamagedError(
-                f"`{files[0]}` or `{files[1].name}` is damaged, no random state can be made of it ({error}); "
+                f"`{files[0]}` or `{files[1].name}` is damaged and holds no valid random state ({error}); "
                 "restore the file, or use an older save"
             ) from error
 
 
 def _plain(scheduler: LambdaLR) -> dict[str, Any]:
     state = scheduler.state_dict()
-    # A checkpoint holds no code: the schedule's functions are built anew from the recipe.
+    # A checkpoint holds no code: the schedule's functions are rebuilt from the recipe.
     return {k: v for k, v in state.items() if isinstance(v, int | float | list) and k != "lr_lambdas"} | {
         "lr_lambdas": [None] * len(state["lr_lambdas"])
     }

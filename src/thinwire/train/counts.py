@@ -1,8 +1,8 @@
-"""The dissertation's counts of a run: what was trained, at which size, and what that comes to on the wire.
+"""The dissertation's counts of a run: trained parameters, sizes, and its estimates of traffic.
 
-Trainable parameters and compression are as its tables have them. Its two estimates of traffic are kept beside the
-ledger's own figures, for comparison with published ones: they know steps and parameters, and nothing of how a method
-packs what it sends.
+Trainable parameters and compression are defined as in its tables. Its two estimates of traffic are recorded next to
+the ledger's figures, for comparison with published ones. They use steps and parameters only, not how a method packs
+what it sends.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from typing import Any
 from thinwire.replica import Replica
 
 BACKWARD_SHARE = 0.54
-"""Share of the time spent in the backward pass, as the dissertation measured it for Eq. 5.9."""
+"""Fraction of the time spent in the backward pass, as measured in the dissertation for Eq. 5.9."""
 ASSUMED_FULL = 0.25
-"""Share of training at full rank that its Eq. 5.10 assumes where it is not known."""
+"""Fraction of training at full rank that its Eq. 5.10 assumes where it is not known."""
 
 
 @dataclass
 class Counts:
-    """Steps by the size they were taken at. A step counts as it began."""
+    """Steps by the model's size. A step counts with the size it started with."""
 
     steps: int = 0
-    """All of them."""
+    """All steps."""
     full_steps: int = 0
-    """Those that all workers took together, with every layer at full rank."""
+    """Steps of all workers together, with every layer at full rank."""
     apart_steps: int = 0
-    """Those in which groups trained alone."""
+    """Steps in which groups trained alone."""
     synchronised: int = 0
-    """Trainable parameters, summed over the steps that all workers took together."""
+    """Trainable parameters, summed over the steps of all workers together."""
     trainable: int = 0
     """Trainable parameters now."""
     total: int = 0
-    """Parameters now, with those that are frozen."""
+    """All parameters now, also frozen ones."""
 
-    def look(self, replica: Replica) -> None:
-        """Take the model's present size."""
+    def update(self, replica: Replica) -> None:
+        """Read the model's present size."""
         parameters = list(replica.parameters())
         self.total = sum(p.numel() for p in parameters)
         self.trainable = sum(p.numel() for p in parameters if p.requires_grad)
 
     def count(self, *, together: bool, full: bool) -> None:
-        """A step at that size."""
+        """Count one step at that size."""
         self.steps += 1
         self.full_steps += full and together
         self.apart_steps += not together
@@ -53,17 +53,17 @@ class Counts:
         return asdict(self)
 
 
-def tell(
+def figures(
     counts: Counts, *, trainable_full: int, full: int, final: int, wall_s: float, factored: bool
 ) -> dict[str, Any]:
-    """The counts of a finished run, with a model of `final` parameters in place of `full`.
+    """The figures of a finished run, whose model has `final` parameters instead of `full`.
 
-    The equations have no term for averages now and then: without factors, groups that train alone have no estimate.
+    The equations have no term for occasional averages: groups that train alone have no estimate without factors.
     """
     steps = max(1, counts.steps)
     known = factored or not counts.apart_steps
     share = counts.trainable / trainable_full if trainable_full else 1.0
-    # Published figures take what travels: trainable parameters where bases are frozen, else the final size.
+    # Published figures count what is sent: trainable parameters where bases are frozen, else the final size.
     compressed = min(share, final / full)
     at_full = counts.full_steps / steps
     low = max(0.0, 1 - counts.apart_steps / steps - at_full)

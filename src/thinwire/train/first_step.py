@@ -1,7 +1,7 @@
-"""The first step of a run, taken as `fit` takes it and then left: what it needed, and what it came to.
+"""The first step of a run, as `fit` takes it: its cost and its loss. The run then ends.
 
-On a CPU two things are cheaper than in the run: a large batch is cut, and large weights that would begin orthogonal
-are only nearly so. A model of ordinary size with a batch of ordinary size takes the run's own first step.
+On a CPU two things are cheaper than in the run: a large batch is cut, and large weights that would start orthogonal
+are only nearly orthogonal. Models and batches of ordinary size take the run's own first step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from thinwire.comm.topology import join
 from thinwire.factor.usage import OrderOfUse
-from thinwire.train.feed import Batch
+from thinwire.train.batcher import Batch
 from thinwire.train.length import passes
 from thinwire.train.loop import train_step
 from thinwire.train.models.initial import rough_values
@@ -30,22 +30,22 @@ FIRST_STEP = "first_step.json"
 """The file in a run's folder that rank 0 writes."""
 
 _MOST = 64
-"""Examples of a worker's step on a CPU: more of them show nothing else, take minutes and may not fit into memory."""
+"""Most examples per worker on a CPU: more show nothing new, take minutes and may not fit into memory."""
 
 
 def first_step(recipe: Recipe, config: Any, *, out: Path, seed: int = 0, data: Path | None = None) -> dict[str, Any]:
-    """Take it and write what it showed to `out`, a folder without a run; collective."""
+    """Take the step and write its figures to `out`, a folder without a run; collective."""
     join()
     with rough_values():
         run = prepare(recipe, config, out, seed, data, resume=False)
     usage = OrderOfUse(run.replica.module)
     usage.watch()
-    everyone = run.replica.wire.all_gather_object(_taken(run))
+    steps = run.replica.wire.all_gather_object(_taken(run))
     usage.stop()
     run.recorder.close()
-    about, source = run.replica.describe(), run.feed.source
+    about, source = run.replica.describe(), run.batcher.source
     found = {
-        **_together(everyone),
+        **_together(steps),
         "device": _device(run.device),
         "data": {part: getattr(source, f"{part}_size", None) for part in ("train", "validation", "heldout")},
         "passes": passes(recipe, source),
@@ -58,13 +58,13 @@ def first_step(recipe: Recipe, config: Any, *, out: Path, seed: int = 0, data: P
 
 
 def _taken(run: Run) -> dict[str, Any]:
-    """The step, as this worker saw it."""
+    """The step on this worker."""
     updates: list[float] = []
     hook = run.optimizer.register_step_pre_hook(lambda *_: updates.append(_now(run.device)))
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(run.device)
     start = _now(run.device)
-    with run.feed.steps(range(1)) as batches, kept_for_backward(run.replica.module) as kept:
+    with run.batcher.steps(range(1)) as batches, kept_for_backward(run.replica.module) as kept:
         batch = next(iter(batches))
         read = _now(run.device)
         taken = _cut(batch, run.device)
@@ -79,7 +79,7 @@ def _taken(run: Run) -> dict[str, Any]:
         "seconds": {"data": read - start, "forward and backward": update - read, "optimizer": end - update},
         "activations": sum(kept.values()) * len(batch[0]) // len(taken[0]),
         "peak": torch.cuda.max_memory_allocated(run.device) if run.device.type == "cuda" else None,
-        "card": _card(run.device),
+        "device": _device_id(run.device),
     }
 
 
@@ -87,27 +87,27 @@ def _cut(batch: Batch, device: torch.device) -> Batch:
     if device.type == "cuda" or len(batch[0]) <= _MOST:
         return batch
     x, y = batch
-    return x[:_MOST].clone(), y[:_MOST].clone()  # a view would keep the whole batch, and be counted so
+    return x[:_MOST].clone(), y[:_MOST].clone()  # a view would keep the whole batch in memory, and it would be counted
 
 
-def _together(everyone: list[dict[str, Any]]) -> dict[str, Any]:
-    """All workers' steps as one: the slowest, the largest, and the losses of each."""
-    parts = everyone[0]["seconds"]
-    cards = Counter(each["card"] for each in everyone)
+def _together(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """The steps of all workers as one: the longest times, the largest sizes, every loss."""
+    parts = steps[0]["seconds"]
+    devices = Counter(step["device"] for step in steps)
     return {
-        "losses": [each["loss"] for each in everyone],
-        "examples": [each["examples"] for each in everyone],
-        "taken": [each["taken"] for each in everyone],
-        "seconds": {part: max(each["seconds"][part] for each in everyone) for part in parts},
-        "activations": max(each["activations"] for each in everyone),
-        "peaks": [each["peak"] for each in everyone],
-        "workers_a_card": max(cards.values()) if None not in cards else None,
+        "losses": [step["loss"] for step in steps],
+        "examples": [step["examples"] for step in steps],
+        "taken": [step["taken"] for step in steps],
+        "seconds": {part: max(step["seconds"][part] for step in steps) for part in parts},
+        "activations": max(step["activations"] for step in steps),
+        "peaks": [step["peak"] for step in steps],
+        "workers_per_device": max(devices.values()) if None not in devices else None,
     }
 
 
 @contextmanager
 def kept_for_backward(model: nn.Module) -> Iterator[dict[int, int]]:
-    """Bytes of every storage that autograd keeps meanwhile, without the parameters' own."""
+    """Bytes of every storage that autograd keeps in this block, except the parameters' own."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -127,8 +127,8 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _card(device: torch.device) -> str | None:
-    """Which GPU it is, among those of all machines."""
+def _device_id(device: torch.device) -> str | None:
+    """Identifies a GPU among those of all machines."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 

@@ -1,4 +1,4 @@
-"""What lies in a folder that a command is about to write to: its own files are known by name, others stay."""
+"""The files of a run in its folder. They are known by name; other files are never touched."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ MODEL_FILES = (
     "model.onnx.data",
     "spectrum.png",
 )
-"""What a written model is made of."""
+"""The files of a written model."""
 
 
 def of_a_run(out: Path) -> list[Path]:
-    """The files and folders of a run in `out`, as they are now."""
+    """The existing files and folders of a run in `out`."""
     if not out.is_dir():
         return []
     found = [out / name for name in _FILES if (out / name).is_file()]
@@ -35,26 +35,26 @@ def of_a_run(out: Path) -> list[Path]:
 
 
 def best_epochs(out: Path) -> list[Path]:
-    """What is saved of single epochs."""
+    """Saves of single epochs."""
     return [path for path in of_a_run(out) if path.name.startswith("best-")]
 
 
 def refuse_occupied(out: Path, found: Iterable[Path], *, resume: bool = False) -> None:
-    """Raise if `found` has anything: a command that was not asked to may not overwrite it."""
+    """Raise if anything was found: a command overwrites only if asked to."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"`{out}` is a file; give a folder as `--out`")
     names = [str(path.relative_to(out)) for path in found]
     if not names:
         return
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    ways = [*(["`--resume` to go on with it"] if resume else []), "`--overwrite` to replace it"]
+    ways = [*(["`--resume` to continue it"] if resume else []), "`--overwrite` to replace it"]
     raise ConfigError(
         f"`{out}` is in use, it holds {', '.join(names[:3])}{more}; add {', '.join(ways)}, or give another `--out`"
     )
 
 
 def clear(out: Path) -> None:
-    """Remove a run from its folder, and nothing else that lies there."""
+    """Delete a run from its folder, and nothing else there."""
     for path in of_a_run(out):
         if path.name == _MODEL:
             remove_model(path)
@@ -65,7 +65,7 @@ def clear(out: Path) -> None:
 
 
 def remove_model(folder: Path) -> None:
-    """Remove a written model, and its folder unless something else lies there too."""
+    """Delete a written model, and its folder if it is empty then."""
     for name in MODEL_FILES:
         (folder / name).unlink(missing_ok=True)
     if folder.is_dir() and not any(folder.iterdir()):

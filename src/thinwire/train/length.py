@@ -1,4 +1,4 @@
-"""How long a run is, in passes over the data that it finds."""
+"""The length of a run, in passes over its data."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from thinwire.train.data import Source
 from thinwire.train.task import Recipe
 
 _SLACK = 0.05
-"""Share by which passes may differ from epochs before anything is said."""
+"""Relative difference between passes and epochs that is accepted without a warning."""
 
 log = logging.getLogger("thinwire")
 
 
 def passes(recipe: Recipe, source: Source) -> float:
-    """How often the run sees its training part."""
+    """How many times the run sees its training data."""
     return recipe.steps * recipe.batch / _examples(source)
 
 
 def note_length(recipe: Recipe, source: Source) -> None:
-    """Say so, by rank 0, where an epoch should be a pass over the data and is not: other data, or another batch."""
+    """Warn, on rank 0, if an epoch should be one pass over the data and is not."""
     here, found = place(), passes(recipe, source)
     if not recipe.epochs_are_passes or abs(found / recipe.epochs - 1) <= _SLACK or (here and here.rank):
         return
@@ -28,7 +28,7 @@ def note_length(recipe: Recipe, source: Source) -> None:
     steps = max(1, round(recipe.epochs * examples / recipe.batch))
     log.warning(
         "%s steps of %s examples are %.3g passes over this data of %s, not %d epochs; "
-        "for those give `--steps %d`, or but(steps=%d) in a recipe of your own",
+        "for those give `--steps %d`, or replace(steps=%d) in a recipe of your own",
         *(f"{recipe.steps:,}", f"{recipe.batch:,}", found, f"{examples:,}", recipe.epochs, steps, steps),
     )
 

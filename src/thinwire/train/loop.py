@@ -1,4 +1,4 @@
-"""`fit`: a recipe trained by whatever method the config stands for."""
+"""`fit`: train a recipe with the method of a config."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from thinwire.comm.topology import join
 from thinwire.factor.stability import Stability
 from thinwire.train import checkpoint
-from thinwire.train.feed import Batch
+from thinwire.train.batcher import Batch
 from thinwire.train.run import Run, prepare
 from thinwire.train.summary import summarise, write_model, write_summary
 from thinwire.train.task import Recipe
@@ -35,14 +35,14 @@ def fit(
 ) -> dict[str, Any]:
     """Train `recipe` with the method of `config` and write records, summary and model to `out`; collective.
 
-    Joins the job it is started in (torchrun, srun) or trains alone. Returns the summary. With `resume` it
-    goes on from `out/checkpoint` if there is one, which `save_every` writes every so many steps. A folder that holds a
-    run already is refused unless one says `resume`, or `overwrite` to replace it. With `until` it
-    stops after so many of the recipe's steps, saved and not finished, and tells only that. Without `model` the finished
-    model is not written. With `stability` rank 0 looks at its bases every so many steps while the others
-    wait, and notes how far they moved since `stability_back` looks before; a resumed run begins its looks anew.
+    Joins the job it is started in (torchrun, srun) or trains alone. Returns the summary.
 
-    A recipe with patience ends as it was after its best epoch.
+    `resume` continues from `out/checkpoint` if there is one; `save_every` writes it every so many steps. A folder that
+    already holds a run is refused without `resume` or `overwrite`. `until` saves and stops after so many steps; the
+    summary then says only that. Without `model` the finished model is not written. With `stability`, rank 0 compares
+    its bases every so many steps with those of `stability_back` comparisons before; a resumed run starts afresh.
+
+    A recipe with patience returns to its best epoch at the end.
     """
     join()
     run = prepare(recipe, config, Path(out), seed, data, resume, overwrite)
@@ -52,7 +52,7 @@ def fit(
     run.note_ranks()
     figures: dict[str, float] = {}
     last = min(until or recipe.steps, recipe.steps)
-    with run.fast_convolutions(), run.feed.steps(range(run.replica.step, last)) as batches:
+    with run.fast_convolutions(), run.batcher.steps(range(run.replica.step, last)) as batches:
         for done, batch in enumerate(batches, start=run.replica.step + 1):
             train_step(run, batch)
             run.note_stability()
@@ -78,7 +78,7 @@ def fit(
 
 
 def train_step(run: Run, batch: Batch) -> Tensor:
-    """One optimizer step; returns this worker's loss, which is not waited for."""
+    """One optimizer step; returns this worker's loss without waiting for it."""
     run.count_step()
     x, y = batch
     with run.precision:
@@ -98,7 +98,7 @@ def train_step(run: Run, batch: Batch) -> Tensor:
 
 
 def _evaluate(run: Run, *, finished: bool = False, validate: bool = False) -> dict[str, float]:
-    """Figures on the held-out part, of the model all workers share; with its loss on the validation part if asked."""
+    """Figures of the merged model on held-out data; with `validate` also its loss on validation data."""
     replica, task = run.replica, run.recipe.task
     model = "finished" if finished else "world" if replica.in_sync else "merged"
     with nullcontext() if model != "merged" else replica.merged():
@@ -122,20 +122,20 @@ def _evaluate(run: Run, *, finished: bool = False, validate: bool = False) -> di
 
 @torch.no_grad()
 def _totals(run: Run, part: str = "heldout") -> Tensor:
-    """Sums over this worker's share of a part."""
+    """Sums over this worker's share of a part of the data."""
     totals = torch.zeros(3, dtype=torch.float64, device=run.device)
     run.replica.eval()
     with run.precision:
-        for x, y in run.feed.parts(part):
+        for x, y in run.batcher.parts(part):
             totals += run.recipe.task.totals(run.replica(x), y)
     run.replica.train()
     return totals
 
 
 def _conclude(run: Run, before: dict[str, float], *, write: bool) -> dict[str, Any]:
-    """Finish the model, judge it again and write what the run came to; `before` is what the last step left."""
+    """Finish the model, evaluate it again and write the results; `before` has the figures before `finish`."""
     before = before or _evaluate(run)
-    run.counts.look(run.replica)
+    run.counts.update(run.replica)
     small = run.replica.finish()
     run.note_ranks()
     after = _evaluate(run, finished=True)
@@ -149,7 +149,7 @@ def _conclude(run: Run, before: dict[str, float], *, write: bool) -> dict[str, A
     run.recorder.close()
     if run.replica.topology.rank == 0:
         if write:
-            write_model(small, run.out / "model", run.feed.example(), run.recipe.told_views)
+            write_model(small, run.out / "model", run.batcher.example(), run.recipe.transform_name)
         write_summary(run.out / "summary.json", summary)
         if not checkpoint.find(run.out / "checkpoint"):
             run.forget_epochs()
@@ -157,14 +157,14 @@ def _conclude(run: Run, before: dict[str, float], *, write: bool) -> dict[str, A
 
 
 def _stop(run: Run) -> dict[str, Any]:
-    """Save what is to be gone on with."""
+    """Save, to be resumed later."""
     _checkpoint(run)
     run.recorder.close()
     return {"stopped_at": run.replica.step, "steps": run.recipe.steps}
 
 
 def _keep_best(run: Run) -> None:
-    """Save an epoch that is the best so far; older ones go as soon as no checkpoint speaks of them."""
+    """Save the best epoch so far; older ones are deleted as soon as no checkpoint refers to them."""
     if run.best and run.best["step"] == run.replica.step:
         _save(run, run.best_folder)
         if not checkpoint.find(run.out / "checkpoint"):

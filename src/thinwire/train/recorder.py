@@ -1,4 +1,4 @@
-"""The run's diary: one JSON line a step or evaluation, by rank 0."""
+"""The records of a run: one JSON line per step or evaluation, written by rank 0."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from thinwire.files import on_file
 
 
 class Recorder:
-    """Appends to `path`, every line before the next one. With `active=False` it writes nothing.
+    """Appends lines to `path`. With `active=False` it writes nothing.
 
-    Numbers that a GPU has yet to compute are not waited for: their line is written with the next, or by `flush`.
+    It does not wait for numbers that a GPU is still computing: their line is written before the next, or by `flush`.
     """
 
     def __init__(self, path: Path, *, active: bool, keep_until: int = 0) -> None:
@@ -34,27 +34,27 @@ class Recorder:
         if self._file is None:
             return
         self.flush()
-        self._waiting = {"kind": kind} | {name: _on_its_way(value) for name, value in values.items()}
-        if not any(isinstance(value, _Arriving) for value in self._waiting.values()):
+        self._waiting = {"kind": kind} | {name: _pending(value) for name, value in values.items()}
+        if not any(isinstance(value, _Pending) for value in self._waiting.values()):
             self.flush()
 
     def flush(self) -> None:
-        """Write the line that waits for its numbers."""
+        """Write the pending line."""
         if self._file is not None and self._waiting is not None:
-            arrived = {n: v.number() if isinstance(v, _Arriving) else v for n, v in self._waiting.items()}
+            arrived = {n: v.number() if isinstance(v, _Pending) else v for n, v in self._waiting.items()}
             with on_file(self._path):
                 self._file.write(json.dumps(arrived) + "\n")
             self._waiting = None
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Flush and close the file."""
         self.flush()
         if self._file is not None:
             self._file.close()
 
 
-class _Arriving:
-    """A number under way from a GPU to pinned memory."""
+class _Pending:
+    """A number being copied from a GPU to pinned memory."""
 
     def __init__(self, value: Tensor) -> None:
         self._here = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(
@@ -68,14 +68,14 @@ class _Arriving:
         return self._here.item()
 
 
-def _on_its_way(value: Any) -> Any:
+def _pending(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return _Arriving(value) if value.is_cuda else value.item()
+    return _Pending(value) if value.is_cuda else value.item()
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
-    # A run killed in the middle of a line leaves half of it; it lies beyond every checkpoint.
+    # A killed run may leave half a line; it is always later than the last checkpoint.
     if step == 0 or not path.is_file():
         return []
     kept = []

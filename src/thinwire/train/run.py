@@ -1,4 +1,4 @@
-"""A run under way on one worker, and everything up to its first step."""
+"""The state of a run on one worker, and everything up to its first step."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from thinwire.files import read_json
 from thinwire.replica import Replica, attach
 from thinwire.store import newest
 from thinwire.train import checkpoint, folder
+from thinwire.train.batcher import Batcher
 from thinwire.train.counts import Counts
 from thinwire.train.data.source import Source, check_share
-from thinwire.train.feed import Feed
 from thinwire.train.length import note_length
 from thinwire.train.recorder import Recorder
 from thinwire.train.same_data import compare
@@ -39,12 +39,12 @@ log = logging.getLogger("thinwire")
 
 @dataclasses.dataclass(kw_only=True)
 class Run:
-    """A run under way, on one worker."""
+    """The state of a run on one worker."""
 
     recipe: Recipe
     identity: dict[str, Any]
-    """What makes another run the same, by `checkpoint.identity`."""
-    feed: Feed
+    """What makes two runs the same; see `checkpoint.identity`."""
+    batcher: Batcher
     replica: Replica
     optimizer: Optimizer
     scheduler: LambdaLR
@@ -54,44 +54,44 @@ class Run:
     earlier_s: float
     """Seconds spent before the run was resumed."""
     watch: Stability | None = None
-    """Looks at the bases, on rank 0."""
+    """Compares the bases, on rank 0."""
     started: float = dataclasses.field(default_factory=time.monotonic)
     decompositions: int = 0
-    """How many of them have been noted."""
+    """Decompositions recorded so far."""
     counts: Counts = dataclasses.field(default_factory=Counts)
-    """Steps by the size they were taken at."""
+    """Steps by the model's size."""
     shape: tuple[str, int] | None = None
-    """Phase and decompositions when the model's size was last looked at."""
+    """Phase and decompositions when the model's size was last read."""
     best: dict[str, Any] | None = None
-    """The evaluation of the epoch with the lowest loss on the validation part, where that ends a run."""
+    """The evaluation of the epoch with the lowest validation loss, in a run with patience."""
 
     def note_ranks(self) -> None:
-        """One line whenever layers were decomposed: a plan can go by it."""
+        """Record the ranks after each decomposition; a plan can use them."""
         if self.decompositions != self.replica.decompositions:
             self.decompositions = self.replica.decompositions
             self.recorder.write("ranks", step=self.replica.step, ranks=self.replica.found_ranks)
 
     def note_precision(self) -> None:
-        """Say so, by rank 0, where the recipe would compute in bf16 and this device does not."""
+        """Log, on rank 0, if the recipe asks for bf16 and this device computes in fp32."""
         name = self.recipe.precision_name(self.device)
         if self.recipe.autocast and name == "fp32" and self.replica.topology.rank == 0:
             log.info("computing in fp32: bf16 autocast is for GPUs, many CPUs emulate it")
 
     def count_step(self) -> None:
-        """The step that begins now."""
+        """Count the step that starts now."""
         replica = self.replica
         if self.shape != (shape := (replica.phase, replica.decompositions)):
             self.shape = shape
-            self.counts.look(replica)
+            self.counts.update(replica)
         self.counts.count(together=replica.in_sync, full=not replica.ranks())
 
     def note_stability(self) -> None:
-        """One line whenever the bases were compared."""
+        """Record each comparison of the bases."""
         if self.watch and (record := self.watch.look(self.replica.step)):
             self.recorder.write("stability", **record)
 
     def lost_patience(self, figures: dict[str, float]) -> bool:
-        """Whether the loss on the validation part has not fallen for as many epochs as the recipe waits."""
+        """Whether the validation loss has not fallen for as many epochs as the recipe's patience."""
         if self.best is None or figures["validation_loss"] < self.best["validation_loss"]:
             self.best = {**figures, "step": self.replica.step, "epochs_since": 0}
         else:
@@ -100,13 +100,13 @@ class Run:
 
     @property
     def best_folder(self) -> Path:
-        """Where the best epoch is saved. By its step: the last checkpoint may still speak of an earlier one."""
+        """Where the best epoch is saved. Named by its step: the last checkpoint may refer to an earlier one."""
         return self.out / f"best-{self.best['step'] if self.best else None}"
 
     def go_back(self) -> dict[str, Any]:
-        """Be as after the best epoch, by its bytes and seconds too, and return its figures; collective.
+        """Return to the best epoch, with its bytes and seconds, and return its figures; collective.
 
-        What was spent until the run ended is kept beside them.
+        What was spent until the end of the run is added to them.
         """
         assert self.best is not None
         spent = {"slow_bytes": self.replica.traffic.slow_bytes, "wall_s": round(self.wall_s, 3)}
@@ -121,16 +121,16 @@ class Run:
         return self.best
 
     def forget_epochs(self, but: Path | None = None) -> None:
-        """Remove what is saved of epochs, or of all others; by rank 0."""
+        """Delete saved epochs, except `but`; on rank 0."""
         for epoch in folder.best_epochs(self.out) if self.replica.topology.rank == 0 else ():
             if epoch != but:
                 shutil.rmtree(epoch, ignore_errors=True)
 
     @contextmanager
     def fast_convolutions(self) -> Iterator[None]:
-        """Let cuDNN search for the fastest ones meanwhile, unless workers share a card: a search may take all of it."""
+        """Let cuDNN benchmark convolutions here, unless workers share a GPU: a search may use all its memory."""
         before = torch.backends.cudnn.benchmark
-        torch.backends.cudnn.benchmark = before or (self._convolves and _has_own_card())
+        torch.backends.cudnn.benchmark = before or (self._convolves and _has_own_gpu())
         try:
             yield
         finally:
@@ -142,7 +142,7 @@ class Run:
 
     @property
     def precision(self) -> torch.autocast:
-        """As the recipe computes on this device."""
+        """The recipe's autocast context on this device."""
         return self.recipe.precision(self.device)
 
     @property
@@ -153,9 +153,9 @@ class Run:
 def prepare(
     recipe: Recipe, config: Any, out: Path, seed: int, data: Path | None, resume: bool, overwrite: bool = False
 ) -> Run:
-    """Everything up to the first step; collective. A run that lies in `out` is gone on from, overwritten or refused."""
+    """Everything up to the first step; collective. A run in `out` is resumed, overwritten or refused."""
     if not (resume or overwrite):
-        # By every worker, and before they meet: rank 0 writes nothing until all have looked.
+        # On every worker and before they connect: rank 0 writes nothing until all have checked.
         folder.refuse_occupied(out, folder.of_a_run(out), resume=True)
     source = _source(recipe, data)
     device = own_device()
@@ -166,10 +166,10 @@ def prepare(
     replica = attach(model, optimizer, config)
     rank, world_size = replica.topology.rank, replica.topology.world_size
     check_share(recipe.batch, world_size)
-    feed = Feed(recipe, source, device, seed=seed, rank=rank, world_size=world_size)
+    batcher = Batcher(recipe, source, device, seed=seed, rank=rank, world_size=world_size)
     compare(source, replica.wire)
     note_length(recipe, source)
-    _seed(seed, rank + 1)  # workers draw their own dropout, also when they started from one model
+    _seed(seed, rank + 1)  # workers have different dropout, though they start from one model
     out.mkdir(parents=True, exist_ok=True)
     saved_in = checkpoint.find(out / "checkpoint") if resume else None
     identity = checkpoint.identity(recipe, config, seed)
@@ -179,11 +179,11 @@ def prepare(
         checkpoint.load(saved_in, replica, scheduler)
     elif rank == 0:
         folder.clear(out)
-    noted = replica.decompositions if saved_in else 0  # a load takes attach's own back
+    noted = replica.decompositions if saved_in else 0  # loading undoes those of attach
     return Run(
         recipe=recipe,
         identity=identity,
-        feed=feed,
+        batcher=batcher,
         replica=replica,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -201,19 +201,19 @@ def _source(recipe: Recipe, data: Path | None) -> Source:
     source = recipe.source(data)
     if recipe.patience is not None and not getattr(source, "validation_size", 0):
         raise ConfigError(
-            f"`patience`={recipe.patience} needs data with a validation part; "
+            f"`patience`={recipe.patience} needs validation data; "
             f"give the source of the recipe {recipe.name} `validation` and `validation_size`, or leave `patience` out"
         )
     return source
 
 
-def _has_own_card() -> bool:
+def _has_own_gpu() -> bool:
     here = place()
     return torch.cuda.is_available() and (here.local_size if here else 1) <= torch.cuda.device_count()
 
 
 def own_device() -> torch.device:
-    """Where this worker computes: the GPU that is its own, or the CPU."""
+    """The device of this worker: its GPU, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

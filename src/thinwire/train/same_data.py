@@ -1,7 +1,7 @@
 """Whether the workers of a run read the same data.
 
-With one example more on one node its workers would go by another order: some examples would be trained on twice,
-others never, and nothing would show it.
+With one more example on one node, its workers would use another order: some examples would be trained on twice,
+others never, without any error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from thinwire.comm.buckets import checksum
 from thinwire.comm.collectives import Wire
 from thinwire.preflight import check_same_data
 from thinwire.train.data import Source
-from thinwire.train.draws import Draws
+from thinwire.train.step_rng import StepRNG
 
 _PARTS = {"train": "to train on", "validation": "to validate on", "heldout": "held out"}
 
@@ -20,10 +20,10 @@ _PARTS = {"train": "to train on", "validation": "to validate on", "heldout": "he
 def compare(source: Source, wire: Wire) -> None:
     """Refuse data that differs in the number of examples, or in the first, the middle or the last; collective."""
     if wire.topology.world_size > 1:
-        check_same_data(_told(source), wire)
+        check_same_data(_description(source), wire)
 
 
-def _told(source: Source) -> list[str]:
+def _description(source: Source) -> list[str]:
     sizes = {part: getattr(source, f"{part}_size", 0) for part in _PARTS}
     lines = [f"{size:,} examples {_PARTS[part]}" for part, size in sizes.items()]
     if hasattr(source, "fingerprint"):
@@ -33,6 +33,6 @@ def _told(source: Source) -> list[str]:
 
 def _examples(source: Source, part: str, size: int) -> str:
     rows = np.unique([0, size // 2, size - 1])
-    chance = (Draws(0, 0, batch=len(rows)),) if part == "train" else ()
-    held = [t.cpu() for t in getattr(source, part)(rows, *chance)]
+    rng = (StepRNG(0, 0, batch=len(rows)),) if part == "train" else ()
+    held = [t.cpu() for t in getattr(source, part)(rows, *rng)]
     return f"examples {', '.join(map(str, rows))} {_PARTS[part]} of checksum {checksum(held):x}"

@@ -1,4 +1,4 @@
-"""Learning rates over a run, as shares of the optimizer's own."""
+"""Learning rate schedules, as multiples of the optimizer's own rate."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from thinwire.errors import ConfigError
 
 
 class Rate(Protocol):
-    """How the learning rate changes; all of it scales with the run's length."""
+    """A schedule; all of it scales with the run's length."""
 
     def factor(self, step: int, steps: int, epochs: float) -> float:
-        """The share of the highest rate at `step`, counted from 0, of a run of so many steps and epochs."""
+        """The multiple of the optimizer's rate at `step`, counted from 0, of `steps` in so many epochs."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine:
-    """Up in a line, then down in half a cosine."""
+    """Linear warm-up, then half a cosine."""
 
     warmup: float = 0.05
-    """Share of the steps over which it rises."""
+    """Fraction of the steps that warm up."""
     floor: float = 0.01
-    """The last rate, as a share of the optimizer's; above 1 it ends higher than it began."""
+    """The last rate, as a multiple of the optimizer's; may be above 1."""
     start: float | None = None
-    """The first rate, as a share; near zero if None."""
+    """The first rate, as a multiple; near zero if None."""
     k_decay: float = 1.0
-    """Below 1 the cosine hurries at first, above 1 at last."""
+    """timm's k-decay: below 1 the cosine changes faster at the start, above 1 at the end."""
     from_zero: bool = False
-    """Whether the cosine counts from the first step, as timm's does, and so begins some way down after the rise."""
+    """Whether the cosine counts from the first step, as timm's does, and so has fallen a little after the warm-up."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup < 1:
-            raise ConfigError(f"`warmup`={self.warmup} must be a share of the steps, from 0 to below 1")
+            raise ConfigError(f"`warmup`={self.warmup} must be a fraction of the steps, from 0 to below 1")
         if self.k_decay <= 0:
             raise ConfigError(f"`k_decay`={self.k_decay} must be above 0")
 
@@ -55,18 +55,6 @@ class Cosine:
         return self.start + (1 - self.start) * step / rising
 
 
-@dataclass(frozen=True, kw_only=True)
-class Halving:
-    """Half the rate after each epoch but the first: what Autoformer's authors call 'type1'."""
-
-    factor_an_epoch: float = 0.5
-    """What an epoch multiplies it by."""
-
-    def factor(self, step: int, steps: int, epochs: float) -> float:
-        epoch = int(step * epochs / steps)
-        return self.factor_an_epoch ** max(0, epoch - 1)
-
-
 def scheduled(optimizer: Optimizer, rate: Rate, *, steps: int, epochs: float) -> LambdaLR:
-    """A scheduler that follows `rate`."""
+    """A PyTorch scheduler for `rate`."""
     return LambdaLR(optimizer, lambda step: rate.factor(step, steps, epochs))

@@ -1,4 +1,4 @@
-"""What a run came to, as plain values."""
+"""The results of a run, as plain values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from thinwire.factor import export
 from thinwire.files import on_file
 from thinwire.replica import Replica
-from thinwire.train.counts import Counts, tell
+from thinwire.train.counts import Counts
+from thinwire.train.counts import figures as counted_figures
 from thinwire.train.task import Recipe, describe_optimizer
 
 
@@ -29,9 +30,9 @@ def summarise(
     wall_s: float,
     counts: Counts,
 ) -> dict[str, Any]:
-    """The summary of a finished run; collective. Ratios leave out what evaluation sent.
+    """The summary of a finished run; collective. Ratios do not count what evaluation sent.
 
-    By its `identity`, as in a checkpoint, the run is known for the one that is asked for again.
+    `identity` is the same as in a checkpoint, so that a finished run is recognised.
     """
     about, ledger, baseline = replica.describe(), replica.mean_traffic(), replica.baseline()
     traffic = ledger.summary()
@@ -50,6 +51,7 @@ def summarise(
         "length": recipe.steps,
         "batch": recipe.batch,
         "metric": recipe.task.metric,
+        "split": recipe.split,
         **figures,
         "wall_s": round(wall_s, 3),
         "time": ledger.split,
@@ -60,7 +62,7 @@ def summarise(
         "parameters_full": about["parameters_full"],
         "parameters_final": about["parameters"],
         "compression": _ratio(about["parameters_full"], about["parameters"]),
-        **tell(
+        **counted_figures(
             counts,
             trainable_full=about["trainable_full"],
             full=about["parameters_full"],
@@ -77,27 +79,28 @@ def summarise(
 
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
-    """Write it whole or not at all: its presence says that the run is finished."""
+    """Write it completely or not at all: its presence means that the run is finished."""
     new = path.with_suffix(".new")
     with on_file(new):
         new.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     os.replace(new, path)
 
 
-def write_model(model: nn.Module, folder: Path, example: Tensor, views: str | None = None) -> None:
-    """The finished model in plain layers, loadable without this library; `views` made the example."""
+def write_model(model: nn.Module, folder: Path, example: Tensor, transform: str | None = None) -> None:
+    """The finished model in plain layers, loadable without this library; `transform` describes its inputs."""
     training = model.training
-    export.write(model.eval(), folder, example_input=example, views=views)
+    export.write(model.eval(), folder, example_input=example, views=transform)
     model.train(training)
 
 
 def _optimizers(recipe: Recipe) -> dict[str, Any]:
-    """The optimizer, and the one that the recipe has for methods without one of their own."""
+    """The optimizer of this run, and the recipe's own for methods without overrides."""
     own = describe_optimizer(recipe.optimizer)
     usual = describe_optimizer(recipe.usual_optimizer or recipe.optimizer)
     return {
         "optimizer": own["optimizer"],
         "lr": own.get("optimizer.lr"),
+        "weight_decay": own.get("optimizer.weight_decay"),
         "usual_optimizer": usual["optimizer"],
         "usual_lr": usual.get("optimizer.lr"),
     }
@@ -105,7 +108,7 @@ def _optimizers(recipe: Recipe) -> dict[str, Any]:
 
 def _final_ranks(replica: Replica, kept: list[dict[str, str]]) -> dict[str, int]:
     """Ranks of the layers that are low-rank in the finished model."""
-    full = {told["layer"] for told in kept}
+    full = {layer["layer"] for layer in kept}
     return {label: rank for label, rank in replica.found_ranks.items() if not full & {label, f"{label}.weight"}}
 
 

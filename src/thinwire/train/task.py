@@ -1,4 +1,4 @@
-"""What is trained and how it is judged: a `Task` and the `Recipe` around it."""
+"""What is trained and how it is evaluated: a `Task` and the `Recipe` around it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.errors import ConfigError, unknown
-from thinwire.train.data import Source
+from thinwire.train.data import Source, for_validation
 from thinwire.train.schedule import Cosine, Rate
-from thinwire.train.views import AsIs, Views
+from thinwire.train.transform import AsIs, Transform
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 class Task(Protocol):
-    """One kind of problem. Its figures follow from sums over examples, so workers can share the work."""
+    """One kind of problem. Its figures are computed from sums over examples, so workers can share the work."""
 
     metric: ClassVar[str]
-    """The figure a run is judged by, and its name in every record."""
+    """The name of the main figure, in every record."""
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """What is trained on."""
+        """The training loss."""
         ...
 
     def totals(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -79,49 +79,29 @@ class Predict(Classify):
         return {self.metric: math.exp(min(loss / count, 700.0)), "loss": loss / count}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Forecast:
-    """Numbers to come."""
-
-    metric: ClassVar[str] = "mse"
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean squared error."""
-        return F.mse_loss(outputs.float(), targets)
-
-    def totals(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """(3,): squared errors, absolute errors and number of targets."""
-        error = (outputs.float() - targets).double()
-        return torch.stack([error.square().sum(), error.abs().sum(), error.new_full((), error.numel())])
-
-    def figures(self, totals: Tensor) -> dict[str, float]:
-        squares, sizes, count = totals.tolist()
-        return {self.metric: squares / count, "mae": sizes / count, "loss": squares / count}
-
-
 CLASSIFY = Classify()
 PREDICT = Predict()
 
 
 @dataclass(frozen=True)
-class Suited:
-    """What was found good for one method on a recipe."""
+class MethodOverrides:
+    """Settings that suit one method on a recipe."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of its config, which hold unless a user sets them; those that it does not have are left out."""
+    """Defaults for fields of its config; names that the config does not have are ignored."""
     optimizer: MakeOptimizer | None = None
-    """Builds another optimizer than the recipe's."""
+    """Builds an optimizer to use instead of the recipe's."""
     clip: float | None = None
-    """Another largest gradient norm than the recipe's."""
+    """Largest gradient norm instead of the recipe's."""
     rate: Rate | None = None
-    """Another course of the learning rate."""
+    """Learning rate schedule instead of the recipe's."""
     schedules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Sets of fields that say when the method does what, by name; the first holds unless another is asked for."""
+    """Named sets of fields for the method's phases; the first is the default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A whole experiment but for the method, its settings and the seed."""
+    """A whole experiment, except for the method, its settings and the seed."""
 
     name: str
     """The name on the command line."""
@@ -140,26 +120,28 @@ class Recipe:
     batch: int
     """Examples in a step, over all workers."""
     rate: Rate = field(default_factory=Cosine)
-    """The course of the learning rate."""
-    views: Views = field(default_factory=AsIs)
-    """What the model is shown of the examples."""
+    """Learning rate schedule."""
+    transform: Transform = field(default_factory=AsIs)
+    """What happens to examples before the model takes them."""
     autocast: bool = False
-    """Whether a GPU computes in bf16 where that is safe. A CPU computes in fp32: many emulate bf16, hundreds of times
-    slower. A run that is resumed on another device goes on in the precision of that one."""
+    """Whether a GPU uses bf16 autocast. A CPU computes in fp32, because many CPUs emulate bf16, hundreds of times
+    slower. A run that is resumed on another device continues in that device's precision."""
     clip: float | None = None
-    """Largest gradient norm; None leaves gradients as they are."""
+    """Largest gradient norm; None for no clipping."""
     eval_every: int = 50
     """Steps between evaluations."""
     epochs: int = 30
-    """Epochs of a run, for methods that go by them; one of fewer steps has as many, and shorter ones."""
+    """Epochs of a run. A run of fewer steps has as many epochs, and shorter ones."""
     epochs_are_passes: bool = False
-    """Whether an epoch is meant as one pass over the data, so that a run says where its steps are not."""
+    """Whether an epoch is one pass over the data; a run warns if its steps do not match."""
     patience: int | None = None
-    """Epochs without a lower loss on the validation part after which a run ends; None for never."""
-    suited: Mapping[str, Suited] = field(default_factory=dict)
-    """What is good for single methods, by their names."""
+    """Stop after this many epochs without a lower validation loss; None for never."""
+    split: str = "test"
+    """The data that figures are of: "test" or "validation"."""
+    suited: Mapping[str, MethodOverrides] = field(default_factory=dict)
+    """Settings for single methods, by name."""
     usual_optimizer: MakeOptimizer | None = None
-    """The optimizer that `suited_to` put another in place of."""
+    """The recipe's own optimizer, where `suited_to` replaced it."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "eval_every", "epochs"):
@@ -168,49 +150,70 @@ class Recipe:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Steps of an epoch; need not be whole."""
+        """Steps per epoch; may be a fraction."""
         return self.steps / self.epochs
 
     def ends_epoch(self, step: int) -> bool:
-        """Whether an epoch is over after so many steps."""
+        """Whether an epoch ends with this step."""
         return step * self.epochs // self.steps > (step - 1) * self.epochs // self.steps
 
     def precision(self, device: torch.device) -> torch.autocast:
-        """As it computes there."""
+        """The autocast context for a device."""
         return torch.autocast(device.type, torch.bfloat16, enabled=self._in_bf16(device))
 
     def precision_name(self, device: torch.device) -> str:
-        """The same in words."""
+        """The precision for a device, in words."""
         return "bf16 autocast" if self._in_bf16(device) else "fp32"
 
     def _in_bf16(self, device: torch.device) -> bool:
         return self.autocast and device.type == "cuda"
 
     @property
-    def told_views(self) -> str | None:
-        """What stands between examples and the model, in words; None where that is nothing."""
-        if isinstance(self.views, AsIs):
+    def transform_name(self) -> str | None:
+        """A description of the transform; None if there is none."""
+        if isinstance(self.transform, AsIs):
             return None
-        return repr(self.views) if is_dataclass(self.views) else type(self.views).__name__
+        return repr(self.transform) if is_dataclass(self.transform) else type(self.transform).__name__
 
-    def but(self, **fields: Any) -> Recipe:
+    def replace(self, **fields: Any) -> Recipe:
         """The recipe with other fields."""
         return replace(self, **fields)
 
     def over(self, epochs: int) -> Recipe:
-        """The recipe over more or fewer epochs of the same length; all that has a length scales with it."""
+        """The recipe over more or fewer epochs of the same length; all phases scale with the run."""
         if epochs < 1:
             raise ConfigError(f"`epochs` must be at least 1, got {epochs}")
         return replace(self, epochs=epochs, steps=max(1, round(epochs * self.steps_per_epoch)))
 
+    def with_batch(self, batch: int) -> Recipe:
+        """The recipe with another batch size. If epochs are passes over the data, steps change with the batch."""
+        share = self.batch / max(1, batch) if self.epochs_are_passes else 1
+        steps, eval_every = (max(1, round(share * steps)) for steps in (self.steps, self.eval_every))
+        return replace(self, batch=batch, steps=steps, eval_every=eval_every)
+
+    def with_optimizer(self, **values: float | None) -> Recipe:
+        """The recipe with another `lr` or `weight_decay`, also in the optimizers of single methods."""
+        given = {name: value for name, value in values.items() if value is not None}
+        if not given:
+            return self
+        suited = {
+            method: replace(own, optimizer=with_values(own.optimizer, given)) if own.optimizer else own
+            for method, own in self.suited.items()
+        }
+        return replace(self, optimizer=with_values(self.optimizer, given), suited=suited)
+
+    def on_validation(self) -> Recipe:
+        """The recipe, evaluated on validation data instead of test data."""
+        return replace(self, source=lambda folder: for_validation(self.source(folder)), split="validation")
+
     @property
     def scheduled(self) -> set[str]:
-        """Methods that can be asked to follow one schedule or another."""
+        """Methods that have a choice of schedules."""
         return {method for method, own in self.suited.items() if own.schedules}
 
     def suited_to(self, method: str) -> Recipe:
-        """The recipe as it is good for one method: with the optimizer, its rates and the clipping found for it."""
-        own = self.suited.get(method, Suited())
+        """The recipe with the optimizer, learning rates and clipping that suit one method."""
+        own = self.suited.get(method, MethodOverrides())
         other = {"clip": own.clip, "rate": own.rate, "optimizer": own.optimizer}
         changed: dict[str, Any] = {name: value for name, value in other.items() if value is not None}
         if own.optimizer is not None:
@@ -218,12 +221,12 @@ class Recipe:
         return replace(self, **changed)
 
     def defaults(self, method: str, schedule: str | None = None) -> dict[str, Any]:
-        """Fields of a method's config that hold unless a user sets them, by one of its schedules."""
-        own = self.suited.get(method, Suited())
+        """Defaults for the fields of a method's config, with one of its schedules."""
+        own = self.suited.get(method, MethodOverrides())
         timed = self._schedule(method, own, schedule)
         return {"clip": self.suited_to(method).clip, **own.settings, **timed, "total_steps": self.steps}
 
-    def _schedule(self, method: str, own: Suited, name: str | None) -> Mapping[str, Any]:
+    def _schedule(self, method: str, own: MethodOverrides, name: str | None) -> Mapping[str, Any]:
         if name is None:
             return next(iter(own.schedules.values()), {})
         if not own.schedules:
@@ -236,19 +239,42 @@ class Recipe:
         return own.schedules[name]
 
 
+def with_values(make: MakeOptimizer, values: Mapping[str, float]) -> MakeOptimizer:
+    """A factory of the same optimizer with other values of `lr` or `weight_decay`."""
+    known = describe_optimizer(make)
+    for name, value in values.items():
+        if not value >= 0 or (name == "lr" and value == 0):
+            raise ConfigError(f"`{name}`={value} must be a number above 0{' or 0' if name != 'lr' else ''}")
+        if f"optimizer.{name}" not in known:
+            raise ConfigError(f"`{name}`={value} has no meaning for {known['optimizer']}, which has no `{name}`")
+        if isinstance(own := known[f"optimizer.{name}"], list):
+            raise ConfigError(
+                f"`{name}`={value} cannot replace {own}: the optimizer's parameter groups differ in `{name}`; "
+                "set it in a recipe of your own"
+            )
+
+    def changed(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        optimizer = make(parameters)
+        for group in (optimizer.defaults, *optimizer.param_groups):
+            group.update(values)
+        return optimizer
+
+    return changed
+
+
 def describe_optimizer(make: MakeOptimizer) -> dict[str, Any]:
     """The class as `optimizer` and its settings as `optimizer.NAME`, plain values; a list where groups differ."""
-    # No model is at hand where a run is checked; a matrix and a vector serve factories that tell them apart.
+    # There may be no model yet. Some factories treat matrices and vectors differently, so give them one of each.
     optimizer = make([nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(3))])
-    told: dict[str, Any] = {"optimizer": type(optimizer).__name__}
+    found: dict[str, Any] = {"optimizer": type(optimizer).__name__}
     for name in optimizer.defaults:
         values = [_plain(group.get(name)) for group in optimizer.param_groups]
-        told[f"optimizer.{name}"] = values[0] if all(value == values[0] for value in values) else values
-    return told
+        found[f"optimizer.{name}"] = values[0] if all(value == values[0] for value in values) else values
+    return found
 
 
 def _plain(value: Any) -> Any:
-    """As JSON gives it back; of what it cannot hold, such as a function, only that it is there."""
+    """A value that survives JSON; for anything else, such as a function, the name of its type."""
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, tuple | list):

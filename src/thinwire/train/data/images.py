@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.train.data.source import damaged, locate, read_whole, rows_on
-from thinwire.train.draws import Draws
+from thinwire.train.data.source import cut_for_validation, damaged, locate, read_whole, rows_on
+from thinwire.train.step_rng import StepRNG
 
 _SPLIT_SEED = 1797
 
@@ -36,14 +36,19 @@ class Images:
     def heldout_size(self) -> int:
         return len(self.heldout_rows)
 
-    def train(self, indices: np.ndarray, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
+    def train(self, indices: np.ndarray, rng: StepRNG | None = None) -> tuple[Tensor, Tensor]:
         return self._rows(self.train_rows[indices])
 
     def heldout(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         return self._rows(self.heldout_rows[indices])
 
+    def for_validation(self) -> Images:
+        """The last tenth of the training images held out."""
+        cut = cut_for_validation(self.train_size)
+        return replace(self, train_rows=self.train_rows[:cut], heldout_rows=self.train_rows[cut:])
+
     def to(self, device: torch.device | str) -> Images:
-        """The same images, held on `device`."""
+        """The same images on `device`."""
         return replace(self, x=self.x.to(device), y=self.y.to(device))
 
     def _rows(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:

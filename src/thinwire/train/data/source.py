@@ -1,15 +1,14 @@
-"""What a run reads its examples from, and batches that follow from (seed, step) alone.
+"""What a run reads its examples from, and batches that depend only on (seed, step).
 
-Every worker computes the whole global batch's indices and takes its share, so the batches are the same
-for every method and every number of workers, and a resumed run needs nothing but its step.
+Every worker computes the indices of the whole global batch and takes its share. So batches are the same for every
+method and any number of workers, and a resumed run needs only its step.
 """
 
 from __future__ import annotations
 
 import gzip
-import shlex
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,34 +19,51 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
-from thinwire.train.draws import Draws
+from thinwire.train.step_rng import StepRNG
 
 SHIPPED = Path(__file__).parent.parent.parent / "datasets"
 
 
 class Source(Protocol):
-    """A training part and a held-out part, each a numbered list of examples.
+    """Training examples and held-out examples, each numbered from 0.
 
-    A source whose examples fit in memory may have `to(device)`, which gives the same data held on that device;
-    indices stay numpy's. One that is `streamed`, true, reads files for every batch and is worth reading ahead. One
-    with a third part may have `validation_size` and `validation(indices)`. Workers of a run compare sizes and a few
-    examples; one with `fingerprint()`, a text that is another for other data, need not read any for it. One whose
-    examples overlap may say by `pass_size` how many of them are a pass over the data.
+    A source may also have:
+    `to(device)`: the same data held on that device, for data that fits in memory; indices stay numpy's.
+    `streamed`: true if it reads files for every batch, which are then prefetched.
+    `validation_size`, `validation(indices)`: a third part.
+    `for_validation()`: the source with its validation part, or some training examples, held out; for `--validate`.
+    `fingerprint()`: a string that identifies the data. Without it, workers compare sizes and a few examples.
+    `pass_size`: the number of examples in one pass over the data, if examples overlap.
     """
 
     @property
     def train_size(self) -> int: ...
     @property
     def heldout_size(self) -> int: ...
-    def train(self, indices: np.ndarray, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
-        """Examples to train on. What is random in reading one comes from `draws`, whose rows are these examples."""
+    def train(self, indices: np.ndarray, rng: StepRNG | None = None) -> tuple[Tensor, Tensor]:
+        """Training examples. Random numbers come from `rng`, which has one row per example."""
         ...
 
     def heldout(self, indices: np.ndarray) -> tuple[Tensor, Tensor]: ...
 
 
+def for_validation(source: Source) -> Source:
+    """The source with validation examples in place of the held-out ones."""
+    if not hasattr(source, "for_validation"):
+        raise ConfigError(
+            f"`--validate` needs a source that can hold out training examples; give {type(source).__name__} a method "
+            "`for_validation()`, which returns the source with others held out"
+        )
+    return source.for_validation()
+
+
+def cut_for_validation(size: int) -> int:
+    """The number of training examples that remain when the last tenth is held out."""
+    return size - max(1, size // 10)
+
+
 def locate(name: str, folder: Path | None = None) -> Path:
-    """The file `name` in `folder`, or the copy that travels with the package."""
+    """The file `name` in `folder`, or the copy in the package."""
     path = Path(folder or SHIPPED) / name
     if path.is_file():
         return path
@@ -60,7 +76,7 @@ def locate(name: str, folder: Path | None = None) -> Path:
 
 
 def unpacked(path: Path) -> bytes:
-    """What a file holds, plain or, by its name, packed as `.gz`."""
+    """The content of a file, decompressed if its name ends in `.gz`."""
     try:
         return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
@@ -68,7 +84,7 @@ def unpacked(path: Path) -> bytes:
 
 
 def unpacked_text(path: Path) -> str:
-    """The same as text, which must be UTF-8; its lines end as they do in the file."""
+    """The content as UTF-8 text; line ends stay as they are."""
     try:
         return unpacked(path).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -79,10 +95,9 @@ T = TypeVar("T")
 
 
 def read_whole(read: Callable[[], T]) -> T:
-    """What `read` gives; once more if the interpreter itself stumbles, which says nothing of the file.
+    """The result of `read`, tried again after a SystemError, which is the interpreter's fault and not the file's.
 
-    numpy parses a file's header as Python, and Python 3.11's parser now and then loses count when garbage is collected
-    in its midst (SystemError).
+    numpy parses a file's header as Python, and Python 3.11's parser may fail when garbage is collected meanwhile.
     """
     try:
         return read()
@@ -91,26 +106,19 @@ def read_whole(read: Callable[[], T]) -> T:
 
 
 def damaged(path: Path, why: str) -> ConfigError:
-    """The error for a file that can be read and holds something else."""
+    """The error for a readable file with the wrong content."""
     return ConfigError(f"`{path}` is not what its name says, or damaged ({why}); download and unpack it again")
 
 
-def how_to_fill(folder: Path | None, addresses: Mapping[str, str]) -> str:
-    """The commands that fetch files by their names, into a folder that need not be there, and what to type then."""
-    target = shlex.quote(str(folder)) if folder is not None else "DIR"
-    fetch = (f"curl -fL --create-dirs -o {target}/{name} {address}" for name, address in addresses.items())
-    return f"To fill the folder: {' && '.join(fetch)}; then give `--data {target}`"
-
-
 def rows_on(device: torch.device, rows: np.ndarray) -> Tensor:
-    """Row numbers on a device, without waiting for what it is doing: copies from pinned memory queue up behind it."""
+    """Row numbers on a device, without waiting for it: copies from pinned memory are queued."""
     found = torch.from_numpy(rows)
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """The order in which a run sees its examples: each once an epoch, drawn from (seed, epoch)."""
+    """The order in which a run sees its examples: each once per epoch, shuffled by (seed, epoch)."""
 
     size: int
     """Examples in the training part."""
@@ -132,14 +140,14 @@ def _order(size: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def share(indices: np.ndarray, rank: int, world_size: int) -> np.ndarray:
-    """Worker `rank`'s part of a global list; parts differ by one at most.
+    """Worker `rank`'s part of a global list; sizes differ by one at most.
 
-    Where they do, every worker's mean loss still weighs the same, as with DDP and a sharded loader.
+    If they differ, every worker's mean loss still has the same weight, as with DDP and a sharded loader.
     """
     return np.array_split(indices, world_size)[rank]
 
 
 def check_share(batch: int, workers: int) -> None:
-    """Refuse a batch that leaves a worker without an example."""
+    """Refuse a batch with fewer examples than workers."""
     if workers > batch:
         raise ConfigError(f"a batch of {batch} cannot be shared by {workers} workers; use at most {batch}")

@@ -1,8 +1,8 @@
-"""Text held in memory, as ids: by character, by word or by byte."""
+"""Text held in memory, as ids of its tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,31 +11,24 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
-from thinwire.train.data.source import how_to_fill, locate, rows_on, unpacked, unpacked_text
-from thinwire.train.draws import Draws
-
-_LAYOUTS = ("{}.txt", "wiki.{}.tokens", "wikitext2_{}.txt")
-"""How WikiText's parts are called, by those who pass them on; each also with `.gz`."""
-_WIKITEXT2 = "https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2"
-_WIKITEXT2_PARTS = ("train", "valid", "test")
-_UNKNOWN = "<unk>"
-_BYTES = "".join(map(chr, range(256)))
+from thinwire.train.data.source import cut_for_validation, locate, rows_on, unpacked_text
+from thinwire.train.step_rng import StepRNG
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """A text as ids of its tokens; an example is a window of `block` tokens and the same one further on."""
+    """A text as ids of its tokens; an example is a window of `block` tokens, with the next tokens as targets."""
 
     train_ids: Tensor
-    """Ids of the part that is trained on; windows may begin anywhere in it."""
+    """Ids of the training part; windows may start anywhere."""
     heldout_ids: Tensor
-    """Ids of the part held out; its windows do not overlap."""
+    """Ids of the held-out part; its windows do not overlap."""
     block: int
     """Tokens in a window."""
     tokens: Sequence[str]
     """The vocabulary, in the order of ids: characters or words."""
     validation_ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
-    """Ids of a third part, to choose settings by; empty where there is none."""
+    """Ids of a validation part; empty if there is none."""
 
     def __post_init__(self) -> None:
         for part, ids in (("trained on", self.train_ids), ("held out", self.heldout_ids)):
@@ -47,7 +40,7 @@ class Text:
 
     @property
     def vocabulary(self) -> int:
-        """How many different tokens there are."""
+        """The number of different tokens."""
         return len(self.tokens)
 
     @property
@@ -61,7 +54,7 @@ class Text:
 
     @property
     def pass_size(self) -> int:
-        """Windows that cover the part that is trained on once."""
+        """Windows that cover the training part once."""
         return -(-len(self.train_ids) // self.block)
 
     @property
@@ -72,7 +65,7 @@ class Text:
     def validation_size(self) -> int:
         return max(0, (len(self.validation_ids) - 1) // self.block)
 
-    def train(self, indices: np.ndarray, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
+    def train(self, indices: np.ndarray, rng: StepRNG | None = None) -> tuple[Tensor, Tensor]:
         return _windows(self.train_ids, indices, self.block)
 
     def heldout(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -81,8 +74,15 @@ class Text:
     def validation(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         return _windows(self.validation_ids, indices * self.block, self.block)
 
+    def for_validation(self) -> Text:
+        """The validation part held out, or the last tenth of the training part where there is none."""
+        if self.validation_size:
+            return replace(self, heldout_ids=self.validation_ids)
+        cut = cut_for_validation(len(self.train_ids))
+        return replace(self, train_ids=self.train_ids[:cut], heldout_ids=self.train_ids[cut:])
+
     def to(self, device: torch.device | str) -> Text:
-        """The same text, held on `device`."""
+        """The same text on `device`."""
         parts = ("train_ids", "heldout_ids", "validation_ids")
         return replace(self, **{part: getattr(self, part).to(device) for part in parts})
 
@@ -101,63 +101,3 @@ def shakespeare(folder: Path | None = None, *, block: int = 64, heldout: int = 3
     number = {c: i for i, c in enumerate(characters)}
     ids = torch.tensor([number[c] for c in text], dtype=torch.uint8)
     return Text(train_ids=ids[:-heldout], heldout_ids=ids[-heldout:], block=block, tokens=characters)
-
-
-def words(folder: Path | None, *, block: int, names: tuple[str, str, str] = ("train", "valid", "test")) -> Text:
-    """WikiText-2, or a text that lies like it, by word; each line ends in `<eos>`.
-
-    `folder` holds a file for each of `names`: what is trained on, a validation part and what is held out, such as
-    `train.txt`, `wiki.train.tokens` or `wikitext2_train.txt`, plain or with `.gz`. The vocabulary is the training
-    part's, in the order of appearance; other words become `<unk>`.
-    """
-    paths = _parts(folder, names)
-    train, *others = (_words(path) for path in paths)
-    number = {word: i for i, word in enumerate(dict.fromkeys(train))}
-    validation, heldout = (_ids(text, number, path) for text, path in zip(others, paths[1:], strict=True))
-    ids = _ids(train, number, paths[0])
-    return Text(train_ids=ids, heldout_ids=heldout, validation_ids=validation, block=block, tokens=tuple(number))
-
-
-def by_bytes(path: Path | None, *, block: int, heldout: int | None = None) -> Text:
-    """Any text by byte, with 256 ids: a file, or a folder's `*.txt` in the order of their names, plain or with `.gz`.
-
-    The last `heldout` bytes are held out, a tenth of them unless given.
-    """
-    if path is None or not (path := Path(path)).exists():
-        where = f"there is no `{path}`" if path is not None else "no text was given"
-        raise ConfigError(f"{where}; give `--data` a text file, or a folder of *.txt or *.txt.gz")
-    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.name.endswith((".txt", ".txt.gz")))
-    if not files:
-        raise ConfigError(f"no *.txt and no *.txt.gz in `{path}`; give `--data` a text file or a folder that has some")
-    held = b"".join(unpacked(file) for file in files)
-    ids = torch.frombuffer(bytearray(held), dtype=torch.uint8) if held else torch.empty(0, dtype=torch.uint8)
-    cut = len(ids) - (len(ids) // 10 if heldout is None else heldout)
-    return Text(train_ids=ids[: max(0, cut)], heldout_ids=ids[max(0, cut) :], block=block, tokens=_BYTES)
-
-
-def _parts(folder: Path | None, names: tuple[str, str, str]) -> list[Path]:
-    """The files of the first layout that is whole."""
-    for layout in _LAYOUTS if folder is not None else ():
-        stems = [layout.format(name) for name in names]
-        found = [[p for p in (Path(folder or "", stem + end) for end in ("", ".gz")) if p.is_file()] for stem in stems]
-        if all(found):
-            return [paths[0] for paths in found]
-    where = f"no WikiText in `{folder}`" if folder is not None else "WikiText does not come with Thinwire"
-    looked = ", or ".join(", ".join(layout.format(name) for name in names) for layout in _LAYOUTS)
-    addresses = {f"{name}.txt": f"{_WIKITEXT2}/{part}.txt" for name, part in zip(names, _WIKITEXT2_PARTS, strict=True)}
-    raise ConfigError(f"{where}; looked for {looked}, each plain or with .gz. {how_to_fill(folder, addresses)}")
-
-
-def _words(path: Path) -> list[str]:
-    """Those of a file, with one for the end of each line."""
-    return unpacked_text(path).replace("\r\n", "\n").replace("\n", " <eos> ").split()
-
-
-def _ids(text: Sequence[str], number: Mapping[str, int], path: Path) -> Tensor:
-    unknown = number.get(_UNKNOWN)
-    if unknown is None and (strange := next((word for word in text if word not in number), None)) is not None:
-        raise ConfigError(
-            f"`{path}` has the word {strange!r}, which the training part has not, nor has that {_UNKNOWN!r} to put in "
-            f"its place; write {_UNKNOWN!r} for rare words in all parts"
-        )
-    return torch.from_numpy(np.fromiter((number.get(word, unknown) for word in text), np.int32, len(text)))

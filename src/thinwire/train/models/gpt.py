@@ -1,4 +1,4 @@
-"""Decoder-only transformers: GPT-2's arithmetic, and a small one over characters."""
+"""Decoder-only transformers, and a small one over characters."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class _Decoder(nn.Module):
-    """Embeddings of tokens and of places, layers normed before, a linear head; every weight normal with deviation 0.02.
+class Decoder(nn.Module):
+    """Token and position embeddings, pre-norm layers, a linear head; weights normal with standard deviation 0.02.
 
-    Gives logits of shape (batch, time, vocabulary).
+    Returns logits of shape (batch, time, vocabulary).
     """
 
     def __init__(
@@ -33,33 +33,7 @@ class _Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
-class GPT(_Decoder):
-    """GPT-2: tanh's GELU, and a head that is the embedding of tokens. 124.4 M parameters at a vocabulary of 50,257.
-
-    There is no library's model in its place: transformers' returns an object where a loop here expects logits, and
-    holds every weight transposed, so neither checkpoints nor factors would be the same.
-    """
-
-    def __init__(
-        self,
-        *,
-        vocabulary: int,
-        block: int = 1024,
-        width: int = 768,
-        depth: int = 12,
-        heads: int = 12,
-        dropout: float = 0.0,
-    ) -> None:
-        sizes = {"vocabulary": vocabulary, "block": block, "width": width, "depth": depth, "heads": heads}
-        super().__init__(**sizes, dropout=dropout, gelu="tanh")
-        self.head.weight = self.tokens.weight
-        with torch.no_grad():  # what 2 · depth branches add to the residual stream should not grow with the depth
-            for name, parameter in self.named_parameters():
-                if name.endswith(("attention.out.weight", "mlp.2.weight")):
-                    parameter.div_((2 * depth) ** 0.5)
-
-
-class CharGPT(_Decoder):
+class CharGPT(Decoder):
     """A small GPT over characters, with a head of its own and the exact GELU: 0.82 M parameters at 65 characters."""
 
     def __init__(self, *, vocabulary: int, block: int = 64, width: int = 128, depth: int = 4, heads: int = 4) -> None:

@@ -1,4 +1,4 @@
-"""First values: orthogonal ones, and models whose values do not hang on the chance their construction took."""
+"""Initial values: orthogonal ones, and models whose values do not depend on how they are constructed."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ _LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _STD = 0.02
 _SMALL = 2**16
-"""Elements of a weight that is not worth the way to a GPU."""
+"""Weights up to this many elements are not worth copying to a GPU."""
 _LARGE = 2**23
-"""Elements of a weight whose decomposition by QR takes seconds on one core; VGG16 has two of them."""
+"""Weights from this many elements on take seconds to decompose by QR on one core; VGG16 has two."""
 _TALL = 4
-"""Times as many rows as columns: a random matrix of such a shape has a condition below 3."""
+"""Ratio of rows to columns: a random matrix of such a shape has a condition number below 3."""
 _BLOCK = 512
-"""Columns at a time: large enough for fast products, small enough to leave out most of the zeros."""
+"""Columns at a time: large enough for fast products, small enough to skip most of the zeros."""
 _ROUGH: ContextVar[bool] = ContextVar("rough", default=False)
 
 
 def build(make: Callable[[], M], *, orthogonal: bool = False) -> M:
-    """What `make` builds, with its own first values or orthogonal ones.
+    """What `make` builds, with its own initial values or orthogonal ones.
 
-    The values follow from one number of torch's global chance, and no more is taken from there: neither these
-    orthogonal values nor anything drawn afterwards tell how much chance the construction took. So a library's model
-    and ours begin alike.
+    Takes one number from torch's global random state and seeds everything else with it. So neither orthogonal values
+    nor later random numbers depend on how much the construction draws, and a library's model starts like ours.
     """
     seed = int(torch.randint(2**62, (), device="cpu"))
     with torch.random.fork_rng(devices=[]):
@@ -46,9 +45,9 @@ def build(make: Callable[[], M], *, orthogonal: bool = False) -> M:
 
 
 def without_values(make: Callable[[], M]) -> M:
-    """What `make` builds, on the meta device, where nothing is drawn; with values if it cannot be built without.
+    """What `make` builds, on the meta device if that is possible, else with values.
 
-    No chance is taken.
+    Leaves the random state as it is.
     """
     with torch.random.fork_rng(devices=[]):
         try:
@@ -56,13 +55,13 @@ def without_values(make: Callable[[], M]) -> M:
                 return make()
         except ThinwireError:
             raise
-        except Exception:  # a model may do anything while it is built, also look at values
+        except Exception:  # a model may do anything while it is built, even read values
             return make()
 
 
 @contextmanager
 def rough_values() -> Iterator[None]:
-    """Large orthogonal weights are only nearly so meanwhile: as drawn, at the same scale. Not for a run."""
+    """In this block large orthogonal weights are only nearly orthogonal: as drawn, at the same scale. Not for a run."""
     token = _ROUGH.set(True)
     try:
         yield
@@ -73,10 +72,10 @@ def rough_values() -> Iterator[None]:
 def orthogonal(model: M) -> M:
     """Give every Linear and convolution an orthogonal weight, and return the model.
 
-    All singular values are 1 once the dimensions behind the first are flattened. Biases are zero, norms one and zero.
-    Embeddings, a head tied to one, and parameters of other modules (places, a class token) are normal with deviation
-    0.02; vectors among the latter stay as they are. Values are drawn on the CPU, in the order of names, so they are
-    the same for any model with these names, and on any device to rounding.
+    All singular values are 1 once the dimensions after the first are flattened. Biases are zero, norms one and zero.
+    Embeddings, a head tied to one, and parameters of other modules (positions, a class token) are normal with standard
+    deviation 0.02; vectors among the latter stay as they are. Values are drawn on the CPU, in the order of names, so
+    they are the same for any model with these names, and on any device up to rounding.
     """
     _redraw(model)
     return model
@@ -125,17 +124,17 @@ def _orthogonal(like: Tensor) -> Tensor:
 def by_qr(tall: Tensor) -> Tensor:
     """The orthogonal factor of a (m, n) matrix, m >= n, whose triangular one has a positive diagonal."""
     q, r = torch.linalg.qr(tall)
-    return q * r.diagonal().sign()  # else it would not be spread evenly over all orthogonal matrices
+    return q * r.diagonal().sign()  # else it would not be uniform over all orthogonal matrices
 
 
 def by_cholesky(tall: Tensor) -> Tensor:
-    """The same factor to rounding, in a third of the time, for matrices of a small condition: AᵀA = LLᵀ, Q = AL⁻ᵀ."""
+    """The same factor up to rounding, in a third of the time, for well-conditioned matrices: AᵀA = LLᵀ, Q = AL⁻ᵀ."""
     rows = tall.t().contiguous()  # (n, m)
     n = rows.shape[0]
     gram = rows.new_zeros(n, n)
     for i in range(0, n, _BLOCK):
         gram[i : i + _BLOCK, : i + _BLOCK] = rows[i : i + _BLOCK] @ rows[: i + _BLOCK].t()
-    factor = torch.linalg.cholesky(gram)  # looks at the lower triangle alone
+    factor = torch.linalg.cholesky(gram)  # reads the lower triangle only
     for i in range(0, n, _BLOCK):
         block = rows[i : i + _BLOCK]
         block -= factor[i : i + _BLOCK, :i] @ rows[:i]

@@ -1,0 +1,59 @@
+"""Gossip averaging: every so often each group averages its parameters with one other group, drawn at random."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from thinwire import Method, register
+from thinwire.checks import check_group_size, check_whole
+from thinwire.comm.buckets import pack_wide, unpack_into
+from thinwire.methods.merging import average_model, put_back
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gossip:
+    every: int = 8
+    """Steps between two averages."""
+    group_size: int | str | None = None
+    """Workers per group: None is one group per node."""
+
+    def __post_init__(self) -> None:
+        check_whole(self, "every", 1)
+        check_group_size(self.group_size)
+
+
+@register("gossip", Gossip, example=lambda **more: Gossip(**{"every": 4, **more}))
+class GossipMethod(Method):
+    """Groups train alone and average with one random partner at a time."""
+
+    def attach(self) -> None:
+        self.gradients.apart()  # gradients are averaged inside the group alone
+
+    def after_step(self) -> None:
+        order = list(range(len(self.topology.groups)))
+        random.Random(self.step).shuffle(order)  # all groups draw the same pairs
+        place = order.index(self.topology.group_index) ^ 1
+        if self.step % self.config.every == 0 and place < len(order):  # of an odd number one is left out
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            own = pack_wide(trained)
+            unpack_into((own + self.wire.swap(own, order[place], "merge")) / 2, trained)
+
+    @property
+    def in_sync(self) -> bool:
+        return len(self.topology.groups) == 1
+
+    @property
+    def next_event(self) -> int:
+        return (self.step // self.config.every + 1) * self.config.every
+
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        with put_back(self.model):
+            average_model(self.wire, self.model, self.observed, self.step)
+            yield
+
+    def finish(self, cutoff: float | None) -> None:
+        self.check_counters()
+        average_model(self.wire, self.model, self.observed, self.step)
+        super().finish(cutoff)

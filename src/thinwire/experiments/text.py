@@ -1,0 +1,75 @@
+"""Language models on WikiText-2, by word."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+from torch import nn
+from torch.optim import AdamW
+
+from thinwire.config import Nesterov
+from thinwire.experiments import data, models
+from thinwire.recipes.sizes import checked
+from thinwire.train.data import Source, Text
+from thinwire.train.schedule import Cosine
+from thinwire.train.task import PREDICT, MethodOverrides, Recipe
+
+_TOKENS = 2_088_628
+
+
+def gpt(**sizes: Any) -> Recipe:
+    """A GPT of 13 M parameters, 8.5 M of them in word embeddings."""
+    return _wikitext2(
+        "gpt-wikitext2",
+        "a GPT of 13 M parameters on WikiText-2 by word (perplexity per word)",
+        {"block": 128, "width": 256, "depth": 6, "heads": 8, "dropout": 0.2, **sizes},
+        lr=1e-3,
+        epochs=10,
+    )
+
+
+def gpt_124m(**sizes: Any) -> Recipe:
+    """GPT-2's smallest size; with this text's 33,278 words it has 111 M parameters, and 124 M with GPT-2's 50,257."""
+    return _wikitext2(
+        "gpt124m-wikitext2",
+        "a GPT of GPT-2's smallest size on WikiText-2 by word (perplexity per word)",
+        {"block": 256, "dropout": 0.2, **sizes},
+        lr=6e-4,
+        epochs=10,
+    )
+
+
+def _wikitext2(name: str, summary: str, sizes: dict[str, Any], *, lr: float, epochs: int) -> Recipe:
+    checked(models.GPT, sizes, "vocabulary")
+    batch = 64
+    steps = round(epochs * _TOKENS / (batch * sizes["block"]))
+    return Recipe(
+        name=name,
+        summary=summary,
+        task=PREDICT,
+        source=partial(data.words, block=sizes["block"]),
+        model=lambda source: _model(source, sizes),
+        optimizer=partial(AdamW, lr=lr, betas=(0.9, 0.95), weight_decay=0.1),
+        steps=steps,
+        epochs=epochs,
+        epochs_are_passes=True,
+        batch=batch,
+        rate=Cosine(warmup=0.05),
+        autocast=True,
+        clip=1.0,
+        eval_every=max(1, steps // 20),
+        suited={
+            "ab": MethodOverrides({"merge": "trained"}),
+            "oialr": MethodOverrides({"factor_at": 0.5, "layer_fraction": 0.25}),
+            "localsgd": MethodOverrides({"every": 8, "warmup": 0.05}),
+            "diloco": MethodOverrides({"every": 12, "outer": Nesterov(0.7, 0.5), "warmup": 0.05}),
+            "powersgd": MethodOverrides({"rank": 16, "warmup": 0.05}),
+            "topk": MethodOverrides({"density": 0.05, "ramp": 0.05}),
+            "onebit": MethodOverrides({"warmup": 0.05}),
+        },
+    )
+
+
+def _model(source: Source, sizes: dict[str, Any]) -> nn.Module:
+    return models.GPT(vocabulary=cast(Text, source).vocabulary, **sizes)

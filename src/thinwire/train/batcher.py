@@ -1,0 +1,88 @@
+"""The batches of a run, on its device and ready for the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.errors import ConfigError
+from thinwire.train.data import Batches, Prefetcher, Source, share
+from thinwire.train.step_rng import StepRNG
+from thinwire.train.task import Recipe
+
+Batch = tuple[Tensor, Tensor]
+
+_MOST = {"cpu": 256, "cuda": 1024}
+"""Most examples per evaluation batch; it is never larger than a training batch, so it needs no more memory."""
+
+
+class Batcher:
+    """One worker's batches. Data that fits is held on the device; a streamed source is prefetched."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        source: Source,
+        device: torch.device,
+        *,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        if len(signature(source.train).parameters) < 2:
+            raise ConfigError(
+                f"`train` of the source {type(source).__name__} takes indices alone; "
+                "write `def train(self, indices, rng=None)`, and take random numbers from `rng`"
+            )
+        self.source: Source = source.to(device) if hasattr(source, "to") else source
+        self._transform = recipe.transform
+        self._device = device
+        self._batches = Batches(size=source.train_size, batch=recipe.batch, seed=seed)
+        self._seed = seed
+        self._place: dict[str, Any] = {"rank": rank, "world_size": world_size}
+        self._piece = min(_MOST[device.type], max(1, recipe.batch // world_size))
+
+    def batch(self, step: int) -> Batch:
+        """This worker's share of the batch of a step."""
+        return self._finished(self._read(step), step)
+
+    @contextmanager
+    def steps(self, steps: range) -> Iterator[Iterator[Batch]]:
+        """The batches of these steps, in order."""
+        if not getattr(self.source, "streamed", False):
+            yield map(self.batch, steps)
+            return
+        with Prefetcher(self._read, steps) as read:
+            yield (self._finished(batch, step) for step, batch in zip(steps, read, strict=True))
+
+    def example(self, count: int = 2) -> Tensor:
+        """A few inputs of the model."""
+        x, _ = self.source.heldout(np.arange(count) % self.source.heldout_size)
+        return self._transform.heldout(x.to(self._device))
+
+    def parts(self, part: str = "heldout") -> Iterator[Batch]:
+        """This worker's share of the held-out data, or of another part, in batches."""
+        size, read = getattr(self.source, f"{part}_size"), getattr(self.source, part)
+        mine = share(np.arange(size), **self._place)
+        for piece in np.array_split(mine, max(1, -(-len(mine) // self._piece))):
+            if len(piece):
+                x, y = read(piece)
+                yield self._transform.heldout(x.to(self._device)), y.to(self._device)
+
+    def _read(self, step: int) -> Batch:
+        """A batch as it is stored."""
+        mine = share(self._batches.indices(step), **self._place)
+        return self.source.train(mine, self._rng(step))
+
+    def _finished(self, batch: Batch, step: int) -> Batch:
+        x, y = (t.to(self._device, non_blocking=True) for t in batch)
+        return self._transform.train(x, self._rng(step, stream=1, device=self._device)), y
+
+    def _rng(self, step: int, **where: Any) -> StepRNG:
+        return StepRNG(self._seed, step, batch=self._batches.batch, **self._place, **where)

@@ -1,0 +1,209 @@
+"""The contract of every registered method, with the config that it gives as its example, in two layouts.
+
+A third party's method is tested alike: the example of docs/extending.md is among them.
+"""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gang
+import small
+import thinwire
+from every_method import STEPS
+from sockets import sees_sockets, socket_bytes
+from thinwire.comm.topology import arrange
+from thinwire.errors import ConfigError
+from thinwire.methods.registry import METHODS, name_of
+from thinwire.plan.simulate import simulate
+from thinwire.plan.workload import Workload
+from thinwire.settings import from_strings
+from trajectories import CASES, LAYOUTS, adamw, trajectories
+
+methods = pytest.mark.parametrize("name", METHODS)
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def example(name: str, **fields: Any) -> Any:
+    return METHODS[name].example(**fields)
+
+
+# Agreement.
+
+
+@layouts
+@pytest.mark.parametrize("name", CASES)
+def test_workers_agree_when_they_must(name: str, layout: str) -> None:
+    """In sync, all hold the same parameters, buffers and optimizer state; after an average, what it averages."""
+    ranks, case = [worker[name] for worker in trajectories(layout)], CASES[name]
+    for step in range(1, STEPS + 1):
+        must = {"parameters": case.parameters, "buffers": case.buffers, "state": case.optimizer}
+        for what, due in must.items():
+            if ranks[0]["in_sync"][step - 1] or due(step):
+                assert len({seen[what][step - 1] for seen in ranks}) == 1, (what, step)
+    assert len({seen["parameters"][-1] + seen["buffers"][-1] for seen in ranks}) == 1, "after finish()"
+
+
+@layouts
+@methods
+def test_members_of_a_group_always_agree(name: str, layout: str) -> None:
+    ranks, size = [worker[name] for worker in trajectories(layout)], LAYOUTS[layout][1]
+    for group in (ranks[start : start + size] for start in range(0, len(ranks), size)):
+        for what in ("parameters", "buffers", "state"):
+            assert len({tuple(seen[what]) for seen in group}) == 1, what
+
+
+@methods
+def test_every_phase_is_named_and_happens(name: str) -> None:
+    seen = {phase for layout in LAYOUTS for phase in trajectories(layout)[0][name]["phases"]}
+    assert seen <= set(METHODS[name].method.phases) and len(seen) >= len(METHODS[name].method.phases) - 1
+
+
+# Checkpoints and evaluation.
+
+SAVES = (5, 10, 15)
+
+
+def saved_and_resumed(rank: int, group_size: int, folder: str) -> dict[str, list[str]]:
+    """For each method the bits that a run ends with, and those of runs that resumed it from each save."""
+    found = {}
+    for name in METHODS:
+        config, place = example(name, group_size=group_size), Path(folder) / name
+        found[name] = [_train(rank, config, place, start) for start in (0, *SAVES)]
+    return found
+
+
+def _train(rank: int, config: Any, place: Path, start: int) -> str:
+    model = small.net(start, smooth=True)
+    optimizer = adamw(model)
+    replica = thinwire.attach(model, optimizer, config)
+    if start:
+        replica.load(place / str(start))
+    for number in range(start, STEPS):
+        small.step(replica, optimizer, rank, number)
+        if replica.step in SAVES:
+            # Both sides save: that wraps DDP again, and gloo's order of summation depends on its buckets.
+            replica.save(place / (str(replica.step) if start == 0 else f"{start}-{replica.step}"))
+            before = small.model_bits(model)
+            with replica.merged():
+                replica.wire.agree(list(model.parameters()), "checksums")
+            assert small.model_bits(model) == before, "merged() gives the group's own model back"
+    return small.model_bits(model)[:16] + small.optimizer_bits(optimizer)[:16] + small.model_bits(replica.finish())[:16]
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, list[str]]]]:
+    return {
+        layout: gang.run(saved_and_resumed, workers, size, str(tmp_path_factory.mktemp("saves")))
+        for layout, (workers, size) in LAYOUTS.items()
+    }
+
+
+@layouts
+@methods
+def test_resuming_anywhere_is_as_if_never_stopped(name: str, layout: str, resumed: Any) -> None:
+    for worker in resumed[layout]:
+        whole, *others = worker[name]
+        assert others == [whole] * len(SAVES)
+
+
+# Bytes.
+
+
+def counted_and_sent(rank: int, group_size: int) -> dict[str, tuple[int, int]]:
+    """By method, what the ledger counted and what this worker's sockets sent."""
+    return {name: _count(rank, example(name, group_size=group_size)) for name in METHODS}
+
+
+def _count(rank: int, config: Any) -> tuple[int, int]:
+    """With a model that is big enough for its own bytes to outweigh everything around them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 600), nn.BatchNorm1d(600), nn.Linear(600, 600), nn.Linear(600, 10)
+    )
+    optimizer = adamw(model)
+    replica = thinwire.attach(model, optimizer, config)
+    replica.wire.barrier("before")
+    before, sent = replica.traffic.slow_bytes + replica.traffic.fast_bytes, socket_bytes()
+    for number in range(STEPS):
+        small.step(replica, optimizer, rank, number)
+    replica.wire.barrier("after")
+    return replica.traffic.slow_bytes + replica.traffic.fast_bytes - before, socket_bytes() - sent
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[str, list[dict[str, tuple[int, int]]]]:
+    return {layout: gang.run(counted_and_sent, *LAYOUTS[layout]) for layout in LAYOUTS}
+
+
+@pytest.mark.skipif(not sees_sockets(), reason="this kernel does not count what a socket sends")
+@layouts
+@methods
+def test_the_ledger_counts_what_the_kernel_sends(name: str, layout: str, counted: Any) -> None:
+    """Over all workers: the ledger of a node has what all of its workers sent, so one of each is asked."""
+    workers, size = LAYOUTS[layout]
+    ledger = sum(worker[name][0] for worker in counted[layout][::size])
+    sent = sum(worker[name][1] for worker in counted[layout])
+    # Messages have headers of gloo's own.
+    assert ledger <= sent <= 1.03 * ledger + 50_000 * workers
+
+
+@layouts
+@methods
+def test_a_plan_says_what_the_ledger_then_counts(name: str, layout: str) -> None:
+    workers, size = LAYOUTS[layout]
+    seen = trajectories(layout)[0][name]
+    optimizer = functools.partial(torch.optim.AdamW, lr=3e-3)
+    inputs = (small.batch(0, 0)[0],)
+    workload = Workload(name=name, model=small.net(smooth=True), optimizer=optimizer, steps=STEPS, inputs=inputs)
+
+    def ranks_as_found(layer: Any, progress: float) -> int | None:
+        at = round(progress * STEPS)
+        return next(ranks for step, ranks in seen["ranks"] if step >= at).get(layer.label)
+
+    config = example(name, group_size=size)
+    planned = simulate(workload, config, arrange(0, [0] * workers, size), ranks_as_found)
+    assert [row[:-1] for row in planned.ledger.state()["rows"]] == seen["rows"]
+    assert sum(planned.steps.values()) == STEPS
+
+
+# Bad input, and one worker.
+
+
+@methods
+def test_bad_settings_are_refused(name: str) -> None:
+    for group_size in (0, -1, 1.5, "all"):
+        with pytest.raises(ConfigError, match="group_size"):
+            example(name, group_size=group_size)
+    with pytest.raises(ConfigError, match="'nosuch'"):
+        from_strings(METHODS[name].config, {"nosuch": "1"})
+    with pytest.raises(TypeError, match="nosuch"):
+        example(name, nosuch=1)
+    assert name_of(example(name)) == name and METHODS[name].summary
+    for field in ("wire", "warmup_wire"):
+        if field in {each.name for each in dataclasses.fields(METHODS[name].config)}:
+            with pytest.raises(ConfigError, match=f"`{field}`='int3'.*lowrank:R"):
+                example(name, **{field: "int3"})
+
+
+@methods
+def test_one_worker_trains_and_sends_nothing(name: str) -> None:
+    model = small.net(smooth=True)
+    optimizer = adamw(model)
+    replica = thinwire.attach(model, optimizer, example(name))
+    losses = [float(small.step(replica, optimizer, 0, number % 3)) for number in range(STEPS)]
+    with replica.merged():
+        assert replica.in_sync
+    finished = replica.finish()
+    assert losses[-1] < losses[0] and finished(small.batch(0, 0)[0]).shape == (6, 10)
+    assert replica.traffic.slow_bytes == replica.traffic.fast_bytes == 0
+
+
+def test_a_name_is_registered_once() -> None:
+    with pytest.raises(ConfigError, match=r"'localsgd' is taken by LocalSGDMethod"):
+        thinwire.register("localsgd", object, example=object)(type("Other", (thinwire.Method,), {}))
