@@ -82,8 +82,8 @@ def test_cutoff_lies_between_0_and_1(cutoff: Any) -> None:
 CHOICES = [
     (AB, "merge", "mean, trained, weighted"),
     (AB, "moments", "reset, average, carry"),
-    (AB, "cycle", "paper"),
     (AB, "wire", "fp32, bf16"),
+    (AB, "warmup_wire", "fp32, bf16"),
     (AllReduce, "wire", "fp32, bf16"),
 ]
 
@@ -94,7 +94,8 @@ def test_choices_list_what_there_is(config: Any, field: str, known: str, value: 
     needed = {"total_steps": 100} if config is AB else {}
     with pytest.raises(ConfigError) as caught:
         config(**needed, **{field: value})
-    assert says(str(caught.value), f"`{field}`={value!r} is not known", "choose from", known)
+    what = "a code for the wire" if "wire" in field else "known"
+    assert says(str(caught.value), f"`{field}`={value!r} is not {what}", "choose from", known)
 
 
 @pytest.mark.parametrize("config", [lambda **f: AB(total_steps=100, **f), AllReduce])

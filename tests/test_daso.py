@@ -114,8 +114,8 @@ def test_what_comes_back_is_mixed_by_the_equation(groups: tuple[tuple[int, ...],
 
 def blocking(rank: int) -> list[float]:
     """Gaps to all-reduce where parameters are averaged at every step, in each of the phases."""
-    cooling = {"total_steps": 7, "steps_per_epoch": 1, "cooldown_epochs": 7}
-    phases: list[dict[str, Any]] = [{"every": 1, "overlap": 0}, {"warmup_epochs": 2}, cooling]
+    cooling = {"total_steps": 7, "cooldown": 7}
+    phases: list[dict[str, Any]] = [{"every": 1, "overlap": 0}, {"warmup": 8}, cooling]
     gaps = []
     for momentum, fields in itertools.product((0.0, 0.9), phases):
         plain = train(rank, thinwire.AllReduce(), 7, small.mlp(), momentum)
@@ -133,7 +133,7 @@ def test_an_average_at_every_step_equals_all_reduce(workers: int) -> None:
 def one_node(rank: int) -> tuple[str, str, set[str]]:
     """All workers in one node: plain data-parallel training, whatever the phase is called."""
     plain = train(rank, thinwire.AllReduce(group_size="world"), 9, small.net(), 0.9)
-    config = daso(total_steps=9, steps_per_epoch=3, warmup_epochs=1, cooldown_epochs=1, group_size="world")
+    config = daso(total_steps=9, warmup=3, cooldown=3, group_size="world")
     lone = train(rank, config, 9, small.net(), 0.9)
     lone.epoch_end(1.0)
     return small.model_bits(plain.module), small.model_bits(lone.finish()), set(lone.traffic.by_purpose)
@@ -147,7 +147,7 @@ def test_one_node_is_data_parallel_training() -> None:
 def test_alone_it_is_the_bare_optimizer_bit_for_bit() -> None:
     bare, model = small.net(), small.net()
     bare_optimizer, optimizer = small.sgd(bare), small.sgd(model)
-    config = daso(total_steps=9, steps_per_epoch=3, warmup_epochs=1, cooldown_epochs=1)
+    config = daso(total_steps=9, warmup=3, cooldown=3)
     replica, phases = thinwire.attach(model, optimizer, config), []
     for number in range(9):
         small.step(bare, bare_optimizer, 0, number)
@@ -173,7 +173,7 @@ ROUTES = {
 
 def route(rank: int, fields: dict[str, Any], group_size: int) -> dict[str, Any]:
     """14 steps: a warm-up of 2, 10 of cycling, 2 of cool-down; and how often this worker sent over the slow link."""
-    length = {"total_steps": 14, "steps_per_epoch": 2, "warmup_epochs": 1, "cooldown_epochs": 1, "every": 2}
+    length = {"total_steps": 14, "warmup": 2, "cooldown": 2, "every": 2}
     model, calls = small.net(seed=rank), []
     optimizer = small.sgd(model)
     replica = thinwire.attach(model, optimizer, daso(**length, group_size=group_size, **fields))
@@ -337,7 +337,7 @@ def odd_buffers(rank: int) -> tuple[list[Any], str]:
         model, table = Odd(), Odd().table
         optimizer = small.sgd(model)
         scale = torch.logspace(-2, 1, 64)
-        config = daso(total_steps=12, steps_per_epoch=1, warmup_epochs=2, cooldown_epochs=2, wire=wire)
+        config = daso(total_steps=12, warmup=2, cooldown=2, wire=wire)
         replica = thinwire.attach(model, optimizer, config if wire != "int8" else daso(every=2, wire=wire))
         for number in range(steps):
             g = torch.Generator().manual_seed(100 * number + rank)
@@ -375,7 +375,7 @@ def test_buffers_of_every_kind_agree_in_the_end() -> None:
         assert lowest > 0
         if width > 1:  # 5 averages, or 6, of parameters in few bits and of BatchNorm's statistics in fp32
             whole = 2 * 64 + 4 * 65
-            assert sent == (6 if width == 2 else 5) * (width * whole + 4 * 2 * 64) + 4 * 2 * 64  # once more in the end
+            assert sent == (6 if width == 2 else 5) * (width * whole + 4 * 2 * 64)
     assert first[2][2] == second[2][2]  # and already when the last step is over
 
 
@@ -389,7 +389,7 @@ def test_a_plateau_is_reached_by_losses_that_are_not_better() -> None:
 
 
 def paced(rank: int, losses: list[float], **fields: Any) -> Any:
-    settings = {"plateau_patience": 0, "plateau_threshold": 0.0, "every": 8, "overlap": 4, "steps_per_epoch": 1}
+    settings = {"plateau_patience": 0, "plateau_threshold": 0.0, "every": 8, "overlap": 4}
     model = small.mlp()
     optimizer = small.sgd(model)
     replica = thinwire.attach(model, optimizer, daso(**{**settings, **fields}))
@@ -424,7 +424,7 @@ def every_pace(rank: int) -> list[Any]:
         paced(rank, flat, plateau_patience=None),
         paced(rank, flat, every=3, overlap=3),
         paced(rank, [2.0, 1.0, 0.5, 0.6, 0.4]),
-        paced(rank, flat, warmup_epochs=4),
+        paced(rank, flat, warmup=4),
         said,
     ]
 
@@ -471,7 +471,7 @@ def unheard(rank: int) -> list[str]:
 def test_a_loop_that_never_tells_of_epochs_is_told_once() -> None:
     for told in gang.run(unheard, 2):
         assert len(told) == 2
-        assert "epoch_end() was not called in 9 steps, so B=4 and S=1 stay" in told[0] and "plateau_patience" in told[0]
+        assert "epoch_end() was not called in 8 steps, so B=4 and S=1 stay" in told[0] and "plateau_patience" in told[0]
         assert "step 15 is beyond total_steps=14" in told[1]
 
 
@@ -479,10 +479,11 @@ def test_a_loop_that_never_tells_of_epochs_is_told_once() -> None:
 
 STOPS = (3, 5, 9)
 SAVED = {
-    "rotating": daso(every=3, overlap=3, warmup_epochs=0.5, group_size=2),
+    "rotating": daso(every=3, overlap=3, warmup=2, group_size=2),
     "sharded": daso(every=4, overlap=2, sharded=True, wire="fp32", group_size=2),
     "compensated": daso(every=4, overlap=3, compensate=True, group_size=2),
     "coded": daso(every=4, overlap=3, wire="int8", group_size=2),
+    "products": daso(every=4, overlap=3, wire="lowrank:2", warmup=1, warmup_wire="bit", group_size=2),
     "paced": daso(every=4, overlap=4, plateau_patience=0, group_size=2),
 }
 
@@ -501,7 +502,7 @@ def go_on(replica: Any, optimizer: Any, rank: int, saves: str, looks: bool = Fal
         if (number + 1) % 4 == 0:
             replica.epoch_end(1.0)
         if number + 1 in STOPS:
-            under_way.append(replica._method.flight is not None)
+            under_way.append(replica._method.averaged[0].pending is not None)
             if saves:
                 replica.save(saves.format(number + 1))
         if looks:
@@ -567,7 +568,7 @@ def become_two(rank: int, folder: str) -> tuple[str, str]:
 
 
 def coded_after(rank: int, steps: int, folder: Path) -> str:
-    """A lone node's save, gone on with by nodes that had trained so many steps before."""
+    """A lone node's save, resumed by nodes that had trained so many steps before."""
     replica, optimizer = build(daso(every=2, overlap=0, wire="int8"), seed=1)
     for number in range(steps):
         small.step(replica, optimizer, rank, number)
@@ -604,7 +605,7 @@ def overlapping(rank: int) -> tuple[list[int], list[int], str]:
 def test_training_goes_on_while_parameters_are_under_way() -> None:
     (plain, coded, noticed), (_, _, left) = gang.run(overlapping, 2, patience=60)
     assert plain == [7, 11]
-    assert coded == [6, 7, 10, 11]  # there and back
+    assert sorted({*coded}) == [6, 7, 10, 11]  # there and back
     assert (noticed, left) == ("noticed", "left")
 
 
@@ -690,26 +691,25 @@ def test_a_scaler_may_skip_on_one_node_alone() -> None:
 BAD = {
     "every": [(0, "`every`=0 must be a whole number from 1 on"), (2.5, "2.5"), (True, "True")],
     "overlap": [(-1, "`overlap`=-1 must be a whole number from 0 on"), (5, "`overlap`=5 must be at most `every`=4")],
-    "warmup_epochs": [(-1, "from 0 on"), (200, "more than the 250 epochs"), (math.nan, "nan")],
-    "cooldown_epochs": [("4", "'4'"), (151, "are more than the 250 epochs of this run"), (math.inf, "inf")],
-    "steps_per_epoch": [(0, "`steps_per_epoch`=0 must be above 0"), (-3, "-3"), ("all", "'all'")],
+    "warmup": [(-1, "`warmup`=-1"), (601, "are more than `total_steps`=1000; lower them"), (math.nan, "nan")],
+    "cooldown": [("4", "'4'"), (601, "are more than `total_steps`=1000"), (math.inf, "inf")],
     "total_steps": [(0, "`total_steps`=0"), (2.0, "2.0")],
     "plateau_patience": [(-1, "from 0 on"), (1.5, "1.5")],
     "plateau_threshold": [(1, "to below 1"), (-0.1, "-0.1")],
     "sharded": [("yes", "`sharded`='yes' must be True or False")],
     "wire": [("fp8", "choose from: fp32, bf16, int8")],
-    "group_size": [(0, "`group_size`=0")],
+    "warmup_wire": [("lowrank:0", "`warmup_wire`='lowrank:0' is not a code")],
 }
 
 
 @pytest.mark.parametrize(("field", "value", "sentence"), [(f, *pair) for f, pairs in BAD.items() for pair in pairs])
 def test_bad_input(field: str, value: Any, sentence: str) -> None:
-    usual = {"warmup_epochs": 100, "cooldown_epochs": 100} if "epochs" in field else {}
     with pytest.raises(ConfigError) as caught:
-        daso(**{**usual, field: value})
+        daso(**{"warmup": 400, "cooldown": 400, field: value})
     assert sentence in str(caught.value)
 
 
 def test_all_of_a_run_may_be_warm_up_and_cool_down() -> None:
-    config = daso(total_steps=7, steps_per_epoch=2, warmup_epochs=2.75, cooldown_epochs=0.75)
-    assert config.warmup_length + config.cooldown_length == 7
+    for warmup, cooldown in ((5, 2), (0.7, 2), (0.5, 0.5)):
+        config = daso(total_steps=7, warmup=warmup, cooldown=cooldown)
+        assert config.warmup_length + config.cooldown_length == 7

@@ -20,10 +20,11 @@ import gang
 import small
 import thinwire
 from selection import first_of
-from thinwire import ConfigError, DiLoCo, DivergedError, LocalSGD
+from thinwire import ConfigError, DiLoCo, DivergedError, LocalSGD, Nesterov
 from thinwire.comm.topology import arrange
-from thinwire.methods.diloco import DiLoCoMethod, cut_into_parts
-from thinwire.methods.local_sgd import LocalSGDMethod
+from thinwire.methods.averaging import LocalTraining
+from thinwire.methods.fragments import fragments_of
+from thinwire.plan import ranks as predicted
 from thinwire.plan.compute import given
 from thinwire.plan.forecast import Forecast, Layout
 from thinwire.plan.links import Links
@@ -77,7 +78,7 @@ def reference(config: DiLoCo, groups: tuple[tuple[int, ...], ...], steps: int) -
     inner = [torch.optim.SGD(model.parameters(), 0.05, momentum=0.5) for model in models]
     weights = [len(group) / sum(map(len, groups)) for group in groups]
     outer = small.mlp()
-    parts = list(zip(*(cut_into_parts(model, config.fragments) for model in (outer, *models)), strict=True))
+    parts = list(zip(*(fragments_of(model, config.fragments) for model in (outer, *models)), strict=True))
     momentum = {"momentum": config.outer.momentum, "nesterov": True} if config.outer.momentum else {}
     outers = [torch.optim.SGD(part[0], config.outer.lr, **momentum) for part in parts]
     under_way = set()
@@ -289,20 +290,20 @@ class Blocks(nn.Module):
         self.head = nn.Linear(8, 10)
 
 
-def test_parts_are_whole_layers_from_the_whole_depth() -> None:
+def test_fragments_are_whole_layers_from_the_whole_depth() -> None:
     model = Blocks()
     names = {id(p): name for name, p in model.named_parameters()}
-    parts = cut_into_parts(model, 3)
+    parts = fragments_of(model, 3)
     assert sorted(names[id(p)] for part in parts for p in part) == sorted(names.values())
     homes = [{names[id(p)].split(".")[1] for p in part if names[id(p)].startswith("h.")} for part in parts]
     assert homes == [{"0", "3"}, {"1", "4"}, {"2", "5"}]
     sizes = [sum(p.numel() for p in part) for part in parts]
     assert max(sizes) - min(sizes) <= 90
     model.table.weight.requires_grad_(False)
-    assert id(model.table.weight) not in {id(p) for part in cut_into_parts(model, 2) for p in part}
-    assert len(cut_into_parts(model, 13)) == 13  # by modules where there are too few blocks
+    assert id(model.table.weight) not in {id(p) for part in fragments_of(model, 2) for p in part}
+    assert len(fragments_of(model, 13)) == 13  # by modules where there are too few blocks
     with pytest.raises(ConfigError, match="`fragments`=14 is more than the 13 layers"):
-        cut_into_parts(model, 14)
+        fragments_of(model, 14)
     with pytest.raises(ConfigError, match="`fragments`=5 is more than the 4 layers"):
         train(0, DiLoCo(fragments=5, warmup=9), 0, small.mlp())
 
@@ -313,10 +314,10 @@ def streaming(rank: int) -> tuple[list[int], list[int], str]:
     return plain, coded, leaves(rank, DiLoCo(**STREAM), 2)
 
 
-def test_training_goes_on_while_a_part_is_under_way() -> None:
+def test_training_goes_on_while_a_fragment_is_under_way() -> None:
     (plain, coded, noticed), (_, _, left) = gang.run(streaming, 2, patience=60)
     assert plain == [4, 6, 8, 10, 12]
-    assert coded == list(range(3, 14))  # a way each step
+    assert sorted({*coded}) == list(range(3, 14))  # a way each step
     assert (noticed, left) == ("noticed", "left")
 
 
@@ -338,13 +339,13 @@ def build(config: Any, seed: int = 0) -> tuple[Any, Any]:
 
 
 def stop_and_resume(rank: int, config: Any, folder: str) -> list[tuple[str, ...]]:
-    """A run that saves at every stop and goes on, and from each of its saves one that resumes."""
+    """A run that saves at every stop and continues, and from each of its saves one that resumes."""
     replica, optimizer = build(config)
     under_way = []
     for number in range(12):
         small.step(replica, optimizer, rank, number)
         if number + 1 in STOPS:
-            under_way.append([p.sent is not None for p in getattr(replica._method, "parts", [])])
+            under_way.append([f.pending is not None for f in replica._method.fragments])
             replica.save(Path(folder) / f"at-{number + 1}")
     results = [fingerprint(replica, optimizer)]
     for stop in STOPS:
@@ -357,7 +358,7 @@ def stop_and_resume(rank: int, config: Any, folder: str) -> list[tuple[str, ...]
             if number + 1 in STOPS:
                 other.save(Path(folder) / "again")
         results.append(fingerprint(other, optimizer))
-    assert config.group_size == 2 and (config.wire == "bf16" or config.every == 5 or any(map(any, under_way)))
+    assert any(map(any, under_way)) == bool(config.overlap)
     return results
 
 
@@ -392,7 +393,7 @@ def test_resuming_equals_never_having_stopped(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: Any) -> list[tuple[list[str], list[list[str]]]]:
-    """What two workers found in one job: a lone worker's saves gone on with, and what they heard of frozen layers."""
+    """What two workers found in one job: a lone worker's saves resumed, and what was said of frozen layers."""
     folder = tmp_path_factory.mktemp("lone")
     for config in (LocalSGD(every=4, wire="bf16"), DiLoCo(every=4)):
         replica, optimizer = build(config)
@@ -486,7 +487,7 @@ def test_alone_anything_may_be_frozen() -> None:
 
 
 def diverge(rank: int, config: Any, folder: str) -> str:
-    """What is said of a gradient that is not finite; then the save of before can be gone on with."""
+    """What is said of a gradient that is not finite; then the save of before can be loaded."""
     model = small.net()
     optimizer = small.sgd(model)
     replica = thinwire.attach(model, optimizer, config)
@@ -532,14 +533,13 @@ def workload(steps: int = 40) -> Workload:
 
 
 @pytest.mark.parametrize("config", [LocalSGD(every=5, warmup=6), DiLoCo(**STREAM), DiLoCo(**STREAM, wire="int8")])
-def test_quiet_steps_count_as_if_they_were_taken(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_are_alike_count_as_if_they_were_taken(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for workers, group_size in ((2, None), (3, 2)):
         config = dataclasses.replace(config, group_size=group_size)
         layout = arrange(0, [0] * workers, group_size)
         quick = simulate(workload(), config, layout, predicted.typical)
         with monkeypatch.context() as patched:
-            for method in (LocalSGDMethod, DiLoCoMethod):
-                patched.setattr(method, "next_event", property(lambda self: self.step + 1))
+            patched.setattr(LocalTraining, "next_event", property(lambda self: self.step + 1))
             slow = simulate(workload(), config, layout, predicted.typical)
         assert quick.calls == slow.calls and quick.exchanges == slow.exchanges and quick.steps == slow.steps
         assert quick.state_bytes == slow.state_bytes

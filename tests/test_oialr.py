@@ -57,7 +57,7 @@ def off_orthonormal(replica: Any) -> float:
     return max(float(gap.abs().max()) for gap in gaps)
 
 
-# Laws.
+# Invariants.
 
 
 @pytest.mark.parametrize("shape", [(20, 7), (7, 7), (30, 1)])
@@ -333,7 +333,8 @@ def test_the_paper_keeps_the_last_layer_and_may_keep_the_first() -> None:
         ({"max_shrink": 1.5}, "`max_shrink`=1.5 must be above 0 and at most 1"),
         ({"cutoff": 1.0}, "`cutoff`=1.0"),
         ({"moments": "rotate"}, "choose from"),
-        ({"warmup": 0.2}, "`warmup`=0.2"),
+        ({"warmup": 0.2}, "no field `warmup` any more: write factor_at"),
+        ({"warmup_wire": "int3"}, "`warmup_wire`='int3' is not a code"),
         ({"total_steps": 0}, "`total_steps`=0"),
         ({"factor_at": 2.5}, "`factor_at`=2.5"),
     ],

@@ -14,15 +14,15 @@ from torch import nn
 import thinwire
 from selection import slow_but
 from thinwire.cli import main
-from thinwire.methods.base import Method
 from thinwire.methods.daso import DASOMethod
 from thinwire.methods.diloco import DiLoCoMethod
 from thinwire.methods.local_sgd import LocalSGDMethod
+from thinwire.plan import ranks as predicted
 from thinwire.plan.compute import given
 from thinwire.plan.forecast import SOME_NODES, Forecast, Layout, simulate_views
 from thinwire.plan.links import Links
 from thinwire.plan.planner import Plan, Stopwatch, make_plan, over_nodes, total
-from thinwire.plan.simulate import Simulation, simulate
+from thinwire.plan.simulate import Simulation, _Stage, simulate
 from thinwire.plan.workload import Workload
 
 STEPS = 400
@@ -73,6 +73,9 @@ CODED = {
     "allreduce, int8": thinwire.AllReduce(wire="int8"),
     "daso, int8": thinwire.DASO(total_steps=60, wire="int8", overlap=3),
     "diloco, int8": thinwire.DiLoCo(every=7, fragments=2, overlap=3, wire="int8"),
+    "ab, int4": thinwire.AB(total_steps=60, wire="int4", warmup_wire="lowrank:2"),
+    "oialr, topk": thinwire.OIALR(total_steps=60, wire="topk:0.1", warmup_wire="bit"),
+    "localsgd, lowrank": thinwire.LocalSGD(warmup=9, every=7, wire="lowrank:2", warmup_wire="topk:0.1"),
 }
 
 
@@ -93,12 +96,9 @@ CYCLES = {
     "diloco": (DiLoCoMethod, thinwire.DiLoCo(every=6, warmup=7)),
     "diloco, streaming": (DiLoCoMethod, thinwire.DiLoCo(every=7, fragments=3, overlap=2)),
     "diloco, int8": (DiLoCoMethod, thinwire.DiLoCo(every=7, fragments=2, overlap=3, wire="int8")),
-    "daso": (
-        DASOMethod,
-        thinwire.DASO(
-            total_steps=STEPS,
-        ),
-    ),
+    "diloco, topk": (DiLoCoMethod, thinwire.DiLoCo(every=7, fragments=2, overlap=3, wire="topk:0.1")),
+    "daso": (DASOMethod, thinwire.DASO(total_steps=STEPS)),
+    "daso, lowrank": (DASOMethod, thinwire.DASO(total_steps=STEPS, wire="lowrank:2", overlap=3, warmup_wire="bit")),
     "daso, all wait": (DASOMethod, thinwire.DASO(total_steps=STEPS, overlap=4)),
     "daso, int8": (DASOMethod, thinwire.DASO(total_steps=STEPS, wire="int8", overlap=3)),
     "daso, sharded": (DASOMethod, thinwire.DASO(total_steps=STEPS, sharded=True)),
@@ -112,7 +112,7 @@ def test_cycles_count_as_if_they_were_taken(name: str, eval_every: int | None, m
     view = Layout(workers=6, nodes=2).topology(0, None)
     what = workload(inputs=(), eval_every=eval_every)
     quick, taken = _counting_steps(what, config, view, monkeypatch)
-    monkeypatch.setattr(method, "cycle", Method.cycle)
+    monkeypatch.setattr(method, "cycle", None)
     slow, all_of_them = _counting_steps(what, config, view, monkeypatch)
     assert counted(quick) == counted(slow)
     assert taken < all_of_them
@@ -121,8 +121,8 @@ def test_cycles_count_as_if_they_were_taken(name: str, eval_every: int | None, m
 def _counting_steps(what: Workload, config: Any, view: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Simulation, int]:
     taken: list[int] = []
     with monkeypatch.context() as patched:
-        skip = Method.skip
-        patched.setattr(Method, "skip", lambda self, steps: (taken.append(steps), skip(self, steps))[1])
+        step = _Stage._step
+        patched.setattr(_Stage, "_step", lambda self, times: (taken.append(times), step(self, times))[1])
         found = simulate(what, config, view, predicted.typical)
     return found, len(taken)
 
@@ -157,7 +157,7 @@ def gpt2() -> Workload:
 def test_a_large_plan_takes_few_passes_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine methods on 128 × 8 workers: a pass for each shape of layers, no copy for each worker."""
     what, passes, copies, steps = gpt2(), [0], [0], [0]
-    deepcopy, skip, call = copy.deepcopy, Method.skip, Workload.call
+    deepcopy, step, call = copy.deepcopy, _Stage._step, Workload.call
 
     def counting(thing: Any, memo: Any = None) -> Any:
         copies[0] += isinstance(thing, nn.Module) and memo is None
@@ -167,12 +167,12 @@ def test_a_large_plan_takes_few_passes_and_copies(monkeypatch: pytest.MonkeyPatc
         passes[0] += 1
         return call(self, *args)
 
-    def skipping(self: Method, count: int) -> None:
+    def stepping(self: _Stage, times: int) -> None:
         steps[0] += 1
-        skip(self, count)
+        step(self, times)
 
     monkeypatch.setattr(copy, "deepcopy", counting)
-    monkeypatch.setattr(Method, "skip", skipping)
+    monkeypatch.setattr(_Stage, "_step", stepping)
     monkeypatch.setattr(Workload, "call", calling)
     layout, watch = Layout(workers=1024, nodes=128), Stopwatch(what, given(0.18))
     plan = make_plan(what, every_method(10_000), layout, Links(), stopwatch=watch)

@@ -175,7 +175,7 @@ def load_compressing(rank: int, name: str, group_size: Any, folder: str) -> tupl
     """What every worker has two steps later, what this one had not sent before them, and whose optimizer it is."""
     replica, optimizer = compressing(name, group_size, momentum=0.5)
     replica.load(folder)
-    unsent = checksum(replica._method.own_tensors().values())
+    unsent = checksum([t for bucket in replica._method.gradients.buckets for t in bucket.local().values()])
     for step in range(2, 4):
         train_step(replica, optimizer, step, rank)
     replica.detach()
@@ -194,7 +194,7 @@ def move(rank: int, folder: str) -> dict[Any, tuple[int, int, dict[str, Any]]]:
 
 
 @pytest.mark.slow
-def test_other_groups_go_on_from_what_was_compressed(tmp_path: Path) -> None:
+def test_other_groups_continue_from_what_was_not_sent(tmp_path: Path) -> None:
     for name in COMPRESSING:
         save_compressing(0, name, None, f"{tmp_path}/{name}-alone")
     everyone = gang.run(move, 4, str(tmp_path))
@@ -206,6 +206,26 @@ def test_other_groups_go_on_from_what_was_compressed(tmp_path: Path) -> None:
             assert others[1][1] == unsent and others[2][1] == others[3][1]
     for name in COMPRESSING:
         assert load_compressing(0, name, None, f"{tmp_path}/{name}-1")[2] == SETTINGS
+
+
+def become_several(rank: int, folder: str) -> list[int]:
+    found = []
+    for wire in ("fp32", "lowrank:2"):
+        replica, optimizer, scheduler = build(ab(group_size=1, wire=wire))
+        replica.load(f"{folder}/{wire}")
+        assert replica.phase == "groups" and replica.step == 6
+        advance(replica, optimizer, scheduler, 6, STEPS, rank)
+        found.append(values(replica.finish()))
+    return found
+
+
+def test_a_lone_group_that_trains_factors_may_become_several(tmp_path: Path) -> None:
+    for wire in ("fp32", "lowrank:2"):
+        replica, optimizer, scheduler = build(ab(group_size=1, wire=wire))
+        advance(replica, optimizer, scheduler, 0, 6, 0)
+        replica.save(tmp_path / wire)
+    first, second = gang.run(become_several, 2, str(tmp_path))
+    assert first == second
 
 
 def test_a_save_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -150,8 +150,8 @@ class Complex(nn.Module):
         return self.net(torch.fft.irfft(spectrum @ self.mix, n=WIDE))
 
 
-_NO_CODE = dict.fromkeys(("powersgd", "topk", "onebit"), "cannot compress the gradient of the complex parameter")
-shape("complex parameters", refused={"allreduce int8": "cannot carry the complex parameter", **_NO_CODE})(Complex)
+_CODED = ("allreduce int8", "powersgd", "topk", "onebit")
+shape("complex parameters", refused=dict.fromkeys(_CODED, "cannot carry the gradient of the complex"))(Complex)
 
 
 ONE_LAYER = {name: why for name, why in NOTHING.items() if name != "ab average"} | {"diloco streaming": "`fragments`=2"}

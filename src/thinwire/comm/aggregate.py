@@ -177,6 +177,8 @@ class Quantized(Aggregator):
             cut = rows(coded) if rows else [Rows(-(-self.size // BLOCK), BLOCK)]
             self.sum = CompressedSum(wire, cut, quantizer, coded[0].device, purpose)
             self.pieces = pieces([t.numel() for t in coded], self.sum.span)
+            self.covered = sum(p.end - p.start for p in self.pieces)
+            """Of this worker's share; what fills up the last block is behind it."""
         self._steps = 0
         self._halfway = False
 
@@ -187,6 +189,7 @@ class Quantized(Aggregator):
             coded = [tensors[i] for i in self.coded]
             if healthy:
                 self.sum.add([piece.of(coded) for piece in self.pieces], [p.slice for p in self.pieces], again)
+                self.sum.next_residual[self.covered :] = 0.0  # a code may say something else of it, which nobody needs
             with hidden_behind(self.wire, (steps + 1) // 2):
                 self.sum.begin(healthy)
         if self.plain:
@@ -290,18 +293,24 @@ class Rotating(Aggregator):
         return [t for each in self.turns for t in each.workspace()]
 
     def shared(self) -> State:
-        """Whose turn it is."""
-        return {"number": torch.tensor(self.number)}
+        """Whose turn it is, and what all of them share."""
+        return {"number": torch.tensor(self.number), **self._numbered([each.shared() for each in self.turns])}
 
     def local(self) -> State:
         """Of all of them."""
-        return {f"{name}.{i}": t for i, each in enumerate(self.turns) for name, t in each.local().items()}
+        return self._numbered([each.local() for each in self.turns])
 
     def load(self, shared: State, local: State) -> None:
         """Take it back."""
         self.number = int(shared["number"])
         for i, each in enumerate(self.turns):
-            each.load({}, {n.removesuffix(f".{i}"): t for n, t in local.items() if n.endswith(f".{i}")})
+            start = f"{i}/"
+            own = ({n.removeprefix(start): t for n, t in s.items() if n.startswith(start)} for s in (shared, local))
+            each.load(*own)
+
+    @staticmethod
+    def _numbered(states: Sequence[State]) -> State:
+        return {f"{i}/{name}": t for i, state in enumerate(states) for name, t in state.items()}
 
 
 class Piece(NamedTuple):

@@ -110,10 +110,10 @@ class LowRank(Aggregator):
         return {f"error.{i}": error for i, error in self.errors.items()}
 
     def load(self, shared: State, local: State) -> None:
-        """Take both back."""
-        self.qs = {i: shared[f"q.{i}"] for i in self.qs}
+        """Take both back; a save of one group has neither."""
+        self.qs = {i: shared.get(f"q.{i}", q) for i, q in self.qs.items()}
         for i, error in self.errors.items():
-            error.copy_(local[f"error.{i}"])
+            error.copy_(local.get(f"error.{i}", torch.zeros_like(error)))
 
     def adopt(self, shared: State, everyone: Sequence[State]) -> None:
         """Every group starts from the mean of the old errors; one group alone had none."""

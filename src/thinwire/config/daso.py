@@ -100,4 +100,6 @@ class DASO:
     @property
     def cooldown_length(self) -> int:
         """Cool-down in steps."""
-        return length(self.cooldown, self.total_steps)
+        steps = length(self.cooldown, self.total_steps)
+        are_shares = self.warmup + self.cooldown <= 1  # which both may be rounded up
+        return min(steps, self.total_steps - self.warmup_length) if are_shares else steps

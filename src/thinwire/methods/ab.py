@@ -276,8 +276,9 @@ class ABMethod(Factoring):
         self.average = None
         if self.phase == "groups":
             self._make_average()
-            assert self.average is not None and saved.local is not None, "a group phase resumes in the same groups"
-            self.average.load_state_dict(shared["average"], saved.local["average"])
+            assert self.average is not None, "groups are not apart"
+            # A lone group may become several, which start without residuals.
+            self.average.load_state_dict(shared["average"], saved.local["average"] if saved.local else {})
 
 
 def _trained_factor(topology: Topology) -> str:

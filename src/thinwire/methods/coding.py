@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from thinwire.comm.aggregate import Aggregator
+from thinwire.comm.codes import aggregator
 from thinwire.comm.collectives import Wire
 from thinwire.comm.topology import Topology
 from thinwire.methods.averaging import role_by_codes
@@ -35,7 +36,13 @@ class CodedGradients(Method):
 
     def __init__(self, config: Any, context: MethodContext) -> None:
         super().__init__(config, context)
-        self.gradients.makers[self.code_of(config)] = self.aggregator
+        self.gradients.makers[self.code_of(config)] = self._make
+
+    def _make(self, wire: Wire, like: Sequence[Tensor]) -> Aggregator:
+        """The method's own; a warm-up in the code of that name has the plain one."""
+        if self.phase == "warmup":
+            return aggregator(self.config.warmup_wire, wire, like, "gradients")
+        return self.aggregator(wire, like)
 
     def attach(self) -> None:
         """Begin with the warm-up; one of no steps is over at once."""

@@ -209,12 +209,18 @@ class DASOMethod(Method):
         for part in self.averaged:
             if part.pending is not None:
                 part.agree()
-        # Statistics may have moved since, by batches that were no step of training.
-        first = 1 if self.averaged[0].level == self.step else 0
-        if self.averaged[first:]:
-            self._send(0, first)
+        if self.averaged[0].level != self.step:
+            self._send(0)
+            self._arrive()
+        elif self.averaged[1:] and not self._statistics_agree():
+            self._send(0, first=1)
             self._arrive()
         self._average_rest()
+
+    def _statistics_agree(self) -> bool:
+        """Whether they stayed as they were averaged: batches that were no step of training may have moved them."""
+        agree = self.wire.agree(self.averaged[1].tensors(), "checksums")
+        return agree or self.wire.is_simulated  # which has no such batches
 
     # Phases and pace.
 

@@ -96,6 +96,7 @@ class Factoring(Method):
     def make_room(self) -> None:
         """Drop gradients that the last step used up and the wrapper's buckets, before both shapes are in memory."""
         self.gradients.replicated.unwrap()
+        self.gradients.replicated.members = ()  # nobody's, so that a lone group wraps it again too
         for layer in self.layers:
             for p in layer.parameters:
                 p.grad = None

@@ -76,7 +76,8 @@ class GradientAveraging:
         """From now on each group averages by itself."""
         self._stop()
         self.code = None
-        if self.replicated.members != self.topology.group or self.replicated.rounding != "fp32":
+        was_coded = self.replicated.after_backward is not None
+        if was_coded or self.replicated.members != self.topology.group or self.replicated.rounding != "fp32":
             self._wrap()  # a lone group continues with its wrapper as it is
 
     def _stop(self) -> None:
@@ -141,7 +142,9 @@ class GradientAveraging:
     @property
     def _can_begin_early(self) -> bool:
         on_cpu = self._trained[0].device.type == "cpu" and not self.wire.is_simulated
-        return on_cpu and len(self.topology.group) == 1 and self.prepare is None
+        # All workers must decide alike, so a group of one beside larger ones does not.
+        alone = all(len(group) == 1 for group in self.topology.groups)
+        return on_cpu and alone and self.prepare is None
 
     # A step.
 

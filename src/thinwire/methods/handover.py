@@ -35,7 +35,12 @@ class MomentumHandover:
         self._find_groups()
 
     def begin(self) -> None:
-        """Refuse what would be applied twice or is not known, then take."""
+        """Refuse what cannot be taken over, then take."""
+        self.check()
+        self.update()
+
+    def check(self) -> None:
+        """Refuse what would be applied twice or is not known."""
         for optimizer, group in self.optimizers.groups:
             kind, is_sgd = type(optimizer).__name__, isinstance(optimizer, SGD)
             if is_sgd and (group["dampening"] or group["maximize"]):
@@ -47,7 +52,6 @@ class MomentumHandover:
                     f"`momentum`={self.given} would be applied twice: {kind} has its own; leave the field out, then it "
                     "is taken over from torch.optim.SGD, and other optimizers keep theirs"
                 )
-        self.update()
 
     def update(self) -> None:
         """Take what is there; at every step, because a scheduler may have set momentum anew."""

@@ -49,6 +49,12 @@ class TopKMethod(CodedGradients):
         """By the density."""
         return f"topk:{config.density}"
 
+    def attach(self) -> None:
+        """Refuse momentum that would be applied twice: at once, not after the warm-up."""
+        if len(self.topology.groups) > 1:
+            self.handover.check()
+        super().attach()
+
     def aggregator(self, wire: Wire, like: Sequence[Tensor]) -> Aggregator:
         """With momentum and weight decay, which are taken over now."""
         self.handover.begin()

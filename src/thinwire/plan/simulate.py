@@ -300,7 +300,7 @@ def held_by(method: Method) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
     todo: list[Any] = [
-        value for name, value in vars(method).items() if name not in ("model", "layers", "context", "usage")
+        value for name, value in vars(method).items() if name not in ("model", "layers", "context", "usage", "observed")
     ]
     while todo:
         each = todo.pop()

@@ -1,4 +1,4 @@
-"""The design's laws 1 to 4 and 8, on one to four real workers."""
+"""The design's invariants 1 to 5 and 8, on one to four real workers."""
 
 import contextlib
 import functools
@@ -29,7 +29,7 @@ from worlds import ab, adamw, batch, optimizer_values, small_model, train_step, 
 LAYOUTS = [(4, 1), (4, 2), (4, "world"), (3, 1), (3, 2), (2, 1), (1, None)]
 
 
-# Law 1: attaching and finishing changes nothing.
+# Invariant 1: attaching and finishing changes nothing.
 
 
 @pytest.mark.parametrize("config", [ab(), ab(warmup=0, cutoff=0.001), thinwire.AllReduce()])
@@ -43,7 +43,7 @@ def test_attach_and_finish_without_a_step_is_the_identity(config: Any) -> None:
     assert replica.module is small and replica.phase == "finished"
 
 
-# Law 2: alone, a method is the bare optimizer.
+# Invariant 2: alone, a method is the bare optimizer.
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_alone_it_trains_bit_for_bit_as_the_bare_optimizer(config: Any, steps: i
     assert replica.phase == {thinwire.AB: "groups", thinwire.OIALR: "lowrank"}.get(type(config), "train")
 
 
-# Law 3: AllReduce is DistributedDataParallel.
+# Invariant 3: AllReduce is DistributedDataParallel.
 
 
 def ddp_and_ours(rank: int) -> tuple[list[int], list[int]]:
@@ -175,7 +175,7 @@ def test_a_bf16_wire_carries_both_parts_of_a_complex_number_and_counts_them() ->
         assert exact[:, 1].abs().max() > 0.02, "nothing to lose"
 
 
-# Law 4: after every merge and every step of a phase that spans the world, all workers agree.
+# Invariant 4: after every merge and every step of a phase that spans the world, all workers agree.
 
 
 def trajectory(rank: int, settings: dict[str, Any], kind: str = "adamw") -> list[tuple[str, bool, int, int, str]]:
@@ -301,7 +301,7 @@ def test_workers_whose_decompositions_differ_take_rank_zeros() -> None:
     assert results[0][1] > 0
 
 
-# Law 8: what leaves the house is what was trained.
+# Invariant 8: an exported model is the finished one.
 
 
 class Attention(nn.Module):
@@ -383,7 +383,7 @@ torch.testing.assert_close(program(expected["x"][:3]), expected["y"][:3], rtol=1
 """
 
 
-# Law 5: what the ledger counts is what crosses.
+# Invariant 5: what the ledger counts is what crosses.
 
 
 def loopback_bytes() -> int:
@@ -458,7 +458,7 @@ def over_sockets() -> list[dict[str, tuple[int, int]]]:
 @pytest.fixture(scope="module")
 def over_loopback() -> list[dict[str, tuple[int, int]]]:
     """On one host of their own: this machine's loopback may carry what other programs send."""
-    with hosts.Hosts(name=f"twlaws{os.getpid()}") as lab:
+    with hosts.Hosts(name=f"twinv{os.getpid()}") as lab:
         return gang.run(every_wire, 2, loopback_bytes, hosts=lab.hosts[:1])
 
 
@@ -532,7 +532,7 @@ def constants_and_scalars(rank: int) -> dict[str, Any]:
     known = model.net[0].bias in optimizer.state, model.net[9].bias in optimizer.state
     # DDP refuses a SyncBatchNorm on a CPU, so only a group of one can be wrapped here.
     norm = nn.SyncBatchNorm(5)
-    Replicated(norm, replica.wire, "fp32").wrap((rank,))
+    Replicated(norm, replica.wire).wrap((rank,))
     alone = torch.distributed.get_world_size(norm.process_group) == 1
     return {"same": same, "known": known, "alone": alone, "bits": (values(replica), optimizer_values(optimizer))}
 
