@@ -42,7 +42,7 @@ def compare(given: argparse.Namespace) -> Iterator[Figure]:
     step = median_clock(without for _, without in timed) / given.steps
     detail = {"step without": f"{1e3 * step:.2f} ms"}
     yield figure_of_pairs(f"with the split / without, {WORKERS} workers", timed, TARGET, **detail)
-    alone = marks_alone()
+    alone = marks_alone(torch.device(given.device))
     yield figure("a step and its marks / a step", [1 + alone / step], TARGET, marks=f"{1e6 * alone:.1f} µs a step")
 
 
@@ -78,7 +78,7 @@ def _without_split(replica: thinwire.Replica, block: Callable[[], None]) -> Call
     def nothing(*_: Any) -> float:
         return 0.0
 
-    ledger, replicated = replica.traffic, replica._method.replicated
+    ledger, replicated = replica.traffic, replica._method.gradients.replicated
     taken: list[tuple[Any, str]] = [(ledger, "waited"), (ledger.clock, "mark"), (ledger.times, "end_step")]
     taken += [(replicated, "_time_the_wait"), (replica, "_begin_step")]
     before = [getattr(owner, name) for owner, name in taken]
@@ -95,9 +95,9 @@ def _without_split(replica: thinwire.Replica, block: Callable[[], None]) -> Call
     return run
 
 
-def marks_alone(rounds: int = 2000) -> float:
+def marks_alone(device: torch.device, rounds: int = 2000) -> float:
     """Seconds of what the split does in one step, without the step."""
-    clock = Clock()
+    clock = Clock(device)
     times, ledger = Times(clock), Ledger(clock)
     sent = Sent(slow=1, slow_queue=1)
     leaf = torch.zeros(1, requires_grad=True)

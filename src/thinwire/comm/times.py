@@ -2,7 +2,8 @@
 
 A step's own time is from its first forward pass to the optimizer's update; what is left of it without the
 waiting is computing. On a GPU the marks are events on its stream, because the host runs ahead of it. They are
-read when they have passed, so that taking the time never waits for the device.
+read when they have passed, so that taking the time never waits for the device. Events cost the host a few microseconds
+each, so after the first steps only one step in sixteen is timed, and counts for all of them.
 """
 
 import time
@@ -14,8 +15,10 @@ from typing import Any, Protocol
 
 import torch
 
-Mark = float | torch.cuda.Event
+Mark = float | torch.cuda.Event | None
+"""None is not timed."""
 _PENDING = 16
+_ALL_TIMED, _ONE_IN = 32, 16
 
 
 class Account(Protocol):
@@ -29,13 +32,25 @@ class Clock:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._on_gpu = device is not None and device.type == "cuda"
-        self._pending: deque[tuple[tuple[Account, ...], torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._pending: deque[tuple[tuple[Account, ...], int, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._counts_for = 1
         self._spare: list[torch.cuda.Event] = []  # making one costs more than recording it
+
+    def begin_step(self, number: int) -> None:
+        """Until `end_step` marks count for as many steps as this one stands for."""
+        if self._on_gpu and number > _ALL_TIMED:
+            self._counts_for = 0 if number % _ONE_IN else _ONE_IN
+
+    def end_step(self) -> None:
+        """What follows is timed whenever it happens."""
+        self._counts_for = 1
 
     def mark(self) -> Mark:
         """Now, or on a GPU when it will have come here."""
         if not self._on_gpu:
             return time.perf_counter()
+        if not self._counts_for:
+            return None
         event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -45,20 +60,20 @@ class Clock:
         if isinstance(start, float) and isinstance(end, float):
             for account in accounts:
                 account.seconds += end - start
-        else:
-            self._pending.append((accounts, start, end))  # type: ignore[arg-type]
-            while len(self._pending) > _PENDING and self._pending[0][2].query():
+        elif start is not None and end is not None:
+            self._pending.append((accounts, self._counts_for, start, end))  # type: ignore[arg-type]
+            while len(self._pending) > _PENDING and self._pending[0][3].query():
                 self._settle_first()
 
     def settle(self) -> None:
         """Charge what a GPU has been asked for; waits for it."""
         while self._pending:
-            self._pending[0][2].synchronize()
+            self._pending[0][3].synchronize()
             self._settle_first()
 
     def _settle_first(self) -> None:
-        accounts, start, end = self._pending.popleft()
-        seconds = start.elapsed_time(end) / 1000
+        accounts, times, start, end = self._pending.popleft()
+        seconds = times * start.elapsed_time(end) / 1000
         for account in accounts:
             account.seconds += seconds
         self._spare += [start, end]
@@ -90,7 +105,8 @@ class Times:
         self._phases: dict[str, _Phase] = defaultdict(lambda: _Phase(0, Spent(), Spent(), Spent(), Spent()))
         self._phase = ""
         self._entered = time.perf_counter()
-        self._began: Mark | None = None
+        self._began: Mark = None
+        self._in_step = False
         self.on_step: Callable[[int], None] | None = None
         """Called with the number of each step that begins."""
 
@@ -102,7 +118,7 @@ class Times:
     @property
     def begun(self) -> int:
         """With the one that has begun and is not over."""
-        return self.steps + (self._began is not None)
+        return self.steps + self._in_step
 
     def enter(self, phase: str) -> None:
         """Charge the time since the last change to the phase that ends."""
@@ -112,7 +128,9 @@ class Times:
 
     def begin_step(self) -> None:
         """A training forward pass; only the first since the last step counts."""
-        if self._began is None:
+        if not self._in_step:
+            self._in_step = True
+            self.clock.begin_step(self.begun)
             self._began = self.clock.mark()
             if self.on_step is not None:
                 self.on_step(self.begun)
@@ -121,13 +139,14 @@ class Times:
         """The optimizer's update is done."""
         mine = self._phases[self._phase]
         mine.steps += 1
-        if self._began is not None:
+        if self._in_step:
             self.clock.charge(self._began, self.clock.mark(), mine.in_steps)
-            self._began = None
+            self._in_step = False
+            self.clock.end_step()
 
     def waited(self, start: Mark, end: Mark, account: Account) -> None:
         """Waiting for the wire, on this account; what falls into a step is not computing."""
-        inside = (self._phases[self._phase].waiting_in_steps,) if self._began is not None else ()
+        inside = (self._phases[self._phase].waiting_in_steps,) if self._in_step else ()
         self.clock.charge(start, end, account, *inside)
 
     @contextmanager
