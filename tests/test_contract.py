@@ -6,6 +6,9 @@ A third party's method is tested alike: the example of docs/extending.md is amon
 import dataclasses
 import functools
 import itertools
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +241,18 @@ def test_buckets_are_exchanged_one_by_one(layout: str) -> None:
             assert len({worker[code][way][1] for worker in workers}) == 1, (code, way)
         many, one = (losses for _, _, losses in workers[0][code])
         assert many == pytest.approx(one, rel=0.05), code
+
+
+def test_the_command_line_finds_methods_of_installed_packages(tmp_path: Path) -> None:
+    """By an entry point, as the metadata of a package has it."""
+    package = tmp_path / "stranger-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[thinwire.methods]\ngossip = gossip\nbroken = nosuch_module\n")
+    examples = Path(__file__).parents[1] / "examples"
+    words = [sys.executable, "-m", "thinwire", "list"]
+    path = os.pathsep.join([str(tmp_path), str(examples), *sys.path])
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr
+    assert "average with one random partner" in done.stdout
+    assert "the method `broken` (`nosuch_module`) cannot be imported" in done.stderr

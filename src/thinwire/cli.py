@@ -26,7 +26,7 @@ from thinwire.commands.stability import stability
 from thinwire.errors import ConfigError, ThinwireError, is_refusal, one_line
 from thinwire.jobs import Job, variant, variants
 from thinwire.launch import inside_job
-from thinwire.methods.registry import METHODS
+from thinwire.methods.registry import METHODS, load_installed
 from thinwire.recipes import installed, named
 from thinwire.report import compare as compare_runs
 from thinwire.report import read_run, read_runs, table
@@ -63,6 +63,7 @@ def main() -> None:
     # The launcher and its workers check the same things; one notice is enough.
     level = logging.INFO if inside_job() and _speaks() else logging.WARNING
     logging.basicConfig(format="thinwire: %(message)s", level=level)
+    load_installed()
 
 
 def _shared(command: Callable[..., None]) -> Callable[..., None]:

@@ -1,12 +1,15 @@
 """Every method there is, by the name users type."""
 
+import logging
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from typing import Any, NamedTuple, TypeVar
 
 from thinwire.errors import ConfigError
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext
 
+log = logging.getLogger("thinwire")
 M = TypeVar("M", bound=type[Method])
 
 
@@ -38,6 +41,15 @@ def register(name: str, config: type, *, example: Callable[..., Any], summary: s
         return method
 
     return add
+
+
+def load_installed() -> None:
+    """Import what installed packages name in the entry point group `thinwire.methods`: it registers their methods."""
+    for entry in entry_points(group="thinwire.methods"):
+        try:
+            entry.load()
+        except Exception as error:  # another package's import may raise anything
+            log.warning("the method `%s` (`%s`) cannot be imported: %s", entry.name, entry.value, error)
 
 
 def name_of(given: Any) -> str:
