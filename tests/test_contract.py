@@ -254,5 +254,5 @@ def test_the_command_line_finds_methods_of_installed_packages(tmp_path: Path) ->
     path = os.pathsep.join([str(tmp_path), str(examples), *sys.path])
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
-    assert "average with one random partner" in done.stdout
+    assert "gossip" in done.stdout
     assert "the method `broken` (`nosuch_module`) cannot be imported" in done.stderr
