@@ -41,6 +41,11 @@ class Clock:
         if self._on_gpu and number > _ALL_TIMED:
             self._counts_for = 0 if number % _ONE_IN else _ONE_IN
 
+    @property
+    def is_timing(self) -> bool:
+        """Whether marks count now."""
+        return self._counts_for > 0
+
     def end_step(self) -> None:
         """What follows is timed whenever it happens."""
         self._counts_for = 1
