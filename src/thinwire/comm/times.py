@@ -37,7 +37,7 @@ class Clock:
         self._spare: list[torch.cuda.Event] = []  # making one costs more than recording it
 
     def begin_step(self, number: int) -> None:
-        """Until `end_step` marks count for as many steps as this one stands for."""
+        """Until `time_all` marks count for as many steps as this one stands for."""
         if self._on_gpu and number > _ALL_TIMED:
             self._counts_for = 0 if number % _ONE_IN else _ONE_IN
 
@@ -46,8 +46,8 @@ class Clock:
         """Whether marks count now."""
         return self._counts_for > 0
 
-    def end_step(self) -> None:
-        """What follows is timed whenever it happens."""
+    def time_all(self) -> None:
+        """What follows does not happen at every step, and is timed whenever it does."""
         self._counts_for = 1
 
     def mark(self) -> Mark:
@@ -147,7 +147,6 @@ class Times:
         if self._in_step:
             self.clock.charge(self._began, self.clock.mark(), mine.in_steps)
             self._in_step = False
-            self.clock.end_step()
 
     def waited(self, start: Mark, end: Mark, account: Account) -> None:
         """Waiting for the wire, on this account; what falls into a step is not computing."""

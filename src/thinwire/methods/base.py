@@ -124,6 +124,7 @@ class Method(ABC):
         """All optimizers have stepped."""
         self.step += 1
         self.gradients.end_step()
+        self.wire.ledger.clock.time_all()
         self.after_step()
 
     def observe(self, loss: float | Tensor) -> None:
