@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from thinwire.comm.aggregate import Aggregator, Exact, Quantized
+from thinwire.comm.aggregate import Aggregator, Exact
 from thinwire.comm.collectives import Wire
 from thinwire.comm.lowrank import LowRank
 from thinwire.comm.quantize import quantizer
+from thinwire.comm.quantized import Quantized
 from thinwire.comm.sparse import Sparse
 from thinwire.config.codes import parse_code
 

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.comm.aggregate import Aggregator, Exact, Piece, State, pieces
+from thinwire.comm.aggregate import Aggregator, Exact, State
 from thinwire.comm.buckets import unpack_into
 from thinwire.comm.collectives import Pending, Wire
 from thinwire.comm.largest import largest
 from thinwire.comm.quantize import Rows, cut, elements
+from thinwire.comm.quantized import Piece, pieces
 
 
 class Sparse(Aggregator):

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.comm.aggregate import Aggregator, Exact, Rotating
+from thinwire.comm.aggregate import Aggregator, Exact
 from thinwire.comm.buckets import all_finite, pack_wide, reals
 from thinwire.comm.codes import aggregator
 from thinwire.comm.collectives import Wire
+from thinwire.comm.rotating import Rotating
 from thinwire.config.outer import Nesterov
 from thinwire.errors import ConfigError
 
