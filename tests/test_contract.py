@@ -20,6 +20,7 @@ import gang
 import small
 import thinwire
 from every_method import STEPS
+from selection import slow_but
 from sockets import sees_sockets, socket_bytes
 from thinwire.comm.topology import arrange
 from thinwire.errors import ConfigError
@@ -32,6 +33,7 @@ from trajectories import CASES, LAYOUTS, adamw, trajectories
 
 methods = pytest.mark.parametrize("name", METHODS)
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
+quick_layouts = pytest.mark.parametrize("layout", slow_but(["3 groups of 1"], LAYOUTS))
 
 
 def example(name: str, **fields: Any) -> Any:
@@ -141,19 +143,19 @@ def _count(rank: int, config: Any) -> tuple[int, int]:
     return replica.traffic.slow_bytes + replica.traffic.fast_bytes - before, socket_bytes() - sent
 
 
-@pytest.fixture(scope="module")
-def counted() -> dict[str, list[dict[str, tuple[int, int]]]]:
-    return {layout: gang.run(counted_and_sent, *LAYOUTS[layout]) for layout in LAYOUTS}
+@functools.cache
+def counted(layout: str) -> list[dict[str, tuple[int, int]]]:
+    return gang.run(counted_and_sent, *LAYOUTS[layout])
 
 
 @pytest.mark.skipif(not sees_sockets(), reason="this kernel does not count what a socket sends")
-@layouts
+@quick_layouts
 @methods
-def test_the_ledger_counts_what_the_kernel_sends(name: str, layout: str, counted: Any) -> None:
+def test_the_ledger_counts_what_the_kernel_sends(name: str, layout: str) -> None:
     """Over all workers: the ledger of a node has what all of its workers sent, so one of each is asked."""
     workers, size = LAYOUTS[layout]
-    ledger = sum(worker[name][0] for worker in counted[layout][::size])
-    sent = sum(worker[name][1] for worker in counted[layout])
+    ledger = sum(worker[name][0] for worker in counted(layout)[::size])
+    sent = sum(worker[name][1] for worker in counted(layout))
     # Messages have headers of gloo's own.
     assert ledger <= sent <= 1.03 * ledger + 50_000 * workers
 
@@ -232,7 +234,7 @@ def in_many_buckets(rank: int, group_size: int) -> dict[str, list[Any]]:
     return found
 
 
-@layouts
+@quick_layouts
 def test_buckets_are_exchanged_one_by_one(layout: str) -> None:
     workers = gang.run(in_many_buckets, *LAYOUTS[layout])
     for code in CODES:
