@@ -129,6 +129,7 @@ def drift(rank: int) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_what_a_code_leaves_out_comes_later() -> None:
     """The error of the mean over T steps falls as 1/T: what is left out stays bounded."""
     for found in gang.run(drift, 2):

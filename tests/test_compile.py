@@ -107,6 +107,7 @@ def warnings_at_limit(rank: int, limit: int) -> dict[str, Any]:
     return {"said": said, "compiled": compiled["values"], "plain": train(rank, "plain", None)["values"]}
 
 
+@pytest.mark.slow
 def test_dynamos_limit_is_told_once() -> None:
     """With the usual limit nothing is said: the tests above turn warnings into errors."""
     (found,) = gang.run(warnings_at_limit, 1, 3)

@@ -277,6 +277,7 @@ def _attached(config: Any, seed: int = 0) -> tuple[Any, Any]:
     return thinwire.attach(model, optimizer, config, ddp={"bucket_cap_mb": 0.001}), optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "group_size"), first_of([(2, 1), (3, 2), (4, 2)]))
 def test_workers_agree_and_resume_bit_for_bit(tmp_path: Path, workers: int, group_size: int) -> None:
     results = gang.run(journey, workers, group_size, str(tmp_path))

@@ -9,6 +9,7 @@ import itertools
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def test_every_phase_is_named_and_happens(name: str) -> None:
 
 # Checkpoints and evaluation.
 
-SAVES = (5, 10, 15)
+SAVES = (7, 14)
 
 
 def saved_and_resumed(rank: int, group_size: int, folder: str) -> dict[str, list[str]]:
@@ -103,18 +104,17 @@ def _train(rank: int, config: Any, place: Path, start: int) -> str:
     return small.model_bits(model)[:16] + small.optimizer_bits(optimizer)[:16] + small.model_bits(replica.finish())[:16]
 
 
-@pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, list[str]]]]:
-    return {
-        layout: gang.run(saved_and_resumed, workers, size, str(tmp_path_factory.mktemp("saves")))
-        for layout, (workers, size) in LAYOUTS.items()
-    }
+@functools.cache
+def resumed(layout: str) -> list[dict[str, list[str]]]:
+    workers, size = LAYOUTS[layout]
+    with tempfile.TemporaryDirectory() as folder:
+        return gang.run(saved_and_resumed, workers, size, folder)
 
 
-@layouts
+@quick_layouts
 @methods
-def test_resuming_anywhere_is_as_if_never_stopped(name: str, layout: str, resumed: Any) -> None:
-    for worker in resumed[layout]:
+def test_resuming_anywhere_is_as_if_never_stopped(name: str, layout: str) -> None:
+    for worker in resumed(layout):
         whole, *others = worker[name]
         assert others == [whole] * len(SAVES)
 

@@ -54,6 +54,7 @@ def test_a_full_disk_is_the_only_message(full_disk):
     assert "Traceback" not in result.output and "collective" not in result.output
 
 
+@pytest.mark.slow
 def test_a_file_size_limit_is_the_only_message(tmp_path):
     limited = HostSpec(prefix=("bash", "-c", 'ulimit -f 300; exec "$@"', "bash"))
     with pytest.raises(WorkerError) as found:

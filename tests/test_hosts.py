@@ -1,5 +1,6 @@
 """Hosts on one machine: what they count, how fast their links are, and that nothing of them is ever left behind."""
 
+import contextlib
 import errno
 import os
 import random
@@ -234,10 +235,16 @@ def test_killed_owners_are_swept():
             time.sleep(moment)
             os.kill(process.pid, signal.SIGKILL)
             process.join()
-            inside = pipe.recv() if moment > 0.3 and pipe.poll() else None
+            inside = _said(pipe) if moment > 0.3 else None
             clean()
             assert left() == [], f"killed after {moment} s"
             assert not inside or not runs(inside)
+
+
+def _said(pipe):
+    """What a process left in a pipe; on a busy machine it may have been killed before it said anything."""
+    with contextlib.suppress(EOFError):
+        return pipe.recv() if pipe.poll() else None
 
 
 @real

@@ -177,6 +177,7 @@ def test_two_cycles_and_finish() -> None:
     check_workers(["encoder", "odd"])
 
 
+@pytest.mark.slow
 def test_two_cycles_and_finish_of_hugging_face() -> None:
     pytest.importorskip("transformers")
     check_workers(["gpt2", "vit"])

@@ -462,6 +462,7 @@ def over_loopback() -> list[dict[str, tuple[int, int]]]:
         return gang.run(every_wire, 2, loopback_bytes, hosts=lab.hosts[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sees_sockets(), reason="this kernel does not count what a socket sends")
 @pytest.mark.parametrize("name", WIRES)
 def test_the_ledger_counts_what_sockets_send(name: str, over_sockets: list[dict[str, tuple[int, int]]]) -> None:

@@ -78,6 +78,7 @@ def train_by_two(rank: int, kind: str, folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("sgd", marks=pytest.mark.slow), pytest.param("muon", marks=needs_muon)])
 def test_two_optimizers_train_one_model_by_every_method(kind: str, tmp_path: Path) -> None:
     here, there = gang.run(train_by_two, 2, kind, str(tmp_path))

@@ -195,6 +195,7 @@ def really_sent(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
     return lambda name: (folder, of(EXACT[name][0], is_quick(name))[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but([name for name in EXACT if is_quick(name)], EXACT))
 def test_a_plan_says_what_the_ledger_then_counts(name: str, really_sent: Any) -> None:
     (workers, config), (folder, found) = EXACT[name], really_sent(name)

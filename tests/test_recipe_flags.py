@@ -94,6 +94,7 @@ def test_batch_and_optimizer_are_set_and_recorded(tmp_path):
         assert f"a finished run with `{name}`=" in thinwire(*words, *given, *other, "--resume", expect=2)
 
 
+@pytest.mark.slow
 def test_workers_are_given_the_same(tmp_path):
     words = ["compare", "digits", "--methods", "allreduce", "--steps", 2, "--no-model", "--json", "--out", tmp_path]
     [row] = json.loads(thinwire(*words, "--validate", "--lr", 0.01, "--batch-size", 16, "--workers", 2))

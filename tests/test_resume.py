@@ -82,6 +82,7 @@ def every_method(rank: int, group_size: Any, folder: str) -> dict[str, tuple[lis
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "group_size"), [(2, 1), slow(1, None), slow(3, 2), slow(4, 2)])
 def test_resuming_equals_never_having_stopped(tmp_path: Path, workers: int, group_size: Any) -> None:
     found = gang.run(every_method, workers, group_size, str(tmp_path))
