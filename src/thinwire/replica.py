@@ -26,13 +26,13 @@ from thinwire.guards import agree_on_buffers, attached, check_parameters, refuse
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext
 from thinwire.methods.registry import make, name_of
-from thinwire.notices import make_heard, say_attached, say_finished
+from thinwire.notices import ensure_logging, log_attached, log_finished
 from thinwire.preflight import (
+    broadcast_initial_values,
     check_model,
     check_optimizers,
     check_same_architecture,
     given_optimizers,
-    spread_first_values,
 )
 from thinwire.settings import describe as describe_config
 from thinwire.stepping import Stepping
@@ -56,7 +56,7 @@ def attach(
     `scaler` if there is one, arguments of `torch.compile` as `compile`, further ones of
     `DistributedDataParallel` (`bucket_cap_mb`, `find_unused_parameters`, …) as `ddp`.
     """
-    make_heard()
+    ensure_logging()
     name_of(config)
     refuse_attached(model)
     check_model(model)
@@ -66,10 +66,10 @@ def attach(
     device = next(model.parameters()).device
     wire = Wire.open(config.group_size, repr(config), device, Ledger(Clock(device), watched()))
     check_same_architecture(model, optimizers, wire)
-    spread_first_values(model, wire)
+    broadcast_initial_values(model, wire)
     context = MethodContext(model, optimizers, wire, ddp=dict(ddp or {}), has_scaler=scaler is not None)
     replica = Replica(make(config, context), scaler=scaler, compile=compile)
-    say_attached(replica._method, replica._trained)
+    log_attached(replica._method, replica._trained)
     return replica
 
 
@@ -194,7 +194,7 @@ class Replica(nn.Module):
         self._finished = True
         if not self.wire.is_simulated:
             sizes, ranks = (self._full, _count(self.module)), self.finished_ranks.values()
-            say_finished(self._method, sizes, ranks, self.baseline()["allreduce_fp32"])
+            log_finished(self._method, sizes, ranks, self.baseline()["allreduce_fp32"])
         return self.module
 
     def detach(self) -> None:
@@ -349,7 +349,7 @@ class Replica(nn.Module):
         self.traffic.times.end_step()
         with self._unrounded():
             self._method.end_step()
-        self._recompiles.look()
+        self._recompiles.update()
 
     def _unrounded(self) -> torch.autocast:
         """No autocast: it would round weights that are decomposed, merged or multiplied out."""
@@ -368,7 +368,7 @@ class Replica(nn.Module):
         state = self._scaler.state_dict()
         if state:
             mine = torch.tensor([-state["scale"], -float(state["_growth_tracker"])], dtype=torch.float64)
-            scale, growth = (-self.wire.largest(mine, "control")).tolist()
+            scale, growth = (-self.wire.all_reduce_max(mine, "control")).tolist()
             self._scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": int(growth)})
 
     def _agree_on_read_weights(self) -> None:

@@ -194,11 +194,11 @@ class Wire:
             self._broadcast(flat, group[owner], self._group, sent, purpose)
             unpack_into(flat, bucket)
 
-    def sum(self, tensor: Tensor, purpose: str) -> Tensor:
+    def all_reduce_sum(self, tensor: Tensor, purpose: str) -> Tensor:
         """The sum over all workers."""
         return self._reduce(tensor, dist.ReduceOp.SUM, purpose)
 
-    def largest(self, tensor: Tensor, purpose: str) -> Tensor:
+    def all_reduce_max(self, tensor: Tensor, purpose: str) -> Tensor:
         """The largest value over all workers, element by element."""
         return self._reduce(tensor, dist.ReduceOp.MAX, purpose)
 

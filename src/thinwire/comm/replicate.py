@@ -169,7 +169,7 @@ class Replicated:
         """Whether the next backward pass averages gradients, or would if the group had other members."""
         return not self._accumulating
 
-    def hand_on_buffers(self, members: Ranks = ()) -> None:
+    def broadcast_buffers(self, members: Ranks = ()) -> None:
         """Overwrite buffers by the first member's, as DDP does before a forward pass; a simulation's never change."""
         buffers = list(self.model.buffers()) if self._dry_buffers is None else self._dry_buffers
         self.wire.broadcast(buffers, "buffers", members or self.members)

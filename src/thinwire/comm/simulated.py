@@ -15,8 +15,8 @@ from torch import Tensor
 
 from thinwire.comm.buckets import WIRES, by_dtype, size_of
 from thinwire.comm.collectives import Pending, Wire
+from thinwire.comm.layout_views import LayoutViews, SentByView
 from thinwire.comm.ledger import Ledger
-from thinwire.comm.panorama import Panorama, SentByView
 from thinwire.comm.sent import Ranks, Sent
 from thinwire.comm.topology import Topology
 
@@ -82,7 +82,7 @@ class SimulatedWire(Wire):
     is_simulated = True
 
     def __init__(self, views: Sequence[Topology]) -> None:
-        self.topology = Panorama.of(views)
+        self.topology = LayoutViews.of(views)
         self.ledger = Ledger()
         """Knows phase and purpose; what is sent is booked below."""
         self._group = self._cross = self._control = None

@@ -29,7 +29,7 @@ from thinwire.methods.averaged import AveragedTensors
 from thinwire.methods.averaging import role_by_codes
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.factoring import Factoring
-from thinwire.methods.merging import average_buffers, average_moments, put_back, refuse_diverged
+from thinwire.methods.merging import average_buffers, average_moments, refuse_diverged, restored
 from thinwire.methods.registry import register
 
 
@@ -117,7 +117,7 @@ class ABMethod(Factoring):
         if self.average is None:
             yield
             return
-        with put_back(self.model), self.average.restored():
+        with restored(self.model), self.average.restored():
             self._average(self._weigh())
             yield
 
@@ -136,7 +136,7 @@ class ABMethod(Factoring):
     def _split(self) -> None:
         """Steps 2 and 3: decompose, freeze what this group does not train, average gradients inside the group."""
         self.find_layers()
-        self.make_room()
+        self.free_memory()
         for layer, factors in self.agreed_factors(self.config.cutoff):
             self._to_factors(layer, *factors)
         if self.decompositions == 1:
@@ -149,7 +149,7 @@ class ABMethod(Factoring):
     def _merge(self) -> None:
         """Step 4: one model again, full-rank, with the optimizer in the same state everywhere."""
         weights = self._weigh()
-        self.make_room()
+        self.free_memory()
         states = {layer.key: self._state_of_full(layer) for layer in self.factored}
         self._average(weights)
         for layer in self.factored:

@@ -25,7 +25,7 @@ from thinwire.methods.averaged import AveragedTensors
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.fragments import fragments_of
-from thinwire.methods.merging import average_buffers, average_moments, put_back, refuse_diverged
+from thinwire.methods.merging import average_buffers, average_moments, refuse_diverged, restored
 
 
 class Cycle(NamedTuple):
@@ -107,7 +107,7 @@ class LocalTraining(Method):
         with self.wire.ledger.everything_is("merge"):  # training pays for it, not the evaluation
             self._settle()
         buffers_at = self.buffers_at
-        with put_back(self.model), ExitStack() as stack:
+        with restored(self.model), ExitStack() as stack:
             for fragment in self.fragments:
                 stack.enter_context(fragment.restored())
             stack.callback(setattr, self, "buffers_at", buffers_at)

@@ -33,7 +33,7 @@ from thinwire.methods.averaging import Cycle, role_by_codes
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.counters import compare_counters, gather_counters
-from thinwire.methods.merging import average_buffers, put_back, refuse_diverged
+from thinwire.methods.merging import average_buffers, refuse_diverged, restored
 from thinwire.methods.plateau import Plateau
 from thinwire.methods.registry import register
 
@@ -115,7 +115,7 @@ class DASOMethod(Method):
         with self.wire.ledger.everything_is("merge"):  # training pays for it, not the evaluation
             self._settle()
         sent_at = self.sent_at
-        with put_back(self.model), ExitStack() as stack:
+        with restored(self.model), ExitStack() as stack:
             for part in self.averaged:
                 stack.enter_context(part.restored())
             stack.callback(setattr, self, "sent_at", sent_at)

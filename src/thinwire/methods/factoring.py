@@ -8,7 +8,7 @@ from typing import Any
 
 from thinwire.comm.topology import Topology
 from thinwire.errors import ConfigError
-from thinwire.factor.convert import Layer, find_layers, warn_of_idle_patterns
+from thinwire.factor.convert import Layer, find_layers, warn_unmatched_patterns
 from thinwire.factor.decompose import smallest_cutoff
 from thinwire.factor.usage import OrderOfUse
 from thinwire.methods.averaging import role_by_codes
@@ -43,7 +43,7 @@ class Factoring(Method):
                 f"nothing to factor in this model: {reasons}; a small model may want keep_first=False or "
                 "keep_last=False"
             )
-        warn_of_idle_patterns(self.model, self.config.keep)
+        warn_unmatched_patterns(self.model, self.config.keep)
         self.usage.watch()
         self.gradients.together(self.config.warmup_wire)
 
@@ -93,7 +93,7 @@ class Factoring(Method):
             self.usage.stop()
             self.usage.order = self.wire.all_gather_object(self.usage.order)[0]
 
-    def make_room(self) -> None:
+    def free_memory(self) -> None:
         """Drop gradients that the last step used up and the wrapper's buckets, before both shapes are in memory."""
         self.gradients.replicated.unwrap()
         self.gradients.replicated.members = ()  # nobody's, so that a lone group wraps it again too

@@ -154,7 +154,7 @@ class OIALRMethod(Factoring):
         if not layers:
             return
         shrink = self.config.max_shrink if max_shrink is None else max_shrink
-        self.make_room()
+        self.free_memory()
         found = agreed_factors(layers, self.wire, lambda layer: self.context.find_basis(layer, cutoff, shrink), _FORM)
         for layer, factors in found:
             self._to_basis(layer, factors)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+from thinwire.comm.layout_views import kind
 from thinwire.comm.ledger import Ledger, mean_over_nodes
-from thinwire.comm.panorama import kind
 from thinwire.comm.sent import Sent
 from thinwire.comm.topology import Topology, arrange
 from thinwire.errors import ConfigError

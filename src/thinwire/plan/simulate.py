@@ -30,9 +30,9 @@ from thinwire.methods.context import MethodContext
 from thinwire.methods.gradients import GradientAveraging
 from thinwire.methods.registry import make
 from thinwire.plan.ranks import RankPredictor, basis, factors
-from thinwire.plan.still import Still
+from thinwire.plan.shapes_only import ShapesOnly
 from thinwire.plan.workload import Workload, state_like
-from thinwire.preflight import check_optimizers, check_same_architecture, check_same_data, spread_first_values
+from thinwire.preflight import broadcast_initial_values, check_optimizers, check_same_architecture, check_same_data
 from thinwire.replica import Replica
 
 # DDP sends the order of its buckets with the second backward pass after it was wrapped.
@@ -86,7 +86,7 @@ def simulate_together(
         found.assumes = getattr(method, "assumes", "")
         # There is no update, as where a scaler skips it.
         method.context.before_update, method.context.after_update = [], []
-        with Still():
+        with ShapesOnly():
             replica = Replica(method)
         _Stage(workload, method, replica, wire, found, shapes).play()
     return [replace(found, **_counts(wire, view)) for view in range(len(views))]
@@ -104,7 +104,7 @@ def _make(
     check_optimizers(model, optimizers)
     wire.count_opening()
     check_same_architecture(model, optimizers, wire)
-    spread_first_values(model, wire)
+    broadcast_initial_values(model, wire)
     wire.changing = _statistics(model)
 
     def find_factors(layer: Layer, cutoff: float) -> tuple[Tensor, ...] | None:
@@ -169,7 +169,7 @@ class _Stage:
                 self._leap()
             self._take(restless >= _RESTLESS)
             restless += 1
-        with Still():
+        with ShapesOnly():
             self.replica.finish()
         self._sum_of_evaluation()
 
@@ -184,7 +184,7 @@ class _Stage:
                 # A plan believes in losses that fall: when they stop is not known before.
                 self.replica.epoch_end(-(2.0 ** (1000 * self.replica.step / self.workload.steps)))
             if turn.evaluates:
-                with Still(), nullcontext() if self.replica.in_sync else self.replica.merged():
+                with ShapesOnly(), nullcontext() if self.replica.in_sync else self.replica.merged():
                     self._sum_of_evaluation()
         after = self._cycle
         if is_quiet and cycle and after and not (turn.ends_epoch and self.workload.epochs > _FALLING):
@@ -253,12 +253,12 @@ class _Stage:
         """One step that stands for several."""
         self.wire.repeat = times
         phase = self.replica.phase
-        with Still():
+        with ShapesOnly():
             self.replica()
         self.replica.observe(1.0)
         self._make_state()
         self._skip(times - 1)
-        with Still():
+        with ShapesOnly():
             self.method.optimizers[0].step()  # no gradients: only its hooks run
         self.wire.repeat = 1
         self.found.steps[phase] += times
@@ -274,7 +274,7 @@ class _Stage:
 
     def _sum_of_evaluation(self) -> None:
         if self.workload.eval_every:
-            self.wire.sum(torch.empty(3, dtype=torch.float64), "evaluate")
+            self.wire.all_reduce_sum(torch.empty(3, dtype=torch.float64), "evaluate")
 
     def _state_bytes(self) -> int:
         # The model and what the optimizer keeps of it change with the phase, or where state is dropped.

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from thinwire.errors import ConfigError, unknown
-from thinwire.plan.still import Undrawn
+from thinwire.plan.shapes_only import NoInitialValues
 from thinwire.plan.workload import Workload
 from thinwire.recipes import Recipe, call_function, model_without_values
 from thinwire.train.batcher import Batcher
@@ -54,7 +54,7 @@ def of_function(text: str, steps: int | None, optimizer: str = "adamw", *, value
         raise ConfigError(f"a plan for the model of {text} needs the steps of a run; give --steps")
     if optimizer not in OPTIMIZERS:
         raise unknown("optimizer", optimizer, OPTIMIZERS)
-    with nullcontext() if values else Undrawn():
+    with nullcontext() if values else NoInitialValues():
         built = call_function(text, "model")
     model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, ())
     if not isinstance(model, nn.Module):

@@ -102,9 +102,9 @@ def _evaluate(run: Run, *, finished: bool = False, validate: bool = False) -> di
     replica, task = run.replica, run.recipe.task
     model = "finished" if finished else "world" if replica.in_sync else "merged"
     with nullcontext() if model != "merged" else replica.merged():
-        figures = task.figures(replica.wire.sum(_totals(run), purpose="evaluate"))
+        figures = task.figures(replica.wire.all_reduce_sum(_totals(run), purpose="evaluate"))
         if validate:
-            unseen = replica.wire.sum(_totals(run, "validation"), purpose="evaluate")
+            unseen = replica.wire.all_reduce_sum(_totals(run, "validation"), purpose="evaluate")
             figures["validation_loss"] = task.figures(unseen)["loss"]
     run.recorder.write(
         "evaluation",

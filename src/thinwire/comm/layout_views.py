@@ -44,13 +44,13 @@ def by_view(views: Sequence[Sent]) -> SentByView:
 
 
 @dataclass(frozen=True)
-class Panorama(Topology):
+class LayoutViews(Topology):
     """The layout of a worker that acts for all in `views`, of this layout or of others; the first of them is itself."""
 
     views: tuple[Topology, ...] = field(default=(), compare=False)
 
     @classmethod
-    def of(cls, views: Sequence[Topology]) -> "Panorama":
+    def of(cls, views: Sequence[Topology]) -> "LayoutViews":
         """From the views of workers that are alike."""
         own = {name: value for name, value in vars(views[0]).items() if name in Topology.__dataclass_fields__}
         return cls(**own, views=tuple(views))

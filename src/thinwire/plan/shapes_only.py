@@ -18,7 +18,7 @@ _results: dict[Any, _Form] = {}
 """The form of what an operation gives, by the forms of what it is given."""
 
 
-class Undrawn(TorchDispatchMode):
+class NoInitialValues(TorchDispatchMode):
     """Draws no random first values: tensors hold whatever was in their memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -27,7 +27,7 @@ class Undrawn(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Still(TorchDispatchMode):
+class ShapesOnly(TorchDispatchMode):
     """Finds the form of each result once, and changes values of tensors that have none: not at all."""
 
     @classmethod
