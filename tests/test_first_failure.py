@@ -175,7 +175,7 @@ def _uneven(rank: int, config: Any) -> dict[str, str]:
 def test_different_numbers_of_batches_are_reported(config):
     early, late = gang.run(_uneven, 2, config, patience=4)
     assert "finish() is collective: every rank must call it, and rank 1 did not" in early["error"]
-    told = "ranks took different numbers of batches: rank 0 came here after 3 steps, rank 1 is in step 4 or later; give"
+    told = "ranks took different numbers of batches: rank 0 is here after 3 steps, rank 1 is in step 4 or later; give"
     assert told in early["error"]
     assert "drop_last=True" in early["error"] and "Join does not apply" in early["error"]
     told = "ranks took different numbers of batches: rank 0 came to finish() after 3 steps, rank 1 was in step 4; give"

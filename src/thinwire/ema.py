@@ -57,7 +57,7 @@ class EMA(AveragedModel):
         if replica.phase != "finished":
             raise ThinwireError("call EMA.finish() after replica.finish(): it uses the ranks of the finished replica")
         replica.wire.barrier("EMA.finish()")
-        with replica.traffic.everything_is("ema"), torch.no_grad():
+        with replica.traffic.booked_under("ema"), torch.no_grad():
             self._average_over_groups(replica)
             model = copy_of(self.module).requires_grad_(True)
             for name in replica.read_layers:

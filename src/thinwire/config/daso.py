@@ -89,17 +89,14 @@ class DASO:
 
     @property
     def warmup_code(self) -> str:
-        """The code of the warm-up."""
         return self.warmup_wire or self.wire
 
     @property
     def warmup_length(self) -> int:
-        """Warm-up in steps."""
         return length(self.warmup, self.total_steps)
 
     @property
     def cooldown_length(self) -> int:
-        """Cool-down in steps."""
         steps = length(self.cooldown, self.total_steps)
         are_shares = self.warmup + self.cooldown <= 1  # which both may be rounded up
         return min(steps, self.total_steps - self.warmup_length) if are_shares else steps

@@ -89,22 +89,18 @@ class AB:
 
     @property
     def warmup_length(self) -> int:
-        """Warm-up in steps."""
         return length(self.warmup, self.total_steps)
 
     @property
     def group_length(self) -> int:
-        """A group phase in steps."""
         return length(self.every, self.total_steps)
 
     @property
     def rebound_length(self) -> int:
-        """A full-rank rebound in steps."""
         return length(self.rebound, self.group_length)
 
     @property
     def lr_rebound_length(self) -> int:
-        """A learning-rate rebound in steps."""
         return length(self.lr_rebound, self.group_length)
 
     def _check_one_cycle_fits(self) -> None:

@@ -61,7 +61,6 @@ class _Warmed:
 
     @property
     def warmup_length(self) -> int:
-        """Warm-up in steps."""
         return length(self.warmup, self.total_steps or 1)
 
 
@@ -188,7 +187,6 @@ class TopK(_Warmed):
 
     @property
     def ramp_length(self) -> int:
-        """The ramp in steps."""
         return length(self.ramp, self.total_steps or 1)
 
 

@@ -21,15 +21,15 @@ from torch import Tensor, nn
 
 from thinwire.comm.topology import Topology
 from thinwire.config import AB
-from thinwire.errors import ConfigError, DivergedError
+from thinwire.errors import ConfigError
 from thinwire.factor import moments
 from thinwire.factor.convert import Layer, to_factors, to_full
 from thinwire.methods.ab_timetable import timetable
-from thinwire.methods.averaged import AveragedTensors
+from thinwire.methods.averaged import AveragedTensors, all_restored, not_finite
 from thinwire.methods.averaging import role_by_codes
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.factoring import Factoring
-from thinwire.methods.merging import average_buffers, average_moments, refuse_diverged, restored
+from thinwire.methods.merging import average_buffers, average_moments, refuse_diverged
 from thinwire.methods.registry import register
 
 
@@ -78,7 +78,7 @@ class ABMethod(Factoring):
         """Change phase where the timetable says so."""
         super().after_step()
         self._follow_timetable()
-        self.warn_beyond_the_end()
+        self.warn_past_end()
 
     @property
     def in_sync(self) -> bool:
@@ -113,11 +113,11 @@ class ABMethod(Factoring):
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """Average copies of everything, and put the group's own back."""
+        """Average copies of everything, and restore the group's own at the end."""
         if self.average is None:
             yield
             return
-        with restored(self.model), self.average.restored():
+        with all_restored(self.model, [self.average]):
             self._average(self._weigh())
             yield
 
@@ -140,7 +140,7 @@ class ABMethod(Factoring):
         for layer, factors in self.agreed_factors(self.config.cutoff):
             self._to_factors(layer, *factors)
         if self.decompositions == 1:
-            self.warn_of_no_factors(self.config.cutoff)
+            self.warn_if_nothing_factored(self.config.cutoff)
         self._freeze()
         self.observed.zero_()
         self._make_average()
@@ -190,10 +190,7 @@ class ABMethod(Factoring):
         chosen = [getattr(weights, kind) for _, kind in self._merged_parameters()]
         self.average.send(self.step, 0, weights=chosen)
         if not self.average.receive():
-            raise DivergedError(
-                f"what groups sent does not add up to finite numbers at step {self.step}, so nothing was merged; lower "
-                "the learning rate or go back to a checkpoint"
-            )
+            raise not_finite(self.step)
         self.average.agree()
         self.average.move(1.0, self.step)
         average_buffers(self.wire, self.model.buffers(), weights.rest)

@@ -1,4 +1,4 @@
-"""AllReduce: data-parallel training as PyTorch does it, the measure of everything else; and its codes."""
+"""AllReduce: data-parallel training as PyTorch does it, the baseline; and its codes."""
 
 import sys
 from collections.abc import Hashable
@@ -22,7 +22,6 @@ class AllReduceMethod(Method):
         return role_by_codes(topology, config.wire)
 
     def attach(self) -> None:
-        """One way, from beginning to end."""
         self.gradients.together(self.config.wire)
 
     def after_step(self) -> None:

@@ -6,33 +6,34 @@ for the outer step, or the change itself.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from thinwire.comm.aggregate import Aggregator, Exact, Rotating
 from thinwire.comm.buckets import all_finite, pack_wide, reals
 from thinwire.comm.codes import aggregator
 from thinwire.comm.collectives import Wire
 from thinwire.config.outer import Nesterov
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, DivergedError
+from thinwire.methods.merging import restored
 
 Tensors = Callable[[], Sequence[Tensor]]
 
 
 @dataclass
 class PendingAverage:
-    """What was sent and is not taken in yet."""
+    """What was sent and is not applied yet."""
 
     sent: int
     """The step at which it was sent."""
     overlap: int
-    """It is due so many steps later."""
+    """Steps after which it is due."""
     received: bool = False
-    """Whether it was waited for before its time; it is in `scratch` then."""
+    """Whether it was waited for before it is due; it is in `scratch` then."""
     own: Tensor | None = None
     """The values that this group sent, where it is to keep what it trained since."""
 
@@ -133,7 +134,7 @@ class AveragedTensors:
         return True
 
     def agree(self, *, outer: bool = True) -> PendingAverage:
-        """Take the mean for what groups agree on, by an outer step unless told otherwise; the tensors stay."""
+        """Make the mean what groups agree on, by an outer step unless `outer` is False; the tensors stay."""
         assert self.pending is not None and self.pending.received, "nothing was received"
         pending, self.pending = self.pending, None
         if self.agreed is None:
@@ -195,7 +196,7 @@ class AveragedTensors:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Put everything back in the end, but the tensors themselves."""
+        """Restore everything at the end, except the tensors themselves."""
         names = ("pending", "momentum", "agreed", "scratch", "level")
         before = {name: getattr(self, name) for name in names}
         copies = {name: t.clone() for name, t in before.items() if isinstance(t, Tensor)}
@@ -207,8 +208,14 @@ class AveragedTensors:
             vars(self).update(before)
             self.aggregator.load(kept[0], kept[1])
 
+    def shift(self, steps: int) -> None:
+        """As if everything so far had happened `steps` steps later; for plans."""
+        self.level += steps
+        if self.pending is not None:
+            self.pending.sent += steps
+
     def drop(self) -> None:
-        """Let what is under way arrive, and forget it unseen: it may be what diverged."""
+        """Wait for a pending average and discard it: it may be what diverged."""
         if self.pending is not None and not self.pending.received:
             self.aggregator.end(self._parts)
         self.pending = None
@@ -228,7 +235,6 @@ class AveragedTensors:
         return {"shared": shared, "local": self.aggregator.local()}
 
     def load_state_dict(self, shared: dict[str, Any], local: dict[str, Tensor]) -> None:
-        """Continue from it."""
         agreed = shared["agreed"]
         if agreed is not None and agreed.shape != self.scratch.shape:
             raise ConfigError(
@@ -242,6 +248,23 @@ class AveragedTensors:
             self.pending = PendingAverage(sent, overlap, received=True, own=shared["own"])
             self.scratch = shared["received"]
         self.aggregator.load(shared["aggregator"], local)
+
+
+@contextmanager
+def all_restored(model: nn.Module, averaged: Sequence[AveragedTensors]) -> Iterator[None]:
+    """Restore the model and these averages at the end."""
+    with restored(model), ExitStack() as stack:
+        for each in averaged:
+            stack.enter_context(each.restored())
+        yield
+
+
+def not_finite(step: int) -> DivergedError:
+    """The error for a mean that is not finite although every group's values are."""
+    return DivergedError(
+        f"what groups sent does not add up to finite numbers at step {step}, so nothing was merged; lower the learning "
+        "rate or go back to a checkpoint"
+    )
 
 
 def _views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:

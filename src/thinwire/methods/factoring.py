@@ -1,4 +1,4 @@
-"""What methods share that turn layers into factors: which layers, in what order, and when the run is over."""
+"""What methods that factor layers share: which layers, in what order, and warnings."""
 
 import logging
 import math
@@ -51,8 +51,8 @@ class Factoring(Method):
         """From the first step on the order of use is known."""
         self.agree_on_order()
 
-    def warn_beyond_the_end(self) -> None:
-        """Once, when there are more steps than the config has."""
+    def warn_past_end(self) -> None:
+        """Warn once when training goes on past `total_steps`."""
         if self.step > self.config.total_steps and not self._warned:
             warnings.warn(
                 f"step {self.step} is beyond total_steps={self.config.total_steps}: "
@@ -61,8 +61,8 @@ class Factoring(Method):
             )
             self._warned = True
 
-    def warn_of_no_factors(self, cutoff: float) -> None:
-        """Once, where the first decomposition made nothing smaller: with the cutoff that would."""
+    def warn_if_nothing_factored(self, cutoff: float) -> None:
+        """Warn if the first decomposition made nothing smaller, and name the cutoff that would."""
         if self.factored or not self.layers or self.wire.is_simulated or self.topology.rank:
             return
         needed = sorted(smallest_cutoff(layer.matrix()) for layer in self.layers)
@@ -88,7 +88,7 @@ class Factoring(Method):
         )
 
     def agree_on_order(self) -> None:
-        """From now on the order of use is known; rank 0's counts, who may have evaluated alone."""
+        """Take rank 0's order of use on all ranks; it may have evaluated alone."""
         if self.usage.is_watching:
             self.usage.stop()
             self.usage.order = self.wire.all_gather_object(self.usage.order)[0]
@@ -96,7 +96,7 @@ class Factoring(Method):
     def free_memory(self) -> None:
         """Drop gradients that the last step used up and the wrapper's buckets, before both shapes are in memory."""
         self.gradients.replicated.unwrap()
-        self.gradients.replicated.members = ()  # nobody's, so that a lone group wraps it again too
+        self.gradients.replicated.members = ()  # none, so that a lone group wraps it again too
         for layer in self.layers:
             for p in layer.parameters:
                 p.grad = None

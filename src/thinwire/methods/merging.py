@@ -1,4 +1,4 @@
-"""Averages over groups that trained apart: parameters, buffers, optimizer state; and what comes before and after."""
+"""Averages over groups that trained apart: parameters, buffers and optimizer state; and refusing diverged groups."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ def average_model(wire: Wire, model: nn.Module, observed: Tensor, step: int) -> 
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Give a model everything it held back in the end."""
+    """Restore the model's parameters and buffers at the end."""
     own = [*model.parameters(), *model.buffers()]
     before = [t.detach().clone() for t in own]
     try:
@@ -83,9 +83,8 @@ def average_moments(wire: Wire, optimizers: Optimizers, parameters: Sequence[nn.
     average(wire, [state[name] for state in states for name in moments_of(state)], weight, "moments")
     steps = [state for state in states if "step" in state]
     if steps and len(wire.topology.groups) > 1:
-        agreed = wire.all_reduce_max(
-            torch.tensor([float(state["step"]) for state in steps], dtype=torch.float64), "moments"
-        )
+        own = torch.tensor([float(state["step"]) for state in steps], dtype=torch.float64)
+        agreed = wire.all_reduce_max(own, "moments")
         for state, value in zip(steps, agreed.tolist(), strict=True):
             step = state["step"]
             state["step"] = step.fill_(value) if isinstance(step, Tensor) else type(step)(value)

@@ -71,7 +71,7 @@ class OIALRMethod(Factoring):
             self._begin()
         elif self.phase == "lowrank" and self._is_due:
             self._update()
-        self.warn_beyond_the_end()
+        self.warn_past_end()
 
     def _before_update(self, optimizer: Optimizer) -> None:
         """Remember every S, as its update may be scaled; a closure may still have to find their gradients."""

@@ -46,7 +46,6 @@ class TopKMethod(CodedGradients):
 
     @staticmethod
     def code_of(config: TopK) -> str:
-        """By the density."""
         return f"topk:{config.density}"
 
     def attach(self) -> None:
