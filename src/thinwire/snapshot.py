@@ -208,9 +208,7 @@ def _distinct(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     kept = {}
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
-            raise ConfigError(
-                f"{name!r} is a module's extra state, not a tensor: it cannot be saved without pickle"
-            )
+            raise ConfigError(f"{name!r} is a module's extra state, not a tensor: it cannot be saved without pickle")
         place = (t.data_ptr(), t.shape)
         if t.numel() == 0 or place not in seen:
             kept[name] = t
