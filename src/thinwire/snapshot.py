@@ -277,7 +277,7 @@ def _put_state(optimizer: Optimizer, p: nn.Parameter, name: str, value: Any, fil
             f"{file} holds {name!r} of shape {list(value.shape)} for a parameter of shape {list(p.shape)}; build model "
             "and optimizers as they were when it was saved"
         )
-    # Steps live on the CPU unless the optimizer wants them beside the parameter, as its settings say.
+    # Steps are on the CPU unless the optimizer's settings ask for them on the parameter's device.
     on_device = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
     moves = isinstance(value, Tensor) and (value.dim() > 0 or on_device)
     optimizer.state[p][name] = value.to(p.device) if moves else value

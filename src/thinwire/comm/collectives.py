@@ -19,7 +19,7 @@ from torch import Tensor
 from thinwire.comm import missing, process_groups
 from thinwire.comm.buckets import by_dtype, checksum, pack, rounded, size_of, unpack_into, unrounded
 from thinwire.comm.ledger import Ledger, mean_over_nodes
-from thinwire.comm.sent import Ranks, Sent, side_by_side
+from thinwire.comm.sent import Ranks, Sent, all_in_parallel
 from thinwire.comm.topology import Topology, discover
 from thinwire.errors import OtherRankError, one_line
 
@@ -61,7 +61,7 @@ class Wire:
         if topology.world_size > 1:
             self._control = process_groups.control_group()
             ledger.times.on_step = process_groups.StepNotes(topology.rank)
-            process_groups.held_by(self)
+            process_groups.register_holder(self)
             missing.explain_uncaught(topology.rank, ledger.times)
 
     def in_background(self) -> "Wire":
@@ -69,10 +69,10 @@ class Wire:
         other = copy.copy(self)
         other._in_background = True
         other._cross = self._crossing_group("background")
-        process_groups.held_by(other)
+        process_groups.register_holder(other)
         return other
 
-    def let_go(self) -> None:
+    def release_groups(self) -> None:
         """Release all process groups; the process ends."""
         self._group = self._cross = self._control = None
 
@@ -129,7 +129,7 @@ class Wire:
         return self._begin(
             lambda: dist.all_to_all_single(received, parts, group=self._cross, async_op=True),
             received,
-            side_by_side(each),
+            all_in_parallel(each),
             purpose,
         )
 
@@ -145,7 +145,7 @@ class Wire:
         return self._begin(
             lambda: dist.all_gather(list(received), payload, group=self._cross, async_op=True),
             received,
-            side_by_side(each),
+            all_in_parallel(each),
             purpose,
         )
 
@@ -157,7 +157,7 @@ class Wire:
         topology, received = self.topology, torch.empty_like(flat)
         pairs = [(topology.group[j], topology.groups[partner][j]) for j in range(topology.shares)]
         mine, theirs = (list(t.tensor_split(topology.shares)) for t in (flat, received))
-        sent = side_by_side(topology.mesh(pair, size_of(share)) for pair, share in zip(pairs, mine, strict=True))
+        sent = all_in_parallel(topology.mesh(pair, size_of(share)) for pair, share in zip(pairs, mine, strict=True))
         self._timed(lambda: self._swap_share(mine, theirs, partner), sent, purpose)
         for j, share in enumerate(theirs):
             self.broadcast_in_group([share], j, purpose)

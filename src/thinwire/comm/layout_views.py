@@ -20,12 +20,10 @@ class SentByView(Sent):
     views: tuple[Sent, ...] = ()
 
     def __add__(self, other: Sent) -> Sent:
-        """One collective after the other."""
         return by_view([mine + its for mine, its in zip(self.views, self._of(other), strict=True)])
 
-    def beside(self, other: Sent) -> Sent:
-        """Both at once."""
-        return by_view([mine.beside(its) for mine, its in zip(self.views, self._of(other), strict=True)])
+    def in_parallel(self, other: Sent) -> Sent:
+        return by_view([mine.in_parallel(its) for mine, its in zip(self.views, self._of(other), strict=True)])
 
     def __hash__(self) -> int:
         return self._hash
@@ -73,7 +71,6 @@ class LayoutViews(Topology):
         return self._carried[member]
 
     def at_once(self, parts: Sequence[tuple[Ranks, int]]) -> Sent:
-        """Several all-reduces side by side."""
         return self._seen(
             ("at_once", tuple(parts)),
             lambda view: view.at_once([(self._members_of(view, members), size) for members, size in parts]),

@@ -31,7 +31,7 @@ def leave() -> None:
     A process group's threads live as long as something holds it. Threads still running when the interpreter exits
     sometimes abort the process ("terminate called without an active exception"), although all work is done.
     """
-    let_go()
+    release_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -39,26 +39,26 @@ def leave() -> None:
 class Holder(Protocol):
     """Anything that holds process groups."""
 
-    def let_go(self) -> None:
+    def release_groups(self) -> None:
         """Release them."""
 
 
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
-_opened_here = False
+_initialized_here = False
 _failed_with: int | None = None
 
 
-def held_by(holder: Holder) -> None:
+def register_holder(holder: Holder) -> None:
     """Register something that holds process groups until the process exits or calls `leave`."""
     if not _holders:
         _at_exit()
     _holders.add(holder)
 
 
-def opened_here() -> None:
+def mark_initialized() -> None:
     """Note that Thinwire initialized `torch.distributed`, and so has to end it."""
-    global _opened_here
-    _opened_here = True
+    global _initialized_here
+    _initialized_here = True
 
 
 def failed(code: int) -> None:
@@ -67,10 +67,10 @@ def failed(code: int) -> None:
     _failed_with = code
 
 
-def let_go() -> None:
+def release_groups() -> None:
     """Release every process group that Thinwire holds, including those of garbage not collected yet."""
     for holder in list(_holders):
-        holder.let_go()
+        holder.release_groups()
     _holders.clear()
     _process_groups.clear()
     gc.collect()  # replicas that only reference cycles keep alive
@@ -93,10 +93,10 @@ def _end() -> None:
         logging.shutdown()
         sys.stdout.flush()
         os._exit(_failed_with)
-    if _opened_here:
+    if _initialized_here:
         leave()
     else:
-        let_go()
+        release_groups()
 
 
 # A barrier reports missing ranks to rank 0 only, and to no rank if rank 0 is missing. So each rank leaves a note first.

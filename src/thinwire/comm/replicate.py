@@ -68,7 +68,8 @@ class Replicated:
         self._accumulating = False
         self._named: dict[str, nn.Parameter] = {}
         self._flags: list[tuple[Any, ...]] = []
-        self._refuse_own_options()
+        if taken := sorted(_OWN & self.options.keys()):
+            raise ConfigError(f"`ddp` options {', '.join(taken)} are set by Thinwire itself; leave them out")
 
     def wrap(self, members: Ranks) -> None:
         """Average gradients over `members` from now on, instead of the members before."""
@@ -83,7 +84,7 @@ class Replicated:
         self._named = dict(self.model.named_parameters())
         self._flags = [_flags(p) for p in self._named.values()]
         group = self.wire.process_group(members)
-        process_groups.held_by(self)
+        process_groups.register_holder(self)
         for module in self._norms:
             # By itself it is the world, even while groups train apart.
             module.process_group = self.wire.process_group(self.norm_members or members)
@@ -111,7 +112,7 @@ class Replicated:
             watch.remove()
         self._watches, self._named, self._flags = [], {}, []
 
-    def let_go(self) -> None:
+    def release_groups(self) -> None:
         """Release all process groups; the process ends."""
         self.unwrap()
         for module in self._norms:
@@ -247,7 +248,7 @@ class Replicated:
         return done.then(lambda future: gradients.copy_(future.value()[0]))
 
     def _time_the_wait(self) -> None:
-        """Note how long DDP waits for buckets under way once the backward pass itself is done.
+        """Measure how long DDP waits for pending buckets after the backward pass itself.
 
         Callbacks at the end of a backward pass run in the order they were asked for. This one is asked for before
         DDP's, which waits; what it asks for in turn runs after DDP's.
@@ -291,20 +292,11 @@ class Replicated:
         """Gradients, and what DDP itself sends: the order of buckets, once, before the second pass; used flags."""
         self._backwards += 1
         self.wire.count_overlapped("gradients", self._exchange())
-        if self._finds_unused:
+        if self.options.get("find_unused_parameters") and not self.options.get("static_graph"):
             self.wire.count("control", self.wire.topology.all_reduce(self.members, 4 * self._trained))
         elif self._backwards == 2:
             order = bucket_order(self.wire.topology, self.members, self._trained, len(self._exchange()))
             self.wire.count("control", order, calls=2)
-
-    @property
-    def _finds_unused(self) -> bool:
-        return bool(self.options.get("find_unused_parameters")) and not self.options.get("static_graph")
-
-    def _refuse_own_options(self) -> None:
-        taken = sorted(_OWN & self.options.keys())
-        if taken:
-            raise ConfigError(f"`ddp` options {', '.join(taken)} are set by Thinwire itself; leave them out")
 
 
 def _flags(parameter: nn.Parameter) -> tuple[Any, ...]:

@@ -37,16 +37,16 @@ class Sent:
             self.fast_rounds + other.fast_rounds,
         )
 
-    def beside(self, other: "Sent") -> "Sent":
-        """Both at once: they share the links, not the waiting."""
+    def in_parallel(self, other: "Sent") -> "Sent":
+        """Both at the same time: they share the links' bandwidth, but do not wait for one another."""
         both = self + other
         slow_rounds = max(self.slow_rounds, other.slow_rounds)
         return replace(both, slow_rounds=slow_rounds, fast_rounds=max(self.fast_rounds, other.fast_rounds))
 
 
-def side_by_side(parts: Iterable[Sent]) -> Sent:
+def all_in_parallel(parts: Iterable[Sent]) -> Sent:
     """All of these at once."""
-    return reduce(lambda one, other: one.beside(other), parts)
+    return reduce(lambda one, other: one.in_parallel(other), parts)
 
 
 class Edges(NamedTuple):

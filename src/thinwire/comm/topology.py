@@ -110,8 +110,8 @@ class Topology:
         """Several all-reduces side by side: they share the links of nodes that they leave, not the waiting."""
         sents = [self.all_reduce(members, size) for members, size in parts]
         if self.algorithm != "ring" or not sents:
-            return reduce(Sent.beside, sents, Sent())
-        return replace(reduce(Sent.beside, sents), slow_queue=self._queue(tuple(parts)))
+            return reduce(Sent.in_parallel, sents, Sent())
+        return replace(reduce(Sent.in_parallel, sents), slow_queue=self._queue(tuple(parts)))
 
     def _queue(self, parts: tuple[tuple[Ranks, int], ...]) -> int:
         """Bytes that concurrent rings put on the link of the node that sends most."""
@@ -236,7 +236,7 @@ def join() -> None:
         os.environ["MASTER_ADDR"] = first
     os.environ.setdefault("MASTER_PORT", "29500")
     dist.init_process_group(_backend(here))
-    process_groups.opened_here()
+    process_groups.mark_initialized()
 
 
 def _backend(here: Place) -> str:

@@ -2,7 +2,7 @@
 
     1. warm-up: the whole world trains the full model
     2. decompose: every weight W becomes A B, small singular values are dropped
-    3. groups: each group trains A or B alone, and whatever was not factored
+    3. groups: each group trains A or B alone, and everything that was not factored
     4. merge: all copies are averaged, W = A B is rebuilt
     5. rebound: the whole world trains the full model; then again from 2
 
@@ -61,12 +61,12 @@ class ABMethod(Factoring):
         self.index = 0
         self.lr_start: int | None = None
         self.average: AveragedTensors | None = None
-        """What a merge averages, while groups train apart."""
+        """The tensors that a merge averages, while groups train apart."""
         context.lr_factor = self._lr_factor
 
     @classmethod
     def role(cls, config: AB, topology: Topology) -> Hashable:
-        """The factor that its group trains; where codes say so, the group."""
+        """The factor that the group trains; with some codes, the group itself."""
         return _trained_factor(topology), role_by_codes(topology, config.wire, config.warmup_wire)
 
     def attach(self) -> None:
@@ -87,7 +87,6 @@ class ABMethod(Factoring):
 
     @property
     def next_event(self) -> int:
-        """The end of the present phase."""
         return self.segments[self.index].end if self.index + 1 < len(self.segments) else sys.maxsize
 
     @property

@@ -18,7 +18,7 @@ class AllReduceMethod(Method):
 
     @classmethod
     def role(cls, config: AllReduce, topology: Topology) -> Hashable:
-        """All workers do the same, unless codes say otherwise."""
+        """All workers do the same, unless a code makes them differ."""
         return role_by_codes(topology, config.wire)
 
     def attach(self) -> None:

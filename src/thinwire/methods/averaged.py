@@ -1,8 +1,8 @@
-"""Tensors that groups average from time to time: in a code, with an outer step, while training goes on.
+"""Tensors that groups average from time to time: in a code, with an outer step, while training continues.
 
-In fp32 and without an outer step the values themselves are averaged. Otherwise what travels is how far a group came
-from what all last agreed on, because codes would delete small changes of large values; the mean of that is a gradient
-for the outer step, or the change itself.
+In fp32 and without an outer step the values themselves are averaged. Otherwise a group sends its change since the last
+agreed values, because codes would lose small changes of large values; the mean change is applied, or is a gradient for
+the outer step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -61,12 +61,12 @@ class AveragedTensors:
         self.is_fixed = is_fixed
         self.outer = outer
         self.level = step
-        """The step after which the tensors last were what groups agreed on."""
+        """The last step after which all groups held the same tensors."""
         self.pending: PendingAverage | None = None
         self.momentum: Tensor | None = None
         """None before the first outer step."""
         flat = pack_wide(tensors())
-        self.scratch = torch.empty_like(flat)  # taking new memory each time costs more than filling it
+        self.scratch = torch.empty_like(flat)  # allocating it each time costs more than filling it
         self.agreed = None if code == "fp32" and outer is None else flat
         """What groups last agreed on; None where values are averaged."""
         self._shapes = [reals(t).shape for t in tensors()]
@@ -86,7 +86,7 @@ class AveragedTensors:
     # An average.
 
     def send(self, step: int, overlap: int, *, keep_own: bool = False, weights: Sequence[float] | None = None) -> None:
-        """Send how far this group came; the mean is due `overlap` steps later.
+        """Send this group's values or change; the mean is due `overlap` steps later.
 
         `weights` are this group's for each tensor and add up to 1 over groups; by default by its number of workers.
         """
@@ -109,7 +109,7 @@ class AveragedTensors:
 
     @property
     def turn(self) -> int | None:
-        """The step at which what is under way needs `middle`."""
+        """The step at which the pending average needs `middle`."""
         pending = self.pending
         if pending is None or pending.received:
             return None
@@ -118,12 +118,12 @@ class AveragedTensors:
 
     @property
     def due(self) -> int | None:
-        """The step at which what is under way is taken in."""
+        """The step at which the pending average is applied."""
         return None if self.pending is None else self.pending.sent + self.pending.overlap
 
     def receive(self) -> bool:
-        """Wait for the mean, now or before its time; False if it is not finite, and then it is dropped."""
-        assert self.pending is not None, "nothing is under way"
+        """Wait for the mean, even before it is due; False if it is not finite, and then it is dropped."""
+        assert self.pending is not None, "no average is pending"
         if not self.pending.received:
             sound = self.aggregator.end(self._parts) and all_finite([self.scratch])
             if not sound:
@@ -152,7 +152,7 @@ class AveragedTensors:
         return pending
 
     def move(self, weight: float, step: int) -> None:
-        """Bring the tensors this far towards what was agreed on; 1 is all the way."""
+        """Move the tensors by the fraction `weight` towards the agreed values."""
         with self._widened() as (wide, target):
             if weight < 1:
                 torch._foreach_lerp_(wide, target, weight)
@@ -161,7 +161,7 @@ class AveragedTensors:
                 self.level = step
 
     def shift_from(self, own: Tensor) -> None:
-        """Move the tensors as far as what was agreed on is from `own`, which is used up."""
+        """Add the difference between the agreed values and `own`, which is overwritten."""
         target = self.scratch if self.agreed is None else self.agreed
         difference = torch.sub(target, own, out=own)
         with self._widened(difference) as (wide, change):
@@ -169,7 +169,7 @@ class AveragedTensors:
 
     @contextmanager
     def _widened(self, flat: Tensor | None = None) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """The tensors in the flat vector's dtype, copies are written back; and the parts of the vector for each."""
+        """The tensors in the flat vector's dtype, written back at the end; and the part of the vector for each."""
         flat = flat if flat is not None else self.scratch if self.agreed is None else self.agreed
         parts = _views(flat, self._shapes)
         pairs = [(reals(t), part) for t, part in zip(self.tensors(), parts, strict=True) if not self.is_fixed(t)]
@@ -221,7 +221,7 @@ class AveragedTensors:
         self.pending = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What groups agree on, and what came back but is not due yet."""
+        """The agreed values, and what arrived but is not due yet."""
         pending = self.pending
         shared = {
             "level": self.level,

@@ -1,12 +1,12 @@
-"""Engine 2: groups train alone, and average their parameters every so often.
+"""Engine 2: groups train alone, and average their parameters every few steps.
 
     1. warm-up: the whole world averages gradients at every step, in `warmup_wire`
     2. local: each group trains alone, its members averaging their gradients
     3. every `every` steps each fragment of the model has its turn: groups send it, in `wire`
-    4. `overlap` steps later the mean is there: taken as it is, or as a gradient for the `outer` step; a group goes on
-       from that, or from a mixture with its own values if it trained on meanwhile
+    4. `overlap` steps later the mean has arrived: used as it is, or as a gradient for the `outer` step; a group
+       continues from that, or from a mix with its own values if it trained meanwhile
 
-Every worker keeps what groups agreed on itself, with the same bits. With one group nothing is sent.
+Every worker keeps a copy of the agreed values, with the same bits. With one group nothing is sent.
 """
 
 import functools
@@ -57,7 +57,7 @@ class LocalTraining(Method):
 
     @classmethod
     def role(cls, config: Any, topology: Topology) -> Hashable:
-        """All groups do the same, unless codes say otherwise."""
+        """All groups do the same, unless a code makes them differ."""
         return role_by_codes(topology, config.wire, config.warmup_wire)
 
     def attach(self) -> None:
@@ -103,7 +103,7 @@ class LocalTraining(Method):
     @contextmanager
     def merged(self) -> Iterator[None]:
         """The mean of what groups hold; pending averages are waited for, and applied when they are due."""
-        with self.wire.ledger.booked_under("merge"):  # training pays for it, not the evaluation
+        with self.wire.ledger.booked_under("merge"):  # counts as training, not as evaluation
             self._settle()
         with all_restored(self.model, self.fragments):
             self._merge()

@@ -58,7 +58,7 @@ class Method(ABC):
 
     @abstractmethod
     def attach(self) -> None:
-        """Take over the model, and say how gradients are averaged to begin with."""
+        """Take over the model, and choose how gradients are averaged at first."""
 
     @abstractmethod
     def after_step(self) -> None:

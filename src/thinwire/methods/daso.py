@@ -67,11 +67,11 @@ class DASOMethod(Method):
 
     @classmethod
     def role(cls, config: DASO, topology: Topology) -> Hashable:
-        """All nodes do the same, unless codes say otherwise."""
+        """All nodes do the same, unless a code makes them differ."""
         return role_by_codes(topology, config.wire, config.warmup_code)
 
     def attach(self) -> None:
-        """Nodes by themselves from the first step; a warm-up of no steps is over at once."""
+        """Nodes train apart from the first step; a warm-up of no steps ends at once."""
         self.gradients.apart()
         self._make_averaged(self.config.warmup_code)
         self._enter_phase()
@@ -112,7 +112,7 @@ class DASOMethod(Method):
     @contextmanager
     def merged(self) -> Iterator[None]:
         """The mean of what nodes hold; pending averages are waited for, and applied when they are due."""
-        with self.wire.ledger.booked_under("merge"):  # training pays for it, not the evaluation
+        with self.wire.ledger.booked_under("merge"):  # counts as training, not as evaluation
             self._settle()
         sent_at = self.sent_at
         with all_restored(self.model, self.averaged):
@@ -139,7 +139,7 @@ class DASOMethod(Method):
         ]
 
     def _statistics(self) -> list[Tensor]:
-        """Running means and variances; in fewer bits a small variance beside a large one might become negative."""
+        """Running means and variances; in fewer bits a small variance next to a large one could become negative."""
         norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
         found = [b for norm in norms for b in norm.buffers(recurse=False) if b.is_floating_point()]
         return list({id(b): b for b in found}.values())

@@ -31,7 +31,7 @@ class Factoring(Method):
 
     @classmethod
     def role(cls, config: Any, topology: Topology) -> Hashable:
-        """All do the same, unless codes say otherwise."""
+        """All groups do the same, unless a code makes them differ."""
         return role_by_codes(topology, config.wire, config.warmup_wire)
 
     def attach(self) -> None:
@@ -103,7 +103,6 @@ class Factoring(Method):
 
     @property
     def factored(self) -> list[Layer]:
-        """The layers that are factors now."""
         return [layer for layer in self.layers if layer.is_factored]
 
     def state_dict(self) -> dict[str, Any]:
