@@ -142,8 +142,8 @@ class LocalSGD(_Warmed):
 class DiLoCo(LocalSGD):
     """Groups train alone; their mean change is a gradient for an outer Nesterov step (arXiv 2311.08105).
 
-    `fragments` above 1 is the streaming variant (arXiv 2501.18512): one part of the model at a time, sent during training
-    and merged `overlap` steps later.
+    `fragments` above 1 is the streaming variant (arXiv 2501.18512): one part of the model at a time, sent
+    during training and merged `overlap` steps later.
     """
 
     every: int = 48
