@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from thinwire.comm.topology import Topology
@@ -25,6 +24,7 @@ from thinwire.errors import ConfigError
 from thinwire.factor import moments
 from thinwire.factor.convert import Layer, to_factors, to_full
 from thinwire.methods.ab_timetable import timetable
+from thinwire.methods.agree import empty_factors
 from thinwire.methods.averaged import AveragedTensors, all_restored, not_finite
 from thinwire.methods.averaging import role_by_codes
 from thinwire.methods.context import MethodContext, Saved
@@ -255,16 +255,12 @@ class ABMethod(Factoring):
         shared = saved.shared
 
         def reshape_and_load() -> None:
-            for layer in self.factored:
-                self._to_full(layer, {})
-            self.index = shared["index"]
-            self.load_order(shared)
-            for layer in self.layers:
-                rank = shared["ranks"].get(layer.key)
-                if rank is not None:
-                    m, n = layer.view.tall
-                    self._to_factors(layer, torch.empty(m, rank), torch.empty(rank, n))
-            self.lr_start = shared["lr_start"]
+            self.reshape(
+                shared,
+                lambda layer: self._to_full(layer, {}),
+                lambda layer, rank: self._to_factors(layer, *empty_factors(layer, rank)),
+            )
+            self.index, self.lr_start = shared["index"], shared["lr_start"]
             self._freeze()
             saved.load_values()
 

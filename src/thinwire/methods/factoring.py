@@ -3,7 +3,7 @@
 import logging
 import math
 import warnings
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from thinwire.comm.topology import Topology
@@ -111,8 +111,12 @@ class Factoring(Method):
         state["shared"] |= {"order": self.usage.order, "found_by": self.found_by, "ranks": ranks}
         return state
 
-    def load_order(self, shared: dict[str, Any]) -> None:
-        """Find the layers as they were found, and take back the order of use; only while all are full."""
+    def reshape(
+        self, shared: dict[str, Any], to_full: Callable[[Layer], None], to_rank: Callable[[Layer, int], None]
+    ) -> None:
+        """Give the layers the ranks and the order of use that they had in a save."""
+        for layer in self.factored:
+            to_full(layer)
         self.usage.order = shared["found_by"]
         self.find_layers()
         self.usage.order = shared["order"]
@@ -120,3 +124,6 @@ class Factoring(Method):
             self.agree_on_order()
         elif not self.usage.is_watching:
             self.usage.watch()
+        for layer in self.layers:
+            if rank := shared["ranks"].get(layer.key):
+                to_rank(layer, rank)

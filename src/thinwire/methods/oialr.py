@@ -191,6 +191,11 @@ class OIALRMethod(Factoring):
 
     # Checkpoints.
 
+    def _to_full(self, layer: Layer) -> None:
+        middle = layer.factors[1]
+        to_full(layer)
+        self.optimizers.exchange([middle], [layer.weight])
+
     def state_dict(self) -> dict[str, Any]:
         """With the number of updates so far."""
         state = super().state_dict()
@@ -202,16 +207,10 @@ class OIALRMethod(Factoring):
         shared = saved.shared
 
         def reshape_and_load() -> None:
-            for layer in self.factored:
-                middle = layer.factors[1]
-                to_full(layer)
-                self.optimizers.exchange([middle], [layer.weight])
+            self.reshape(
+                shared, self._to_full, lambda layer, rank: self._to_basis(layer, empty_factors(layer, rank, _FORM))
+            )
             self.updates = shared["updates"]
-            self.load_order(shared)
-            for layer in self.layers:
-                rank = shared["ranks"].get(layer.key)
-                if rank is not None:
-                    self._to_basis(layer, empty_factors(layer, rank, _FORM))
             saved.load_values()
 
         super().load_state_dict(replace(saved, load_values=reshape_and_load))
