@@ -58,7 +58,7 @@ def _looks(options: argparse.Namespace, rate: str) -> list[dict[str, Any]]:
             nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
         optimizer.step()
         scheduler.step()
-        records.append(watch.look(step + 1))
+        records.append(watch.update(step + 1))
     return [record for record in records if record]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from thinwire import Method, register
 from thinwire.checks import check_group_size, check_whole
 from thinwire.comm.buckets import pack_wide, unpack_into
-from thinwire.methods.merging import average_model, put_back
+from thinwire.methods.merging import average_model, restored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class GossipMethod(Method):
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        with put_back(self.model):
+        with restored(self.model):
             average_model(self.wire, self.model, self.observed, self.step)
             yield
 

@@ -184,7 +184,7 @@ RENAMED = [
 
 @pytest.mark.parametrize(("config", "old", "new"), RENAMED)
 def test_a_renamed_field_says_the_new_name(config: Any, old: str, new: str) -> None:
-    with pytest.raises(ConfigError, match=f"{config.__name__} has no field `{old}` any more: write ") as caught:
+    with pytest.raises(ConfigError, match=f"{config.__name__} no longer has the field `{old}`: write ") as caught:
         config(**{old: 1})
     assert str(caught.value).endswith(new)
     first = new.partition("=")[0].split()[0].strip(",:")

@@ -593,7 +593,7 @@ def test_a_lone_node_may_become_several(tmp_path: Path) -> None:
     gang.run(save_a_pair, 2, str(tmp_path))
     found = gang.run(become_two, 4, str(tmp_path))
     assert len({bits for bits, _ in found}) == 1
-    assert all("go on with the same layout" in said for _, said in found)
+    assert all("resume with the same layout" in said for _, said in found)
 
 
 def overlapping(rank: int) -> tuple[list[int], list[int], str]:

@@ -225,16 +225,6 @@ def test_momentum_from_full_is_the_average_of_the_factors_own_gradients(shape: t
     assert (state_a["exp_avg_sq"] >= 0).all() and state_a["step"] == 5
 
 
-def test_momentum_follows_a_recut_of_the_same_product() -> None:
-    a, b = torch.randn(20, 6), torch.randn(6, 12)
-    new_a, new_b, _ = decompose(a @ b, 0.0, rank=6)
-    gradients = [torch.randn(20, 12) for _ in range(5)]
-    state_a = moments.recut_a({"exp_avg": momentum([g @ b.t() for g in gradients])}, b, new_b)
-    state_b = moments.recut_b({"exp_avg": momentum([a.t() @ g for g in gradients])}, a, new_a)
-    torch.testing.assert_close(state_a["exp_avg"], momentum([g @ new_b.t() for g in gradients]), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(state_b["exp_avg"], momentum([new_a.t() @ g for g in gradients]), rtol=1e-4, atol=1e-4)
-
-
 def test_momentum_back_to_full_is_its_projection_on_the_frozen_factor() -> None:
     view = view_of(torch.Size((20, 12)))
     a, b = torch.randn(20, 4), torch.randn(4, 12)

@@ -145,7 +145,7 @@ def _waits_long(topology: Any) -> None:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     missing.log.addHandler(handler)
-    with missing.said_in_time("finish()", topology, process_groups.sign_in(0, "finish()", 3), 3):
+    with missing.warn_if_slow("finish()", topology, process_groups.sign_in(0, "finish()", 3), 3):
         until(lambda: said, "the warning")
     missing.log.removeHandler(handler)
     assert said[0].startswith("rank 0 has waited 0 s in finish() for rank 1; ") and "drop_last=True" in said[0]
@@ -176,7 +176,7 @@ def _uneven(rank: int, config: Any) -> dict[str, str]:
 def test_different_numbers_of_batches_are_reported(config):
     early, late = gang.run(_uneven, 2, config, patience=4)
     assert "finish() is collective: every rank must call it, and rank 1 did not" in early["error"]
-    told = "ranks took different numbers of batches: rank 0 came here after 3 steps, rank 1 is in step 4 or later; give"
+    told = "ranks took different numbers of batches: rank 0 is here after 3 steps, rank 1 is in step 4 or later; give"
     assert told in early["error"]
     assert "drop_last=True" in early["error"] and "Join does not apply" in early["error"]
     told = "ranks took different numbers of batches: rank 0 came to finish() after 3 steps, rank 1 was in step 4; give"

@@ -40,7 +40,7 @@ def test_uneven_workers_and_unreachable_hosts():
 
 def test_a_job_of_two_hosts_has_two_nodes():
     hosts = (HostSpec(address="10.0.0.1"), HostSpec(address="10.0.0.2"))
-    with pytest.raises(ConfigError, match="cuts through the node"):
+    with pytest.raises(ConfigError, match="splits the node"):
         Job(recipe="digits", method="ab", out=Path("x"), workers=4, group_size="3", hosts=hosts).check()
 
 

@@ -264,7 +264,7 @@ def test_two_workers_a_node_put_a_flat_ring_on_one_link_each() -> None:
 
 def test_shares_cross_at_once_but_share_the_link() -> None:
     a, b = Sent(slow=10, slow_queue=10, slow_rounds=4), Sent(slow=6, slow_queue=6, slow_rounds=4)
-    assert a.beside(b) == Sent(slow=16, slow_queue=16, slow_rounds=4)
+    assert a.in_parallel(b) == Sent(slow=16, slow_queue=16, slow_rounds=4)
     assert a + b == Sent(slow=16, slow_queue=16, slow_rounds=8)
 
 

@@ -22,7 +22,7 @@ from thinwire.plan.compute import given
 from thinwire.plan.forecast import SOME_NODES, Forecast, Layout, simulate_views
 from thinwire.plan.links import Links
 from thinwire.plan.planner import Plan, Stopwatch, make_plan, over_nodes, total
-from thinwire.plan.simulate import Simulation, _Stage, simulate
+from thinwire.plan.simulate import Simulation, _Simulator, simulate
 from thinwire.plan.workload import Workload
 
 STEPS = 400
@@ -121,8 +121,8 @@ def test_cycles_count_as_if_they_were_taken(name: str, eval_every: int | None, m
 def _counting_steps(what: Workload, config: Any, view: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Simulation, int]:
     taken: list[int] = []
     with monkeypatch.context() as patched:
-        step = _Stage._step
-        patched.setattr(_Stage, "_step", lambda self, times: (taken.append(times), step(self, times))[1])
+        step = _Simulator._step
+        patched.setattr(_Simulator, "_step", lambda self, times: (taken.append(times), step(self, times))[1])
         found = simulate(what, config, view, predicted.typical)
     return found, len(taken)
 
@@ -157,7 +157,7 @@ def gpt2() -> Workload:
 def test_a_large_plan_takes_few_passes_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine methods on 128 × 8 workers: a pass for each shape of layers, no copy for each worker."""
     what, passes, copies, steps = gpt2(), [0], [0], [0]
-    deepcopy, step, call = copy.deepcopy, _Stage._step, Workload.call
+    deepcopy, step, call = copy.deepcopy, _Simulator._step, Workload.call
 
     def counting(thing: Any, memo: Any = None) -> Any:
         copies[0] += isinstance(thing, nn.Module) and memo is None
@@ -167,12 +167,12 @@ def test_a_large_plan_takes_few_passes_and_copies(monkeypatch: pytest.MonkeyPatc
         passes[0] += 1
         return call(self, *args)
 
-    def stepping(self: _Stage, times: int) -> None:
+    def stepping(self: _Simulator, times: int) -> None:
         steps[0] += 1
         step(self, times)
 
     monkeypatch.setattr(copy, "deepcopy", counting)
-    monkeypatch.setattr(_Stage, "_step", stepping)
+    monkeypatch.setattr(_Simulator, "_step", stepping)
     monkeypatch.setattr(Workload, "call", calling)
     layout, watch = Layout(workers=1024, nodes=128), Stopwatch(what, given(0.18))
     plan = make_plan(what, every_method(10_000), layout, Links(), stopwatch=watch)

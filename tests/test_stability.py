@@ -266,7 +266,7 @@ def test_the_callback_keeps_few_snapshots_and_compares_with_the_right_one():
     states, records = [small.clone(model)], []
     for number in small.walk(replica, optimizer, 0, 12):
         states.append(small.clone(model))
-        records.append(watch.look(number + 1))
+        records.append(watch.update(number + 1))
         assert len(watch.snapshots) <= 3
     found = [record for record in records if record]
     assert [(record["before"], record["step"]) for record in found] == [(0, 6), (2, 8), (4, 10), (6, 12)]
@@ -294,7 +294,7 @@ def test_the_callback_watches_through_changes_of_rank_and_changes_nothing(config
         assert list(record["layers"]) == ["stem", "conv", "middle", "head"]
         assert all(0.5 < measures["stability"] <= 1 for measures in record["layers"].values())
     assert "conv.0.weight" in replica.finish().state_dict()
-    assert list(watch.look(small.STEPS + 1)["layers"]) == ["stem", "conv", "middle", "head"]
+    assert list(watch.update(small.STEPS + 1)["layers"]) == ["stem", "conv", "middle", "head"]
 
 
 def _train(model: nn.Module, config, *, watching: bool = False):
@@ -302,7 +302,7 @@ def _train(model: nn.Module, config, *, watching: bool = False):
     watch, seen = Stability(replica, every=1) if watching else None, []
     for number in small.walk(replica, optimizer, 0):
         if watch:
-            seen.append((replica.ranks(), watch.look(number + 1)))
+            seen.append((replica.ranks(), watch.update(number + 1)))
     return replica, watch, seen
 
 

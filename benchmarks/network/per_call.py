@@ -42,8 +42,8 @@ def work() -> None:
     wire, interface = replica.wire, Interface(os.environ[VARIABLE])
     large, small = torch.zeros(250_000), torch.zeros(3, dtype=torch.float64)
     calls = {
-        "all-reduce, 1 MB": lambda: wire.sum(large, "x"),
-        "all-reduce, 24 B": lambda: wire.sum(small, "x"),
+        "all-reduce, 1 MB": lambda: wire.all_reduce_sum(large, "x"),
+        "all-reduce, 24 B": lambda: wire.all_reduce_sum(small, "x"),
         "broadcast, 1 MB": lambda: wire.broadcast([large], "x"),
         "broadcast, 24 B": lambda: wire.broadcast([small], "x"),
         "all-gather, 16 B": lambda: wire.all_gather_scalars([0.0, 1.0], "x"),

@@ -2,7 +2,7 @@
 
     python benchmarks/papers/run.py --cifar DIR --text DIR --ett DIR --out OUT      # for one large GPU
     python benchmarks/papers/run.py … --only gpt,autoformer --quick                 # narrow, on a CPU
-    python benchmarks/papers/tell.py OUT
+    python benchmarks/papers/tables.py OUT
 
 Runs of VGG16 begin with one warm-up, which is AB's and all-reduce's alike (branch.py). The one with 134 M parameters
 is trained by one worker wherever all workers would hold the same model, and by four where groups part: it has no

@@ -18,7 +18,7 @@ def check_cutoff(cutoff: float, *, zero_allowed: bool = False) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """A finite real number, and no truth value."""
+    """Whether it is a finite real number, and not a bool."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -37,30 +37,26 @@ def length(value: float, whole: int) -> int:
 
 
 def check_choice(config: Any, name: str, allowed: tuple[str, ...]) -> None:
-    """One of the allowed words."""
     value = getattr(config, name)
     if value not in allowed:
         raise ConfigError(f"`{name}`={value!r} is not known, choose from: {', '.join(allowed)}")
 
 
 def check_group_size(group_size: Any) -> None:
-    """Workers to a group."""
     whole = isinstance(group_size, int) and not isinstance(group_size, bool) and group_size >= 1
     if not (whole or group_size in (None, "world")):
         raise ConfigError(
             f"`group_size`={group_size!r} must be a whole number of workers from 1 on, "
-            '"world", or None for one node a group'
+            '"world", or None for one group per node'
         )
 
 
 def check_bool(config: Any, name: str) -> None:
-    """True or False."""
     if not isinstance(getattr(config, name), bool):
         raise ConfigError(f"`{name}`={getattr(config, name)!r} must be True or False")
 
 
 def check_whole(config: Any, name: str, least: int) -> None:
-    """A whole number."""
     value = getattr(config, name)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"`{name}`={value!r} must be a whole number from {least} on")
@@ -95,6 +91,5 @@ def check_fraction(config: Any, name: str, *, zero_allowed: bool = True) -> None
 
 
 def check_total(total: Any) -> None:
-    """Steps of a whole run."""
     if not isinstance(total, int) or isinstance(total, bool) or total < 1:
         raise ConfigError(f"`total_steps`={total!r} must be a whole number from 1 on: the optimizer steps of the run")

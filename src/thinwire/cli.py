@@ -61,7 +61,7 @@ class _Commands(click.Group):
 def main() -> None:
     """Train PyTorch models over slow networks, and count every byte."""
     # The launcher and its workers check the same things; one notice is enough.
-    level = logging.INFO if inside_job() and _speaks() else logging.WARNING
+    level = logging.INFO if inside_job() and _prints() else logging.WARNING
     logging.basicConfig(format="thinwire: %(message)s", level=level)
     load_installed()
 
@@ -134,17 +134,17 @@ def run(recipe: str, method: str, dry_run: bool, as_json: bool, quiet: bool, out
         job.refuse_occupied()
     job.check()
     if dry_run:
-        take_one_step(job, speaks=_speaks(), as_json=as_json, quiet=quiet)
+        take_one_step(job, prints=_prints(), as_json=as_json, quiet=quiet)
         return
     summary = _execute(job, chosen.label, quiet=quiet or as_json)
-    if as_json and _speaks():
+    if as_json and _prints():
         click.echo(json.dumps(summary, indent=2))
-    elif not quiet and _speaks():
+    elif not quiet and _prints():
         _print_summary(summary, folder)
     if "stopped_at" in summary:
         return
     # The launcher draws the picture, not its workers.
-    if job.stability and _speaks() and not (quiet and inside_job()):
+    if job.stability and _prints() and not (quiet and inside_job()):
         pictures.of_stability([read_run(folder)], silent=quiet or as_json)
 
 
@@ -172,7 +172,7 @@ def compare(
     _check_all(jobs)
     for label, job in jobs:
         _execute(job, label, quiet=quiet or as_json)
-    if _speaks():
+    if _prints():
         _report(folder, [job.out for _, job in jobs], as_json)
 
 
@@ -212,7 +212,7 @@ def _check_all(jobs: list[tuple[str, Job]]) -> None:
 def _execute(job: Job, label: str, *, quiet: bool) -> dict[str, Any]:
     console = Console(stderr=True)
     progress = Progress(f"{label} seed {job.seed}", job.trained.steps, job.trained.task.metric)
-    shown = not quiet and _speaks()
+    shown = not quiet and _prints()
     with following(job.out / "records.jsonl", progress, console) if shown else nullcontext():
         return job.run(lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
 
@@ -252,7 +252,7 @@ def _report(folder: Path, places: list[Path], as_json: bool) -> None:
     pictures.of_comparison(runs, rows, folder, silent=as_json)
 
 
-def _speaks() -> bool:
+def _prints() -> bool:
     """Whether this process prints: the launcher, a single process, or rank 0 of a job."""
     here = place()
     return here is None or here.rank == 0

@@ -16,7 +16,7 @@ class Recompilations:
         self.count = 0
         self._warned = False
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Update the count."""
         made = self._compiled() - self.start
         if not made:

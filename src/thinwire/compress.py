@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from thinwire.checks import patterns
 from thinwire.errors import ConfigError
 from thinwire.factor import export
-from thinwire.factor.convert import Kept, Layer, find_layers, layer_of, to_factors, warn_of_idle_patterns
+from thinwire.factor.convert import Kept, Layer, find_layers, layer_of, to_factors, warn_unmatched_patterns
 from thinwire.factor.forms import label_of
 from thinwire.factor.hooked import copy_of
 from thinwire.factor.program import arguments
@@ -112,7 +112,7 @@ def compress(
         layers, kept = find_layers(
             small, trained=small.parameters(), order=order, keep_first=keep_first, keep_last=keep_last, keep=keep
         )
-        warn_of_idle_patterns(small, keep)
+        warn_unmatched_patterns(small, keep)
     parts = [_part(layer, had.get(layer.key)) for layer in layers]
     aside = {key: pair for key, pair in had.items() if key not in {layer.key for layer in layers}}
     whole = Whole(_count(model), parts, saved=sum(_saved(small, *item) for item in aside.items()))

@@ -19,7 +19,7 @@ from thinwire.factor.hooked import copy_of
 from thinwire.factor.layers import factored_names, mark_as_read, rebuilt
 from thinwire.factor.usage import forget_watch
 from thinwire.methods.merging import average, average_buffers
-from thinwire.preflight import spread_first_values
+from thinwire.preflight import broadcast_initial_values
 from thinwire.replica import Replica
 
 
@@ -57,7 +57,7 @@ class EMA(AveragedModel):
         if replica.phase != "finished":
             raise ThinwireError("call EMA.finish() after replica.finish(): it uses the ranks of the finished replica")
         replica.wire.barrier("EMA.finish()")
-        with replica.traffic.everything_is("ema"), torch.no_grad():
+        with replica.traffic.booked_under("ema"), torch.no_grad():
             self._average_over_groups(replica)
             model = copy_of(self.module).requires_grad_(True)
             for name in replica.read_layers:
@@ -67,7 +67,7 @@ class EMA(AveragedModel):
                 a, b, _ = decompose(layer.matrix(), 0.0, rank=rank)
                 to_factors(layer, a, b)
             model = to_plain(model)
-            spread_first_values(model, replica.wire)
+            broadcast_initial_values(model, replica.wire)
         return model
 
     def _average_over_groups(self, replica: Replica) -> None:

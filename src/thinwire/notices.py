@@ -16,7 +16,7 @@ log = logging.getLogger("thinwire")
 _NAMES = 3
 
 
-def make_heard() -> None:
+def ensure_logging() -> None:
     """Log to standard error if the script has not set up logging."""
     if not log.hasHandlers() and log.level == logging.NOTSET:
         handler = logging.StreamHandler()
@@ -25,7 +25,7 @@ def make_heard() -> None:
         log.setLevel(logging.INFO)
 
 
-def say_attached(method: Method, trained: int) -> None:
+def log_attached(method: Method, trained: int) -> None:
     """Log workers and size, and for methods that factor how many weights they will factor."""
     if method.topology.rank:
         return
@@ -37,7 +37,7 @@ def say_attached(method: Method, trained: int) -> None:
     log.info(text)
 
 
-def say_finished(method: Method, sizes: tuple[int, int], ranks: Collection[int], usual_bytes: int) -> None:
+def log_finished(method: Method, sizes: tuple[int, int], ranks: Collection[int], usual_bytes: int) -> None:
     """Log size before and after, what was factored, and bytes sent compared with fp32 all-reduce."""
     if method.topology.rank:
         return

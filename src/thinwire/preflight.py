@@ -136,7 +136,7 @@ def _check_same(own: Sequence[str], wire: Wire, what: str, remedy: str) -> None:
     )
 
 
-def spread_first_values(model: nn.Module, wire: Wire) -> None:
+def broadcast_initial_values(model: nn.Module, wire: Wire) -> None:
     """Broadcast rank 0's parameters and buffers if workers differ, as DDP does."""
     tensors = [*(p.detach() for p in model.parameters()), *model.buffers()]
     if not wire.agree(tensors, "checksums"):

@@ -26,13 +26,13 @@ from thinwire.guards import agree_on_buffers, attached, check_parameters, refuse
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext
 from thinwire.methods.registry import make, name_of
-from thinwire.notices import make_heard, say_attached, say_finished
+from thinwire.notices import ensure_logging, log_attached, log_finished
 from thinwire.preflight import (
+    broadcast_initial_values,
     check_model,
     check_optimizers,
     check_same_architecture,
     given_optimizers,
-    spread_first_values,
 )
 from thinwire.settings import describe as describe_config
 from thinwire.stepping import Stepping
@@ -56,7 +56,7 @@ def attach(
     `scaler` if there is one, arguments of `torch.compile` as `compile`, further ones of
     `DistributedDataParallel` (`bucket_cap_mb`, `find_unused_parameters`, …) as `ddp`.
     """
-    make_heard()
+    ensure_logging()
     name_of(config)
     refuse_attached(model)
     check_model(model)
@@ -66,10 +66,10 @@ def attach(
     device = next(model.parameters()).device
     wire = Wire.open(config.group_size, repr(config), device, Ledger(Clock(device), watched()))
     check_same_architecture(model, optimizers, wire)
-    spread_first_values(model, wire)
+    broadcast_initial_values(model, wire)
     context = MethodContext(model, optimizers, wire, ddp=dict(ddp or {}), has_scaler=scaler is not None)
     replica = Replica(make(config, context), scaler=scaler, compile=compile)
-    say_attached(replica._method, replica._trained)
+    log_attached(replica._method, replica._trained)
     return replica
 
 
@@ -81,7 +81,6 @@ class Replica(nn.Module):
         self.module = method.model
         self._method = method
         self._scaler = scaler
-        self._compile = compile
         self._release: list[Callable[[], None]] = []
         self._finished = False
         self._was_called = False
@@ -144,11 +143,11 @@ class Replica(nn.Module):
             yield
 
     def observe(self, loss: float | Tensor) -> None:
-        """Tell of a training loss: for weighted merges and to notice divergence."""
+        """Report a training loss: for weighted merges and to detect divergence."""
         self._method.observe(loss)
 
     def epoch_end(self, loss: float | Tensor | None = None) -> None:
-        """Tell that an epoch is over, with its mean training loss, or without where losses were observed; collective.
+        """Report the end of an epoch, with its mean training loss unless losses were observed; collective.
 
         For methods that go by epochs: DASO averages more often once the loss does not fall any more.
         """
@@ -157,10 +156,10 @@ class Replica(nn.Module):
 
     @contextlib.contextmanager
     def merged(self) -> Iterator["Replica"]:
-        """Lend every worker the merged model; collective. Its bytes are booked under "evaluate"."""
+        """Give every worker the merged model for a while; collective. Its bytes count as "evaluate"."""
         self._refuse_other_flags()
         with contextlib.ExitStack() as stack:
-            with self.traffic.everything_is("evaluate"), self._unrounded():
+            with self.traffic.booked_under("evaluate"), self._unrounded():
                 self._method.wire.barrier("merged()")
                 check_parameters(self._method, "merged()", finite=False)
                 if not self.in_sync:
@@ -194,11 +193,11 @@ class Replica(nn.Module):
         self._finished = True
         if not self.wire.is_simulated:
             sizes, ranks = (self._full, _count(self.module)), self.finished_ranks.values()
-            say_finished(self._method, sizes, ranks, self.baseline()["allreduce_fp32"])
+            log_finished(self._method, sizes, ranks, self.baseline()["allreduce_fp32"])
         return self.module
 
     def detach(self) -> None:
-        """Let go of optimizer, scaler and model, in whatever shape it is."""
+        """Release optimizer, scaler and model, in its present shape."""
         for release in self._release:
             release()
         self._release = []
@@ -243,7 +242,7 @@ class Replica(nn.Module):
         snapshot.save(self._method, self._scaler, folder, self.baseline(), self.averages)
 
     def load(self, folder: Path | str) -> None:
-        """Go on from what `save` wrote; collective."""
+        """Continue from what `save` wrote; collective."""
         self._refuse_finished("load()")
         self._refuse_other_flags()
         self._method.wire.barrier("load()")
@@ -260,17 +259,17 @@ class Replica(nn.Module):
 
     @property
     def wire(self) -> Wire:
-        """This worker's end of the wire."""
+        """Collectives between the workers."""
         return self._method.wire
 
     @property
     def topology(self) -> Topology:
-        """Who is where."""
+        """The layout of workers, nodes and groups."""
         return self._method.topology
 
     @property
     def phase(self) -> str:
-        """The name of the present phase."""
+        """The current phase."""
         return "finished" if self._finished else self._method.phase
 
     @property
@@ -326,7 +325,7 @@ class Replica(nn.Module):
         return self._method.wire.node_mean()
 
     def baseline(self) -> dict[str, int]:
-        """Slow bytes a node that fp32 all-reduce, and the ideal one, would have sent for the steps so far."""
+        """Slow bytes per node that fp32 all-reduce, and an ideal one, would have sent for the steps so far."""
         steps = self.step - self._earlier_steps
         usual = round(steps * step_of_allreduce(self.module, self.topology, self._trained))
         ideal = steps * step_of_ideal(self.topology, self._trained)
@@ -349,7 +348,7 @@ class Replica(nn.Module):
         self.traffic.times.end_step()
         with self._unrounded():
             self._method.end_step()
-        self._recompiles.look()
+        self._recompiles.update()
 
     def _unrounded(self) -> torch.autocast:
         """No autocast: it would round weights that are decomposed, merged or multiplied out."""
@@ -368,13 +367,13 @@ class Replica(nn.Module):
         state = self._scaler.state_dict()
         if state:
             mine = torch.tensor([-state["scale"], -float(state["_growth_tracker"])], dtype=torch.float64)
-            scale, growth = (-self.wire.largest(mine, "control")).tolist()
+            scale, growth = (-self.wire.all_reduce_max(mine, "control")).tolist()
             self._scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": int(growth)})
 
     def _agree_on_read_weights(self) -> None:
         """Rank 0 may have evaluated alone and read weights that others did not; all become the same model."""
         own = [name for name, module in self.module.named_modules() if weight_was_read(module)]
-        for name in {name for told in self.wire.all_gather_object(own) for name in told}:
+        for name in {name for names in self.wire.all_gather_object(own) for name in names}:
             mark_as_read(self.module.get_submodule(name))
 
     def _refuse_other_flags(self) -> None:

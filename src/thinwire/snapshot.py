@@ -47,7 +47,7 @@ def save(
                 ending = "" if same else f"-rank{topology.rank}"
                 write_tensors(aside / f"average{number}{ending}.safetensors", _distinct(average.state_dict()))
         if topology.rank == (0 if method.in_sync else topology.group[0]):
-            suffix = _suffix(method)
+            suffix = "" if method.in_sync else f"-rank{topology.rank}"
             write_tensors(aside / f"model{suffix}.safetensors", _distinct(method.model.state_dict()))
             write_tensors(aside / f"method{suffix}.safetensors", tensors)
             with method.context.users_optimizers():
@@ -83,7 +83,7 @@ def load(method: Method, scaler: Any, folder: Path | str, averages: Sequence[nn.
     if (folder / f"average{len(averages)}.safetensors").is_file() or [*folder.glob(f"average{len(averages)}-rank*")]:
         warnings.warn(
             f"{folder} holds more moving averages than the {len(averages)} here; make thinwire.EMA(replica) before "
-            "load() to go on with it",
+            "load() to continue it",
             stacklevel=3,
         )
     method.gradients.rewrap()
@@ -122,14 +122,14 @@ def _check(method: Method, state: Mapping[str, Any]) -> None:
     if not state["in_sync"] and (size != now or state["groups"] != _groups(method)):
         raise ConfigError(
             f"the save is from the middle of a group phase of {size} workers in groups {state['groups']}, "
-            f"here are {now} in other groups; go on with the same layout, or save in a phase that spans the world"
+            f"here are {now} in other groups; resume with the same layout, or save in a phase that spans the world"
         )
     own = describe(method.config)
     free = {"group_size"} if state["in_sync"] else set()
     changed = sorted(k for k in own if own[k] != state["config"].get(k) and k not in free)
     if changed:
-        told = ", ".join(f"{k}={state['config'].get(k)!r} there, {own[k]!r} here" for k in changed)
-        raise ConfigError(f"the save was made with another config: {told}; attach with the same one")
+        differences = ", ".join(f"{k}={state['config'].get(k)!r} there, {own[k]!r} here" for k in changed)
+        raise ConfigError(f"the save was made with another config: {differences}; attach with the same one")
 
 
 def _scale(scaler: Any) -> dict[str, Any] | None:
@@ -202,17 +202,13 @@ def _kinds(method: Method) -> list[str]:
     return [type(optimizer).__name__ for optimizer in method.optimizers]
 
 
-def _suffix(method: Method) -> str:
-    return "" if method.in_sync else f"-rank{method.topology.group[0]}"
-
-
 def _distinct(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """One name for each tensor: tied weights are written once."""
     seen: set[tuple[int, torch.Size]] = set()
     kept = {}
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
-            raise ConfigError(f"{name!r} is extra state of a module and no tensor: it cannot be saved without pickle")
+            raise ConfigError(f"{name!r} is a module's extra state, not a tensor: it cannot be saved without pickle")
         place = (t.data_ptr(), t.shape)
         if t.numel() == 0 or place not in seen:
             kept[name] = t
@@ -281,13 +277,10 @@ def _put_state(optimizer: Optimizer, p: nn.Parameter, name: str, value: Any, fil
             f"{file} holds {name!r} of shape {list(value.shape)} for a parameter of shape {list(p.shape)}; build model "
             "and optimizers as they were when it was saved"
         )
-    # Steps live on the CPU unless the optimizer wants them beside the parameter, as its settings say.
-    moves = isinstance(value, Tensor) and (value.dim() > 0 or _steps_on_device(optimizer))
+    # Steps are on the CPU unless the optimizer's settings ask for them on the parameter's device.
+    on_device = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
+    moves = isinstance(value, Tensor) and (value.dim() > 0 or on_device)
     optimizer.state[p][name] = value.to(p.device) if moves else value
-
-
-def _steps_on_device(optimizer: Optimizer) -> bool:
-    return any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
 
 
 def _json(value: Any) -> Any:

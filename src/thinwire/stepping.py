@@ -92,7 +92,7 @@ class Stepping:
 
     def _hooks(self, *, counts: bool) -> tuple[Callable[..., None], Callable[..., None]]:
         def before(optimizer: Optimizer, *_: Any) -> None:
-            self._put_back(optimizer)  # after a closure that raised
+            self._restore(optimizer)  # after a closure that raised
             if counts:
                 self._begin(optimizer)
             elif self._scaling is not optimizer:
@@ -106,7 +106,7 @@ class Stepping:
 
         def after(optimizer: Optimizer, *_: Any) -> None:
             # Before a phase change, so that schedulers never see the scaled learning rate.
-            self._put_back(optimizer)
+            self._restore(optimizer)
             self._updating = None
             self.after_update(optimizer)
             if counts:
@@ -164,7 +164,7 @@ class Stepping:
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * factor
 
-    def _put_back(self, optimizer: Optimizer) -> None:
+    def _restore(self, optimizer: Optimizer) -> None:
         for group, lr in zip(optimizer.param_groups, self._rates.pop(id(optimizer), ()), strict=False):
             group["lr"] = lr
 

@@ -14,9 +14,9 @@ from thinwire.config.codes import parse_code
 
 
 def aggregator(code: str, wire: Wire, like: Sequence[Tensor], purpose: str) -> Aggregator:
-    """For tensors of these shapes, whose mean over groups is wanted again and again."""
-    kind, number = parse_code(code)
-    if parse_code(code).is_exact or len(wire.topology.groups) == 1:
+    """An aggregator for tensors of these shapes, used repeatedly."""
+    kind, number = parsed = parse_code(code)
+    if parsed.is_exact or len(wire.topology.groups) == 1:
         return Exact(wire, like, purpose, kind if kind == "bf16" else "fp32")
     if kind == "lowrank":
         return LowRank(wire, like, purpose, int(number))

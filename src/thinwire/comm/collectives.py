@@ -19,13 +19,13 @@ from torch import Tensor
 from thinwire.comm import missing, process_groups
 from thinwire.comm.buckets import by_dtype, checksum, pack, rounded, size_of, unpack_into, unrounded
 from thinwire.comm.ledger import Ledger, mean_over_nodes
-from thinwire.comm.sent import Ranks, Sent, side_by_side
+from thinwire.comm.sent import Ranks, Sent, all_in_parallel
 from thinwire.comm.topology import Topology, discover
 from thinwire.errors import OtherRankError, one_line
 
 
 class Pending:
-    """A collective under way; only the waiting for it takes time from training."""
+    """A collective in progress; only waiting for it takes time from training."""
 
     def __init__(self, result: Tensor, work: Any, ledger: Ledger | None, purpose: str, sent: Sent) -> None:
         self.result = result
@@ -33,7 +33,7 @@ class Pending:
         self._booking = ledger, purpose, sent
 
     def wait(self) -> Tensor:
-        """What it brings, when it is there."""
+        """Wait for the result and return it."""
         ledger, purpose, sent = self._booking
         if self._work is not None and ledger is None:
             self._work.wait()
@@ -49,7 +49,7 @@ class Wire:
     """What a method may do with the other workers."""
 
     is_simulated = False
-    """Whether it only counts, for workers that are not there."""
+    """Whether it only counts, for workers that do not exist."""
 
     def __init__(self, topology: Topology, ledger: Ledger) -> None:
         self.topology = topology
@@ -61,19 +61,19 @@ class Wire:
         if topology.world_size > 1:
             self._control = process_groups.control_group()
             ledger.times.on_step = process_groups.StepNotes(topology.rank)
-            process_groups.held_by(self)
+            process_groups.register_holder(self)
             missing.explain_uncaught(topology.rank, ledger.times)
 
     def in_background(self) -> "Wire":
-        """The same wire for another thread: with a process group between groups of its own, and nobody waits for it."""
+        """The same wire for another thread: its own process group between groups, and waiting for it is not timed."""
         other = copy.copy(self)
         other._in_background = True
         other._cross = self._crossing_group("background")
-        process_groups.held_by(other)
+        process_groups.register_holder(other)
         return other
 
-    def let_go(self) -> None:
-        """Hold no process group any more; the process ends."""
+    def release_groups(self) -> None:
+        """Release all process groups; the process ends."""
         self._group = self._cross = self._control = None
 
     @classmethod
@@ -84,7 +84,7 @@ class Wire:
         return wire
 
     def count_opening(self) -> None:
-        """Machine and settings of each, told to everyone when the job is laid out."""
+        """Count the all-gather of machines and settings at the start of a job."""
         self.ledger.record("control", self.topology.gather_ring(self.topology.world, 16))
 
     def process_group(self, members: Ranks) -> Any:
@@ -92,10 +92,10 @@ class Wire:
         return dist.group.WORLD if members == self.topology.world else self._group
 
     def sum_over_groups(self, tensors: Sequence[Tensor], purpose: str, wire: str = "fp32") -> None:
-        """Replace floating tensors by their sum over groups; whoever calls has weighted its group's copy.
+        """Replace floating tensors by their sum over groups; the caller has weighted its group's copy.
 
         All members of a group hold the same values. Member j of every group carries share j over the slow
-        link, then each group hands its shares around over its fast one.
+        link, then each group broadcasts its shares over its fast one.
         """
         if len(self.topology.groups) == 1:
             return
@@ -122,14 +122,14 @@ class Wire:
     def all_to_all(self, parts: Tensor, purpose: str) -> Pending:
         """Row g of `parts` to group g, from each member that carries a share to the one there that carries the same.
 
-        All workers call it, to count it; nothing comes of those that carry no share.
+        All workers call it, to count it; those that carry no share send and receive nothing.
         """
         topology, received = self.topology, torch.empty_like(parts)
         each = [topology.mesh(topology.crossing(j), size_of(parts[0])) for j in range(topology.shares)]
         return self._begin(
             lambda: dist.all_to_all_single(received, parts, group=self._cross, async_op=True),
             received,
-            side_by_side(each),
+            all_in_parallel(each),
             purpose,
         )
 
@@ -145,19 +145,19 @@ class Wire:
         return self._begin(
             lambda: dist.all_gather(list(received), payload, group=self._cross, async_op=True),
             received,
-            side_by_side(each),
+            all_in_parallel(each),
             purpose,
         )
 
     def swap(self, flat: Tensor, partner: int, purpose: str) -> Tensor:
         """Send a flat vector to a group, which sends its own at the same time, and return that; all members call it.
 
-        Member j of both groups exchanges share j, then each group hands its shares around.
+        Member j of both groups exchanges share j, then each group broadcasts its shares.
         """
         topology, received = self.topology, torch.empty_like(flat)
         pairs = [(topology.group[j], topology.groups[partner][j]) for j in range(topology.shares)]
         mine, theirs = (list(t.tensor_split(topology.shares)) for t in (flat, received))
-        sent = side_by_side(topology.mesh(pair, size_of(share)) for pair, share in zip(pairs, mine, strict=True))
+        sent = all_in_parallel(topology.mesh(pair, size_of(share)) for pair, share in zip(pairs, mine, strict=True))
         self._timed(lambda: self._swap_share(mine, theirs, partner), sent, purpose)
         for j, share in enumerate(theirs):
             self.broadcast_in_group([share], j, purpose)
@@ -175,30 +175,18 @@ class Wire:
     def broadcast(self, tensors: Sequence[Tensor], purpose: str, members: Ranks | None = None) -> None:
         """Overwrite tensors with those of the first member."""
         members = members or self.topology.world
-        if len(members) == 1:
-            return
-        for bucket in by_dtype(tensors):
-            flat = pack(bucket)
-            sent = self.topology.tree(members, size_of(flat), members[0])
-            self._broadcast(flat, members[0], self.process_group(members), sent, purpose)
-            unpack_into(flat, bucket)
+        self._broadcast(tensors, purpose, members, members[0], self.process_group(members))
 
     def broadcast_in_group(self, tensors: Sequence[Tensor], owner: int, purpose: str) -> None:
         """Overwrite tensors inside this worker's group with those of its member `owner`."""
         group = self.topology.group
-        if len(group) == 1:
-            return
-        for bucket in by_dtype(tensors):
-            flat = pack(bucket)
-            sent = self.topology.tree(group, size_of(flat), group[owner])
-            self._broadcast(flat, group[owner], self._group, sent, purpose)
-            unpack_into(flat, bucket)
+        self._broadcast(tensors, purpose, group, group[owner], self._group)
 
-    def sum(self, tensor: Tensor, purpose: str) -> Tensor:
+    def all_reduce_sum(self, tensor: Tensor, purpose: str) -> Tensor:
         """The sum over all workers."""
         return self._reduce(tensor, dist.ReduceOp.SUM, purpose)
 
-    def largest(self, tensor: Tensor, purpose: str) -> Tensor:
+    def all_reduce_max(self, tensor: Tensor, purpose: str) -> Tensor:
         """The largest value over all workers, element by element."""
         return self._reduce(tensor, dist.ReduceOp.MAX, purpose)
 
@@ -207,7 +195,7 @@ class Wire:
         return self.all_gather_scalars_async(values, purpose).wait().tolist()
 
     def all_gather_scalars_async(self, values: Sequence[float], purpose: str) -> Pending:
-        """The same without waiting for it: a row for each worker will be there."""
+        """The same without waiting: its result has one row per worker."""
         mine = torch.tensor(values, dtype=torch.float64)
         rows = mine.repeat(self.topology.world_size, 1)
         if self.topology.world_size == 1:
@@ -238,16 +226,16 @@ class Wire:
         """Each worker's small object, to every worker."""
         if self.topology.world_size == 1:
             return [what]
-        told: list[Any] = [None] * self.topology.world_size
+        gathered: list[Any] = [None] * self.topology.world_size
         start = self.ledger.clock.mark()
-        self._gather_objects(told, what)
+        self._gather_objects(gathered, what)
         # torch gathers the sizes first, then everything padded to the longest.
-        longest = max(len(pickle.dumps(each)) for each in told)
+        longest = max(len(pickle.dumps(each)) for each in gathered)
         sent = self.topology.gather_ring(self.topology.world, 8)
         sent += self.topology.gather_ring(self.topology.world, longest)
         self.count("control", sent, calls=2)
         self.ledger.waited("control", sent, start, self.ledger.clock.mark())
-        return told
+        return gathered
 
     def node_mean(self) -> Ledger:
         """The ledger as the mean over nodes, before this call's own bytes; collective."""
@@ -255,17 +243,17 @@ class Wire:
         return mean_over_nodes([states[node[0]] for node in self.topology.nodes])
 
     def count(self, purpose: str, sent: Sent, calls: int = 1) -> None:
-        """Book what a call sends, or what torch itself does."""
+        """Record what a call sends, or what torch itself does."""
         self.ledger.record(purpose, sent, calls)
 
     def count_overlapped(self, purpose: str, parts: Sequence[Sent]) -> None:
-        """Book what is sent part by part while the backward pass goes on."""
+        """Record what is sent in parts while the backward pass is still running."""
         self.ledger.record(purpose, functools.reduce(operator.add, parts), len(parts))
 
     def barrier(self, call: str, failed: BaseException | None = None) -> None:
         """Wait for all workers, no longer than the process group's own timeout.
 
-        A worker that could not do its part comes with what `failed`; the others raise it, with its rank.
+        A worker that could not do its part passes its error as `failed`; the others raise it, with its rank.
         """
         if self.topology.world_size == 1:
             return
@@ -276,7 +264,7 @@ class Wire:
         steps, why = self.ledger.times.steps, None if failed is None else one_line(failed)
         number = process_groups.sign_in(self.topology.rank, call, steps, why)
         try:
-            with missing.said_in_time(call, self.topology, number, steps):
+            with missing.warn_if_slow(call, self.topology, number, steps):
                 dist.monitored_barrier(
                     self._control, timeout=process_groups.timeout_of(self._control), wait_all_ranks=True
                 )
@@ -322,14 +310,20 @@ class Wire:
             if len(self.topology.group) > 1 and share.numel():
                 self.broadcast_in_group([share], j, purpose)
 
-    def _broadcast(self, flat: Tensor, source: int, group: Any, sent: Sent, purpose: str) -> None:
-        self._timed(lambda: dist.broadcast(flat, source, group=group), sent, purpose)
+    def _broadcast(self, tensors: Sequence[Tensor], purpose: str, members: Ranks, root: int, group: Any) -> None:
+        if len(members) == 1:
+            return
+        for bucket in by_dtype(tensors):
+            flat = pack(bucket)
+            sent = self.topology.tree(members, size_of(flat), root)
+            self._timed(functools.partial(dist.broadcast, flat, root, group=group), sent, purpose)
+            unpack_into(flat, bucket)
 
     def _gather_rows(self, rows: Tensor, mine: Tensor) -> Any:
         return dist.all_gather(list(rows), mine, group=self._control, async_op=True)
 
-    def _gather_objects(self, told: list[Any], what: Any) -> None:
-        dist.all_gather_object(told, what, group=self._control)
+    def _gather_objects(self, gathered: list[Any], what: Any) -> None:
+        dist.all_gather_object(gathered, what, group=self._control)
 
     def _begin(self, call: Callable[[], Any], result: Tensor, sent: Sent, purpose: str) -> Pending:
         self.count(purpose, sent)

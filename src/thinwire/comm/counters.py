@@ -1,7 +1,7 @@
-"""The kernel's own count of what an interface sent, to hold the ledger against.
+"""The kernel's own count of what an interface sent, to compare with the ledger.
 
-`THINWIRE_INTERFACE=eth0` makes every run read it at each change of phase. It counts whatever leaves by that
-interface, headers, acknowledgements and other programs' packets too: take an interface that the job has to itself.
+`THINWIRE_INTERFACE=eth0` makes every run read it at each change of phase. It counts everything that leaves by that
+interface, including headers, acknowledgements and other programs' packets: use an interface dedicated to the job.
 """
 
 import os

@@ -10,7 +10,7 @@ _SMALL = 1 << 15
 
 
 def largest(values: Tensor, count: int, scratch: Tensor | None = None) -> Tensor:
-    """Places of the `count` values with the largest size; `scratch` is room for as many values.
+    """Indices of the `count` values with the largest magnitude; `scratch` is memory for as many values.
 
     On a CPU a top-k over millions costs more than a step may take. A sample gives a threshold that a few more than
     `count` values pass; the largest of these are the largest of all.
@@ -30,7 +30,7 @@ def largest(values: Tensor, count: int, scratch: Tensor | None = None) -> Tensor
 
 
 def _at_least(sizes: Tensor, threshold: Tensor) -> Tensor:
-    """Places of what reaches a threshold, where little does: first columns that have any, then which."""
+    """Indices of values that reach a threshold, where few do: first the columns that have any, then the values."""
     height = 16
     rest = len(sizes) % height
     grid = sizes[: len(sizes) - rest].view(height, -1)

@@ -1,8 +1,8 @@
 """What crossed the wire: bytes, calls and seconds, by link, phase and purpose.
 
 A ledger counts for the node its worker is on: `slow` is what left the node towards other nodes,
-`fast` what the workers of its group sent one another. Who sends how much is `topology.py`'s arithmetic.
-Beside it stand the time each phase took, and the kernel's own count where an interface is watched.
+`fast` what the workers of its group sent one another. `topology.py` computes who sends how much.
+It also holds the time each phase took, and the kernel's own count where an interface is watched.
 """
 
 from collections import defaultdict
@@ -42,7 +42,7 @@ class Ledger:
 
     @property
     def phase(self) -> str:
-        """The phase that is counted for now."""
+        """The current phase."""
         return self._phase
 
     @phase.setter
@@ -52,7 +52,7 @@ class Ledger:
         self._phase = name
 
     def record(self, purpose: str, sent: Sent, calls: int = 1, times: int = 1) -> None:
-        """What a collective sends in so many calls, so many times."""
+        """Add what a collective sends, made of `calls` calls, `times` times."""
         for link, size in (("slow", sent.slow), ("fast", sent.fast)):
             if size:
                 entry = self._entry(purpose, link)
@@ -60,13 +60,13 @@ class Ledger:
                 entry.calls += calls * times
 
     def waited(self, purpose: str, sent: Sent, start: Mark, end: Mark) -> None:
-        """How long a worker waited for it. The seconds go to the slower link it used."""
+        """Add the time a worker waited for a collective, to the slower link it used."""
         if sent.slow_queue or sent.fast_queue:
             self.times.waited(start, end, self._entry(purpose, "slow" if sent.slow_queue else "fast"))
 
     @contextmanager
-    def everything_is(self, purpose: str) -> Iterator[None]:
-        """Book whatever is sent inside under one purpose."""
+    def booked_under(self, purpose: str) -> Iterator[None]:
+        """Record everything sent inside under one purpose."""
         before, self._purpose = self._purpose, purpose
         try:
             yield
@@ -80,7 +80,7 @@ class Ledger:
 
     @property
     def fast_bytes(self) -> int:
-        """Bytes that workers of this node sent one another."""
+        """Bytes sent between workers of this node."""
         return self._total("fast").bytes
 
     def slow_bytes_for(self, purpose: str) -> int:
@@ -114,7 +114,7 @@ class Ledger:
 
     @property
     def split(self) -> dict[str, dict[str, float]]:
-        """Seconds of each phase: steps, all of them, and what they were spent on."""
+        """For each phase: steps, seconds, and what they were spent on."""
         self.clock.settle()
         waiting: dict[str, float] = defaultdict(float)
         for (phase, _, _), entry in self._entries.items():
@@ -128,7 +128,7 @@ class Ledger:
         return {"rows": rows, "times": self.times.state(), "kernel": {k: list(v) for k, v in self.kernel.items()}}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Continue from a `state`."""
         self._entries.clear()
         for phase, purpose, link, sent, calls, seconds in state["rows"]:
             self._entries[phase, purpose, link] = Entry(sent, calls, seconds)
@@ -148,7 +148,7 @@ class Ledger:
         }
 
     def __str__(self) -> str:
-        """A table for people: what each phase and purpose sent over which link."""
+        """A table of what each phase and purpose sent over which link."""
         head = ["phase", "purpose", "slow link", "fast link", "calls"]
         cells: dict[tuple[str, str], dict[str, Entry]] = defaultdict(dict)
         for (phase, purpose, link), entry in sorted(self._entries.items()):
@@ -163,14 +163,14 @@ class Ledger:
         return f"<Ledger: {units.size(self.slow_bytes)} left the node, {units.size(self.fast_bytes)} stayed inside>"
 
     def booked_as(self, purpose: str) -> str:
-        """The purpose that counts now."""
+        """The purpose to record under now."""
         return self._purpose or purpose
 
     def _entry(self, purpose: str, link: str) -> Entry:
         return self._entries[self._phase, self.booked_as(purpose), link]
 
     def _read_kernel(self) -> None:
-        """Charge what the interface sent since the last look to the present phase."""
+        """Add what the interface sent since the last reading to the current phase."""
         if self._interface is None:
             return
         now, so_far = self._interface.read(), self._kernel.get(self._phase, Counted(0, 0))
@@ -209,13 +209,13 @@ def _row() -> dict[str, float]:
 
 
 def mean_over_nodes(states: list[dict[str, Any]]) -> Ledger:
-    """One ledger that holds the mean of what several nodes' ledgers say of themselves."""
+    """One ledger with the mean of several nodes' ledgers, given as states."""
     rows: dict[tuple[str, str, str], list[list[float]]] = defaultdict(list)
     for state in states:
         for *key, sent, calls, seconds in state["rows"]:
             rows[tuple(key)].append([sent, calls, seconds])
     count, total = len(states), Ledger()
-    total.phase = ""  # its own time is nobody's
+    total.phase = ""  # its own time does not count
     means = [[*key, *(sum(column) / count for column in zip(*values, strict=True))] for key, values in rows.items()]
     total.load_state(
         {

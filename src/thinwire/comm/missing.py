@@ -1,4 +1,4 @@
-"""Who did not come to a barrier, and why that may be: most often ranks have different numbers of batches."""
+"""Which ranks did not reach a barrier, and why: most often ranks have different numbers of batches."""
 
 import contextlib
 import functools
@@ -17,7 +17,7 @@ log = logging.getLogger("thinwire")
 
 _LONG_S = 30.0
 _ENTRANCES = ("finish()", "save()", "load()", "merged()", "epoch_end()")
-"""Calls of the user's, which all ranks should make at about the same time; writing a save may take one rank longer."""
+"""User calls that all ranks should make at about the same time; writing a save may take one rank longer."""
 REMEDY = (
     "give every rank equally many, by a sampler with drop_last=True or by equal shards "
     "(torch's Join does not apply here)"
@@ -25,18 +25,18 @@ REMEDY = (
 
 
 @contextlib.contextmanager
-def said_in_time(call: str, topology: Topology, number: int, steps: int) -> Iterator[None]:
-    """Warn of a call that waits for long inside: a process group's own timeout may be half an hour."""
+def warn_if_slow(call: str, topology: Topology, number: int, steps: int) -> Iterator[None]:
+    """Warn if a call inside waits for long: the process group's own timeout may be half an hour."""
     if call not in _ENTRANCES:
         yield
         return
-    told = threading.Timer(_LONG_S, lambda: _warn(call, topology, number, steps))
-    told.daemon = True
-    told.start()
+    timer = threading.Timer(_LONG_S, lambda: _warn(call, topology, number, steps))
+    timer.daemon = True
+    timer.start()
     try:
         yield
     finally:
-        told.cancel()
+        timer.cancel()
 
 
 def _warn(call: str, topology: Topology, number: int, steps: int) -> None:
@@ -56,7 +56,7 @@ def explained(call: str, topology: Topology, number: int, steps: int, error: Bas
 
 
 def _absent(topology: Topology, number: int) -> list[int]:
-    """Ranks that left no note of that barrier; none if nothing is known of any rank, not even of this one."""
+    """Ranks that left no note of that barrier; none if no rank left a note, not even this one."""
     notes = process_groups.notes(topology.world)
     return [r for r in topology.world if r not in notes or notes[r].number < number] if notes else []
 
@@ -66,17 +66,17 @@ def _named(ranks: list[int]) -> str:
 
 
 def _batches(rank: int, steps: int, absent: list[int]) -> str:
-    """What can be said of the numbers of batches: a rank that has more of them waits in its next step for this one."""
+    """What is known about the numbers of batches: a rank with more of them waits in its next step for this one."""
     known = {other: begun for other in absent if (begun := process_groups.steps_begun(other)) is not None}
     more = {other: begun for other, begun in known.items() if begun > steps}
     if more:
-        told = ", ".join(f"rank {other} is in step {begun} or later" for other, begun in more.items())
-        return f"; ranks took different numbers of batches: rank {rank} came here after {steps} steps, {told}; {REMEDY}"
-    return f"; rank {rank} came here after {steps} steps: if ranks have different numbers of batches, {REMEDY}"
+        ahead = ", ".join(f"rank {other} is in step {begun} or later" for other, begun in more.items())
+        return f"; ranks took different numbers of batches: rank {rank} is here after {steps} steps, {ahead}; {REMEDY}"
+    return f"; rank {rank} is here after {steps} steps: if ranks have different numbers of batches, {REMEDY}"
 
 
 def uneven_batches() -> str | None:
-    """For a step that failed on this rank: who waits at a barrier after fewer steps, if it is known of any."""
+    """For a step that failed on this rank: which ranks wait at a barrier after fewer steps, if any are known."""
     if not _here:
         return None
     rank, steps = _here[0], _here[1].begun
@@ -85,15 +85,15 @@ def uneven_batches() -> str | None:
     early = {r: n for r, n in notes.items() if n.number > own and n.steps < steps and n.call in _ENTRANCES}
     if not early:
         return None
-    told = ", ".join(f"rank {r} came to {note.call} after {note.steps} steps" for r, note in early.items())
-    return f"ranks took different numbers of batches: {told}, rank {rank} was in step {steps}; {REMEDY}"
+    others = ", ".join(f"rank {r} came to {note.call} after {note.steps} steps" for r, note in early.items())
+    return f"ranks took different numbers of batches: {others}, rank {rank} was in step {steps}; {REMEDY}"
 
 
 _here: list[Any] = []  # this worker's rank, and the steps it has taken
 
 
 def explain_uncaught(rank: int, times: Times) -> None:
-    """From now on add to a traceback of torch's own, out of a backward pass for instance, what is known of batches."""
+    """From now on add what is known about batches to torch's own tracebacks, for instance from a backward pass."""
     if not _here:
         sys.excepthook = functools.partial(_hook, sys.excepthook)
     _here[:] = [rank, times]
@@ -101,5 +101,5 @@ def explain_uncaught(rank: int, times: Times) -> None:
 
 def _hook(before: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
     before(kind, error, trace)
-    if issubclass(kind, RuntimeError) and not issubclass(kind, ThinwireError) and (told := uneven_batches()):
-        print(f"thinwire: {told}", file=sys.stderr, flush=True)
+    if issubclass(kind, RuntimeError) and not issubclass(kind, ThinwireError) and (message := uneven_batches()):
+        print(f"thinwire: {message}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""torch's process groups: made once for the same ranks, asked who is missing, and left in order."""
+"""torch's process groups: created once for the same ranks, destroyed in order, and notes of who is missing."""
 
 import atexit
 import contextlib
@@ -28,52 +28,52 @@ _STEPS_EVERY_S = 1.0
 def leave() -> None:
     """End `torch.distributed` in order.
 
-    A process group's threads live as long as somebody holds it. Those that the interpreter's own end finds running
-    abort the process now and then ("terminate called without an active exception"), when all work is done.
+    A process group's threads live as long as something holds it. Threads still running when the interpreter exits
+    sometimes abort the process ("terminate called without an active exception"), although all work is done.
     """
-    let_go()
+    release_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 class Holder(Protocol):
-    """Whatever holds process groups."""
+    """Anything that holds process groups."""
 
-    def let_go(self) -> None:
-        """Hold none any more."""
+    def release_groups(self) -> None:
+        """Release them."""
 
 
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
-_opened_here = False
+_initialized_here = False
 _failed_with: int | None = None
 
 
-def held_by(holder: Holder) -> None:
-    """It holds process groups from now on, until the process ends or leaves."""
+def register_holder(holder: Holder) -> None:
+    """Register something that holds process groups until the process exits or calls `leave`."""
     if not _holders:
         _at_exit()
     _holders.add(holder)
 
 
-def opened_here() -> None:
-    """The process group of the world was opened by Thinwire, which thus has to leave it."""
-    global _opened_here
-    _opened_here = True
+def mark_initialized() -> None:
+    """Note that Thinwire initialized `torch.distributed`, and so has to end it."""
+    global _initialized_here
+    _initialized_here = True
 
 
 def failed(code: int) -> None:
-    """A command ends with this exit code because something went wrong, and has said what."""
+    """Note that a command ends with this exit code after an error that it has reported."""
     global _failed_with
     _failed_with = code
 
 
-def let_go() -> None:
-    """Give up every process group that Thinwire holds; what is only waiting to be collected, too."""
+def release_groups() -> None:
+    """Release every process group that Thinwire holds, including those of garbage not collected yet."""
     for holder in list(_holders):
-        holder.let_go()
+        holder.release_groups()
     _holders.clear()
     _process_groups.clear()
-    gc.collect()  # replicas that are gone but for cycles
+    gc.collect()  # replicas that only reference cycles keep alive
 
 
 @functools.cache
@@ -82,10 +82,10 @@ def _at_exit() -> None:
 
 
 def _end() -> None:
-    """The end of a script that has not left: a thread of a group that wants Python then would abort the process.
+    """At exit of a script that did not call `leave`: a group's thread that needs Python then would abort the process.
 
-    Not behind an error: leaving waits for what is under way, and others must hear of the failure first. A command of
-    ours then ends at once; a user's script goes through the rest of its end, with whatever else it has to do there.
+    Not after an error: leaving waits for pending collectives, and other ranks must learn of the failure first. A
+    command of ours then exits at once; a user's script runs its other exit handlers.
     """
     if getattr(sys, "last_type", None) is not None:
         return
@@ -93,29 +93,29 @@ def _end() -> None:
         logging.shutdown()
         sys.stdout.flush()
         os._exit(_failed_with)
-    if _opened_here:
+    if _initialized_here:
         leave()
     else:
-        let_go()
+        release_groups()
 
 
-# Only rank 0 hears from a barrier who is missing, and nobody if it is rank 0. So each rank leaves a note first.
+# A barrier reports missing ranks to rank 0 only, and to no rank if rank 0 is missing. So each rank leaves a note first.
 _barriers = itertools.count(1)
 
 
 class Note(NamedTuple):
-    """What a rank leaves when it comes to a barrier."""
+    """What a rank leaves when it reaches a barrier."""
 
     number: int
-    """Which barrier of its own it is."""
+    """The barrier, counted by this rank."""
     call: str
     """What the barrier is for."""
     steps: int
-    """Steps that it had taken."""
+    """Steps taken before it."""
 
 
 def sign_in(rank: int, call: str, steps: int, failed: str | None = None) -> int:
-    """Leave a note that this rank has come to its next barrier, maybe with a failure, and say which barrier it is."""
+    """Note that this rank has reached its next barrier, maybe with a failure; returns the barrier's number."""
     number = next(_barriers)
     if failed is not None:
         _store().set(f"thinwire/failed/{number}", json.dumps([rank, failed]))
@@ -130,18 +130,18 @@ def notes(world: Ranks) -> dict[int, Note]:
 
 
 def failure(number: int) -> tuple[int, str] | None:
-    """A rank that came to that barrier with a failure, and what it said; asked after the barrier."""
+    """A rank that reached that barrier with a failure, and its message; call it after the barrier."""
     found = _read(f"thinwire/failed/{number}")
     return None if found is None else (found[0], found[1])
 
 
 def steps_begun(rank: int) -> int | None:
-    """As far as `StepNotes` of that rank said."""
+    """The last step that the rank's `StepNotes` recorded."""
     return _read(f"thinwire/steps/{rank}")
 
 
 def _read(key: str) -> Any:
-    """The JSON at this key; None if there is none, or whoever kept it has left."""
+    """The JSON at this key; None if there is none, or the store is gone."""
     try:
         return json.loads(_store().get(key)) if _store().check([key]) else None
     except (RuntimeError, ValueError):
@@ -149,14 +149,13 @@ def _read(key: str) -> Any:
 
 
 class StepNotes:
-    """A note of the steps that a rank has begun, once a second at most: others cannot ask while it waits for them."""
+    """Notes the step a rank is in, at most once per second: it cannot answer while it waits for other ranks."""
 
     def __init__(self, rank: int) -> None:
         self._key = f"thinwire/steps/{rank}"
         self._due = 0.0
 
     def __call__(self, step: int) -> None:
-        """Step number `step` begins."""
         if time.monotonic() >= self._due and dist.is_initialized():
             self._due = time.monotonic() + _STEPS_EVERY_S
             with contextlib.suppress(RuntimeError):
@@ -164,7 +163,7 @@ class StepNotes:
 
 
 def world_size() -> int:
-    """Ranks there are; none where nobody has joined."""
+    """The number of ranks; 0 without `torch.distributed`."""
     return dist.get_world_size() if dist.is_initialized() else 0
 
 
@@ -173,7 +172,7 @@ def _store() -> Any:
 
 
 def process_group(members: Ranks, thread: str = "") -> Any:
-    """The one of these ranks, or another one for a thread; all workers make them in one order."""
+    """The process group of these ranks, or a separate one for a thread; all workers create them in the same order."""
     known, key = _known_groups(), (*members, thread) if thread else members
     if key not in known:
         known[key] = dist.new_group(list(members), timeout=timeout_of(dist.group.WORLD))
@@ -189,7 +188,7 @@ def control_group() -> Any:
 
 
 def _known_groups() -> dict[tuple[Any, ...], Any]:
-    """This world's groups; those of a world that was destroyed are forgotten."""
+    """This world's groups; forgets those of a world that was destroyed."""
     world = tuple(range(dist.get_world_size()))
     if _process_groups.get(world) is not dist.group.WORLD:
         _process_groups.clear()

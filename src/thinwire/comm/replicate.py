@@ -1,10 +1,10 @@
-"""PyTorch's DistributedDataParallel on a given group, every byte of it counted, cheap to wrap again.
+"""PyTorch's DistributedDataParallel on a given group, with all its bytes counted, and cheap to wrap again.
 
 DDP keeps what it does well: buckets and their overlap with the backward pass. In fp32 its own reducer runs
 untouched and a hook on one parameter sees each backward pass; a communication hook would cost one more pass
-over all gradients, and is there only where gradients are rounded or may be unused. Buffers are handed on by
-the first member *after* a step and not before the next forward pass, with the same result, so that workers
-agree on them between steps. And nothing is broadcast at wrapping: workers hold the same values.
+over all gradients, and is used only where gradients are rounded or may be unused. The first member broadcasts
+buffers *after* a step and not before the next forward pass, with the same result, so that workers agree on them
+between steps. Nothing is broadcast at wrapping: workers hold the same values.
 """
 
 import inspect
@@ -49,7 +49,7 @@ class Replicated:
         self._watches: list[RemovableHandle] = []
         self._norms: list[nn.SyncBatchNorm] = []
         self._trained = 0
-        self._dry_buffers: list[torch.Tensor] | None = None
+        self._simulated_buffers: list[torch.Tensor] | None = None
         self.after_backward: Callable[[], None] | None = None
         """Called at the end of each backward pass that averages, when the group's gradients are there; set before
         `wrap`. In a group of one, too."""
@@ -59,7 +59,7 @@ class Replicated:
         self.on_gradient: Callable[[torch.Tensor], None] | None = None
         """Called with each parameter whose gradient arrives in a pass that averages."""
         self.norm_members: Ranks = ()
-        """Over whom SyncBatchNorm takes its statistics, if not over those who average gradients."""
+        """Ranks over which SyncBatchNorm takes its statistics, if not those that average gradients."""
         self._is_due = False
         self._averages = True
         self._buckets: list[Sent] = []
@@ -68,22 +68,23 @@ class Replicated:
         self._accumulating = False
         self._named: dict[str, nn.Parameter] = {}
         self._flags: list[tuple[Any, ...]] = []
-        self._refuse_own_options()
+        if taken := sorted(_OWN & self.options.keys()):
+            raise ConfigError(f"`ddp` options {', '.join(taken)} are set by Thinwire itself; leave them out")
 
     def wrap(self, members: Ranks) -> None:
-        """Average gradients over `members` from now on; whoever was there before is let go."""
+        """Average gradients over `members` from now on, instead of the members before."""
         self.unwrap()
         self.members, self._buckets, self._backwards = members, [], 0
         # Looked up once: a walk through all modules at every step takes milliseconds.
         self._norms = [module for module in self.model.modules() if isinstance(module, nn.SyncBatchNorm)]
         self._trained = sum(p.requires_grad for p in self.model.parameters())
-        self._dry_buffers = list(self.model.buffers()) if self.wire.is_simulated else None
+        self._simulated_buffers = list(self.model.buffers()) if self.wire.is_simulated else None
         if self.wire.topology.world_size == 1 or self.wire.is_simulated:
             return
         self._named = dict(self.model.named_parameters())
         self._flags = [_flags(p) for p in self._named.values()]
         group = self.wire.process_group(members)
-        process_groups.held_by(self)
+        process_groups.register_holder(self)
         for module in self._norms:
             # By itself it is the world, even while groups train apart.
             module.process_group = self.wire.process_group(self.norm_members or members)
@@ -111,8 +112,8 @@ class Replicated:
             watch.remove()
         self._watches, self._named, self._flags = [], {}, []
 
-    def let_go(self) -> None:
-        """Hold no process group any more; the process ends."""
+    def release_groups(self) -> None:
+        """Release all process groups; the process ends."""
         self.unwrap()
         for module in self._norms:
             module.process_group = None
@@ -120,7 +121,7 @@ class Replicated:
     def refuse_other_flags(self, step: int) -> None:
         """The same parameters must be trained as when the model was wrapped, and be where and what they were.
 
-        DDP's hooks hang on what a change of type or device replaces. Alone, a worker may change any.
+        DDP's hooks are on objects that a change of type or device replaces. A single worker may change any.
         """
         now = [_flags(p) for p in self._named.values()]
         if now == self._flags:
@@ -169,13 +170,13 @@ class Replicated:
         """Whether the next backward pass averages gradients, or would if the group had other members."""
         return not self._accumulating
 
-    def hand_on_buffers(self, members: Ranks = ()) -> None:
+    def broadcast_buffers(self, members: Ranks = ()) -> None:
         """Overwrite buffers by the first member's, as DDP does before a forward pass; a simulation's never change."""
-        buffers = list(self.model.buffers()) if self._dry_buffers is None else self._dry_buffers
+        buffers = list(self.model.buffers()) if self._simulated_buffers is None else self._simulated_buffers
         self.wire.broadcast(buffers, "buffers", members or self.members)
 
     def _simulate_backward(self) -> None:
-        """There will be no backward pass."""
+        """Count what a backward pass would send; a simulation has none."""
         if self._over_norms > 1:
             self._count_norms()
         if len(self.members) > 1:
@@ -184,7 +185,7 @@ class Replicated:
             self.after_backward()
 
     def watch(self, outputs: Any) -> None:
-        """Notice a backward pass by the gradients of outputs, the first thing that it computes.
+        """Detect a backward pass by the gradients of outputs, the first thing that it computes.
 
         A parameter's gradient may come in a pass within the pass, as checkpoints have them, which ends too early.
         """
@@ -202,7 +203,7 @@ class Replicated:
         self._see_beginning()
 
     def _see_gradient(self, parameter: torch.Tensor) -> None:
-        """For a backward pass of something that is no output."""
+        """For a backward pass that does not start at an output."""
         self._see_beginning(parameter)
         if self._averages:
             self._ask_for_end()
@@ -214,7 +215,7 @@ class Replicated:
             self.before_backward(parameter)
 
     def _ask_for_end(self) -> None:
-        """DDP asks for a call at the end of the pass later, so ask twice."""
+        """Queue a callback behind DDP's, which is queued later: so queue it twice."""
         if not self._is_due:
             self._is_due = True
             queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -247,7 +248,7 @@ class Replicated:
         return done.then(lambda future: gradients.copy_(future.value()[0]))
 
     def _time_the_wait(self) -> None:
-        """Note how long DDP waits for buckets under way once the backward pass itself is done.
+        """Measure how long DDP waits for pending buckets after the backward pass itself.
 
         Callbacks at the end of a backward pass run in the order they were asked for. This one is asked for before
         DDP's, which waits; what it asks for in turn runs after DDP's.
@@ -293,20 +294,11 @@ class Replicated:
         """Gradients, and what DDP itself sends: the order of buckets, once, before the second pass; used flags."""
         self._backwards += 1
         self.wire.count_overlapped("gradients", self._exchange())
-        if self._finds_unused:
+        if self.options.get("find_unused_parameters") and not self.options.get("static_graph"):
             self.wire.count("control", self.wire.topology.all_reduce(self.members, 4 * self._trained))
         elif self._backwards == 2:
             order = bucket_order(self.wire.topology, self.members, self._trained, len(self._exchange()))
             self.wire.count("control", order, calls=2)
-
-    @property
-    def _finds_unused(self) -> bool:
-        return bool(self.options.get("find_unused_parameters")) and not self.options.get("static_graph")
-
-    def _refuse_own_options(self) -> None:
-        taken = sorted(_OWN & self.options.keys())
-        if taken:
-            raise ConfigError(f"`ddp` options {', '.join(taken)} are set by Thinwire itself; leave them out")
 
 
 def _flags(parameter: nn.Parameter) -> tuple[Any, ...]:
@@ -314,7 +306,7 @@ def _flags(parameter: nn.Parameter) -> tuple[Any, ...]:
 
 
 def bucket_order(topology: Topology, members: Ranks, trained: int, buckets: int) -> Sent:
-    """DDP's broadcast of its bucket order: an int32 a parameter and one, then one a bucket."""
+    """DDP's broadcast of its bucket order: one int32 per parameter plus one, then one per bucket."""
     order = topology.tree(members, 4 * (trained + 1), members[0])
     return order + topology.tree(members, 4 * buckets, members[0])
 

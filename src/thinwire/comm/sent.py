@@ -11,12 +11,12 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Sent:
-    """What a collective sends from one node, by link, and what of it must go one after the other."""
+    """What a collective sends from one node, by link, and how much of it must be sent one after the other."""
 
     slow: int = 0
     """Bytes that leave the node."""
     fast: int = 0
-    """Bytes that workers of the node send one another."""
+    """Bytes sent between workers of the node."""
     slow_queue: int = 0
     """Bytes in a row over the slow link of the node that sends most."""
     fast_queue: int = 0
@@ -37,16 +37,16 @@ class Sent:
             self.fast_rounds + other.fast_rounds,
         )
 
-    def beside(self, other: "Sent") -> "Sent":
-        """Both at once: they share the links, not the waiting."""
+    def in_parallel(self, other: "Sent") -> "Sent":
+        """Both at the same time: they share the links' bandwidth, but do not wait for one another."""
         both = self + other
         slow_rounds = max(self.slow_rounds, other.slow_rounds)
         return replace(both, slow_rounds=slow_rounds, fast_rounds=max(self.fast_rounds, other.fast_rounds))
 
 
-def side_by_side(parts: Iterable[Sent]) -> Sent:
+def all_in_parallel(parts: Iterable[Sent]) -> Sent:
     """All of these at once."""
-    return reduce(lambda one, other: one.beside(other), parts)
+    return reduce(lambda one, other: one.in_parallel(other), parts)
 
 
 class Edges(NamedTuple):
@@ -58,18 +58,18 @@ class Edges(NamedTuple):
 
 
 def ring_pairs(members: Ranks) -> Iterable[tuple[int, int]]:
-    """Everyone sends to the next."""
+    """Each member sends to the next."""
     return zip(members, (*members[1:], members[0]), strict=True)
 
 
 def tree_pairs(members: Ranks) -> Iterable[tuple[int, int]]:
-    """A member receives from the one whose place lacks its own highest bit."""
+    """A member receives from the one whose index lacks its own highest bit."""
     for place in range(1, len(members)):
         yield members[place - (1 << (place.bit_length() - 1))], members[place]
 
 
 def star_pairs(members: Ranks) -> Iterable[tuple[int, int]]:
-    """Everyone sends to the first, who sends back."""
+    """Each member sends to the first, which answers."""
     for member in members[1:]:
         yield member, members[0]
         yield members[0], member
@@ -86,7 +86,7 @@ PATTERNS: dict[str, Callable[[Ranks], Iterable[tuple[int, int]]]] = {
 def count_edges(pattern: str, members: Ranks, node_of: Mapping[int, int]) -> Edges:
     """The messages of one pattern, by the node that sends them."""
     leaving, staying = Counter[int](), Counter[int]()
-    if pattern == "mesh":  # everyone sends to everyone else, too many pairs to look at each
+    if pattern == "mesh":  # too many pairs to look at each
         for node, here in Counter(node_of[rank] for rank in members).items():
             leaving[node] = here * (len(members) - here)
             staying[node] = here * (here - 1)

@@ -1,6 +1,6 @@
-"""A wire that counts what would be sent and sends nothing, for workers that are not there.
+"""A wire that counts what would be sent and sends nothing, for workers that do not exist.
 
-A method runs on it as on the real one, so what a plan says is the method's own arithmetic. Tensors may be on
+A method runs on it as on the real one, so a plan uses the method's own arithmetic. Tensors may be on
 the meta device: nothing is ever read from them.
 """
 
@@ -15,22 +15,22 @@ from torch import Tensor
 
 from thinwire.comm.buckets import WIRES, by_dtype, size_of
 from thinwire.comm.collectives import Pending, Wire
+from thinwire.comm.layout_views import LayoutViews, SentByView
 from thinwire.comm.ledger import Ledger
-from thinwire.comm.panorama import Panorama, SentByView
 from thinwire.comm.sent import Ranks, Sent
 from thinwire.comm.topology import Topology
 
 
 class Call(NamedTuple):
-    """A collective that everybody waits for."""
+    """A collective that all workers wait for."""
 
     phase: str
     purpose: str
     sent: Sent
     calls: int
-    """Calls that it is made of."""
+    """Calls that it consists of."""
     overlap: int = 0
-    """Steps that go on before anybody waits for it."""
+    """Steps taken before any worker waits for it."""
 
 
 class Exchange(NamedTuple):
@@ -42,19 +42,19 @@ class Exchange(NamedTuple):
 
 @dataclass
 class Booked:
-    """What was counted, and how often; the shapes of it are kept, as how long they take depends on links chosen later.
+    """What was counted, and how often. It is kept by message shape, because its time depends on links chosen later.
 
     Each is for all views of the layout at once.
     """
 
     opening: Counter[Call] = field(default_factory=Counter)
-    """Before anybody waits for anything."""
+    """Before any worker waits for anything."""
     calls: Counter[Call] = field(default_factory=Counter)
     exchanges: Counter[tuple[str, Exchange]] = field(default_factory=Counter)
     """By their purposes."""
 
     def add(self, more: "Booked", times: int = 1) -> None:
-        """Count all of it so many times."""
+        """Count all of `more`, `times` times."""
         for own, others in ((self.opening, more.opening), (self.calls, more.calls), (self.exchanges, more.exchanges)):
             for what, count in others.items():
                 own[what] += count * times  # type: ignore[index]
@@ -77,26 +77,26 @@ class Booked:
 
 
 class SimulatedWire(Wire):
-    """The end of a wire that is not there, of one worker or of several that do the same."""
+    """The wire of one simulated worker, or of several that do the same."""
 
     is_simulated = True
 
     def __init__(self, views: Sequence[Topology]) -> None:
-        self.topology = Panorama.of(views)
+        self.topology = LayoutViews.of(views)
         self.ledger = Ledger()
-        """Knows phase and purpose; what is sent is booked below."""
+        """Holds phase and purpose; what is sent goes to `booked`."""
         self._group = self._cross = self._control = None
         self.changing: set[int] = set()
         """Identities of tensors that training makes different on different workers."""
         self.repeat = 1
         """How often what is counted now would happen."""
         self.overlap = 0
-        """Steps that go on before anybody waits for what is counted now."""
+        """Steps taken before any worker waits for what is counted now."""
         self.booked = Booked()
 
     @contextmanager
     def booking(self) -> Iterator[Booked]:
-        """What is counted inside, by itself; it is in the whole as well."""
+        """What is counted inside, separately; it is added to the total as well."""
         whole, self.booked = self.booked, Booked()
         try:
             yield self.booked
@@ -105,24 +105,22 @@ class SimulatedWire(Wire):
             self.booked = whole
 
     def count_opening(self) -> None:
-        """Machine and settings of each, before there is anything to wait for."""
+        """Count the all-gather of machines and settings, which no phase waits for."""
         sent = self.topology.gather_ring(self.topology.world, 16)
         self.booked.opening[Call(self.ledger.phase, "control", sent, 1)] += 1
 
     def count(self, purpose: str, sent: Sent, calls: int = 1) -> None:
-        """Book a call."""
         call = Call(self.ledger.phase, self.ledger.booked_as(purpose), sent, calls, self.overlap)
         self.booked.calls[call] += self.repeat
 
     def count_overlapped(self, purpose: str, parts: Sequence[Sent]) -> None:
-        """Book the parts of an exchange."""
         exchange = Exchange(self.ledger.phase, tuple(parts))
         self.booked.exchanges[self.ledger.booked_as(purpose), exchange] += self.repeat
 
-    # What others would bring is not there, so tensors are measured and not packed.
+    # Other workers send nothing here, so tensors are measured and not packed.
 
     def sum_over_groups(self, tensors: Sequence[Tensor], purpose: str, wire: str = "fp32") -> None:
-        """Count the shares that cross, and that are handed around in the group."""
+        """Count the shares that cross, and their broadcast inside the group."""
         topology = self.topology
         if len(topology.groups) == 1:
             return
@@ -136,18 +134,10 @@ class SimulatedWire(Wire):
                 if len(topology.group) > 1 and size:
                     self.count(purpose, topology.tree(topology.group, size, topology.group[j]))
 
-    def broadcast(self, tensors: Sequence[Tensor], purpose: str, members: Ranks | None = None) -> None:
-        """Count what the first member sends."""
-        self._count_tree(tensors, purpose, members or self.topology.world, 0)
-
-    def broadcast_in_group(self, tensors: Sequence[Tensor], owner: int, purpose: str) -> None:
-        """Count what a member of the group sends."""
-        self._count_tree(tensors, purpose, self.topology.group, owner)
-
-    def _count_tree(self, tensors: Sequence[Tensor], purpose: str, members: Ranks, root: int) -> None:
+    def _broadcast(self, tensors: Sequence[Tensor], purpose: str, members: Ranks, root: int, group: Any) -> None:
         if len(members) > 1:
             for bucket in by_dtype(tensors):
-                self.count(purpose, self.topology.tree(members, sum(size_of(t) for t in bucket), members[root]))
+                self.count(purpose, self.topology.tree(members, sum(size_of(t) for t in bucket), root))
 
     def differing(self, contents: Sequence[Sequence[Tensor]], purpose: str) -> list[int]:
         """Those that training makes different."""
@@ -166,10 +156,10 @@ class SimulatedWire(Wire):
         return tensor
 
     def _gather_rows(self, rows: Tensor, mine: Tensor) -> Any:
-        return None  # everybody says the same, and the rows hold it already
+        return None  # all workers send the same, and the rows hold it already
 
-    def _gather_objects(self, told: list[Any], what: Any) -> None:
-        told[:] = [what] * len(told)
+    def _gather_objects(self, gathered: list[Any], what: Any) -> None:
+        gathered[:] = [what] * len(gathered)
 
     def _begin(self, call: Any, result: Tensor, sent: Sent, purpose: str) -> Pending:
         self.count(purpose, sent)
@@ -180,5 +170,5 @@ class SimulatedWire(Wire):
 
 
 def _of_view(sent: Sent, view: int) -> Sent:
-    assert isinstance(sent, SentByView), "what a dry wire counts comes from its own topology"
+    assert isinstance(sent, SentByView), "what a simulated wire counts comes from its own topology"
     return sent.views[view]

@@ -22,13 +22,13 @@ _ALL_TIMED, _ONE_IN = 32, 16
 
 
 class Account(Protocol):
-    """Whatever seconds are charged to."""
+    """Anything with seconds to add to."""
 
     seconds: float
 
 
 class Clock:
-    """Marks in time, and who pays for what lies between them."""
+    """Marks in time, and the accounts that the time between them is added to."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._on_gpu = device is not None and device.type == "cuda"
@@ -51,7 +51,7 @@ class Clock:
         self._counts_for = 1
 
     def mark(self) -> Mark:
-        """Now, or on a GPU when it will have come here."""
+        """Now; on a GPU, an event on its stream."""
         if not self._on_gpu:
             return time.perf_counter()
         if not self._counts_for:
@@ -61,7 +61,7 @@ class Clock:
         return event
 
     def charge(self, start: Mark, end: Mark, *accounts: Account) -> None:
-        """Add the time between two marks, which nobody else uses, to each account."""
+        """Add the time between two marks, not used again, to each account."""
         if isinstance(start, float) and isinstance(end, float):
             for account in accounts:
                 account.seconds += end - start
@@ -71,7 +71,7 @@ class Clock:
                 self._settle_first()
 
     def settle(self) -> None:
-        """Charge what a GPU has been asked for; waits for it."""
+        """Wait for the GPU, and add all pending times."""
         while self._pending:
             self._pending[0][3].synchronize()
             self._settle_first()
@@ -93,7 +93,7 @@ class Spent:
 
 @dataclass
 class _Phase:
-    """Totals of one phase, as they are kept."""
+    """Totals of one phase."""
 
     steps: int
     whole: Spent
@@ -122,7 +122,7 @@ class Times:
 
     @property
     def begun(self) -> int:
-        """With the one that has begun and is not over."""
+        """Steps taken, including one in progress."""
         return self.steps + self._in_step
 
     def enter(self, phase: str) -> None:
@@ -149,7 +149,7 @@ class Times:
             self._in_step = False
 
     def waited(self, start: Mark, end: Mark, account: Account) -> None:
-        """Waiting for the wire, on this account; what falls into a step is not computing."""
+        """Add time spent waiting for the wire to an account; inside a step it does not count as compute."""
         inside = (self._phases[self._phase].waiting_in_steps,) if self._in_step else ()
         self.clock.charge(start, end, account, *inside)
 
@@ -179,7 +179,7 @@ class Times:
         return {name: asdict(mine) for name, mine in self._settled().items()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Continue from a `state`."""
         self._phases.clear()
         self._entered = time.perf_counter()
         for name, mine in state.items():

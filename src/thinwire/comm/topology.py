@@ -1,8 +1,8 @@
-"""Who is where: the world, its nodes, its groups, and what a collective sends over which link.
+"""The layout: the world, its nodes, its groups, and what a collective sends over which link.
 
-Nodes are where the slow link is; groups are who trains together. `group_size=None` makes each node a
-group. When all workers are on one machine, a group stands for a node, and without a group size every
-worker does. Groups are contiguous ranks and never cut through a node.
+The slow link is between nodes; a group is the workers that train together. `group_size=None` makes each node a
+group. When all workers are on one machine, a group stands for a node, and without a group size each
+worker does. Groups are contiguous ranks and never split a node.
 """
 
 import hashlib
@@ -47,8 +47,7 @@ class Topology:
 
     @cached_property
     def group_index(self) -> int:
-        """Which group this worker is in."""
-        return _index_of(self.rank, self.groups)
+        return next(i for i, group in enumerate(self.groups) if self.rank in group)
 
     @property
     def group(self) -> Ranks:
@@ -57,7 +56,7 @@ class Topology:
 
     @property
     def member(self) -> int:
-        """This worker's place in its group."""
+        """This worker's index in its group."""
         return self.group.index(self.rank)
 
     @cached_property
@@ -83,7 +82,7 @@ class Topology:
         return self._carried[member]
 
     def _sharing_counts(self, other: "Topology") -> "Topology":
-        """Workers and nodes are the same, so what was counted of them need not be counted again."""
+        """Share what was counted: workers and nodes are the same."""
         other.__dict__.update(_node_of=self._node_of, _counted=self._counted, _queues=self._queues, world=self.world)
         return other
 
@@ -111,11 +110,11 @@ class Topology:
         """Several all-reduces side by side: they share the links of nodes that they leave, not the waiting."""
         sents = [self.all_reduce(members, size) for members, size in parts]
         if self.algorithm != "ring" or not sents:
-            return reduce(Sent.beside, sents, Sent())
-        return replace(reduce(Sent.beside, sents), slow_queue=self._queue(tuple(parts)))
+            return reduce(Sent.in_parallel, sents, Sent())
+        return replace(reduce(Sent.in_parallel, sents), slow_queue=self._queue(tuple(parts)))
 
     def _queue(self, parts: tuple[tuple[Ranks, int], ...]) -> int:
-        """What rings side by side put on the link of the node that sends most."""
+        """Bytes that concurrent rings put on the link of the node that sends most."""
         if parts not in self._queues:
             leaving: Counter[int] = Counter()
             for members, size in parts:
@@ -135,11 +134,11 @@ class Topology:
         return self._around(members, round(2 * (count - 1) * size / count), 2 * (count - 1))
 
     def gather_ring(self, members: Ranks, size: int) -> Sent:
-        """An all-gather of `size` bytes from each member: everyone passes on all but one part."""
+        """An all-gather of `size` bytes from each member: each passes on all parts but one."""
         return self._around(members, (len(members) - 1) * size, len(members) - 1)
 
     def star(self, members: Ranks, size: int) -> Sent:
-        """Everyone tells the first member, who answers each, as in gloo's monitored barrier."""
+        """Each member sends to the first, which answers, as in gloo's monitored barrier."""
         edges = self._edges("star", members)
         slow, fast = self._own(edges)
         queue = edges.busiest * size
@@ -147,7 +146,7 @@ class Topology:
         return Sent(slow * size, fast * size, queue, inner, 2 * bool(queue), 2 * bool(inner))
 
     def mesh(self, members: Ranks, size: int) -> Sent:
-        """Everyone sends every other member a part of `size` bytes."""
+        """Each member sends every other one a part of `size` bytes."""
         edges, rounds = self._edges("mesh", members), len(members) - 1
         slow, fast = self._own(edges)
         inner = size * rounds if fast else 0
@@ -157,7 +156,7 @@ class Topology:
     def double_tree(self, members: Ranks, size: int) -> Sent:
         """An all-reduce by two trees that carry half of it each, where every inner node of one is a leaf of the other.
 
-        A chain inside the node; between nodes everyone sends what a ring over nodes would, in far fewer rounds.
+        A chain inside the node; between nodes each sends as much as in a ring over nodes, in far fewer rounds.
         """
         on_nodes = Counter(self._node_of[rank] for rank in members)
         nodes, here = len(on_nodes), on_nodes[self._own_node]
@@ -225,7 +224,7 @@ def place() -> Place | None:
 
 
 def join() -> None:
-    """Start `torch.distributed` from torchrun's or srun's environment, unless it runs or nobody else is there."""
+    """Start `torch.distributed` from torchrun's or srun's environment, unless it runs or there is one worker only."""
     here = place()
     if dist.is_initialized() or here is None or here.world_size == 1:
         return
@@ -237,7 +236,7 @@ def join() -> None:
         os.environ["MASTER_ADDR"] = first
     os.environ.setdefault("MASTER_PORT", "29500")
     dist.init_process_group(_backend(here))
-    process_groups.opened_here()
+    process_groups.mark_initialized()
 
 
 def _backend(here: Place) -> str:
@@ -254,10 +253,12 @@ def discover(group_size: int | str | None, settings: str, device: torch.device) 
     """The layout of the running job, whose workers must all have the same settings; collective."""
     if not dist.is_initialized():
         return arrange(0, [0], group_size)
-    machines, given = zip(*_everyone(device, _machine(), settings), strict=True)
+    # This rank's machine: torchrun's or SLURM's node number, else the host's name.
+    machine = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or socket.gethostname()
+    machines, given = zip(*_gather_hashes(device, machine, settings), strict=True)
     odd = [rank for rank, other in enumerate(given) if other != given[0]]
     if odd:
-        # Said before anything depends on it: workers with other groups would wait for one another forever.
+        # Checked before anything depends on it: workers with other groups would wait for one another forever.
         raise DisagreementError(
             f"workers were attached with different settings: ranks {', '.join(map(str, odd))} differ from rank 0, "
             f"here is {settings}; give the same config on every worker"
@@ -266,7 +267,7 @@ def discover(group_size: int | str | None, settings: str, device: torch.device) 
 
 
 def arrange(rank: int, machines: Sequence[int], group_size: int | str | None) -> Topology:
-    """The layout of workers whose machines are given, a number for each rank."""
+    """The layout of workers, given the machine of each rank as a number."""
     size = len(machines)
     if isinstance(group_size, int) and group_size > size:
         raise ConfigError(
@@ -286,20 +287,15 @@ def arrange(rank: int, machines: Sequence[int], group_size: int | str | None) ->
     return Topology(rank, nodes, groups)
 
 
-def _machine() -> str:
-    """This rank's machine: torchrun's or SLURM's node number, else the host's name."""
-    return os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or socket.gethostname()
-
-
-def _everyone(device: torch.device, *texts: str) -> list[list[int]]:
-    """A number for each of these texts, the same for the same text, from every rank."""
+def _gather_hashes(device: torch.device, *texts: str) -> list[list[int]]:
+    """Every rank's hashes of these texts."""
     numbers = [int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest()) for text in texts]
     mine = torch.tensor(numbers, dtype=torch.int64)
     if "cpu" not in dist.get_backend_config():
         mine = mine.to(device)
-    everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    return [row.tolist() for row in everyone]
+    rows = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine)
+    return [row.tolist() for row in rows]
 
 
 def _runs(machines: Sequence[int]) -> tuple[Ranks, ...]:
@@ -327,10 +323,6 @@ def _refuse_cut_nodes(nodes: tuple[Ranks, ...], groups: tuple[Ranks, ...], group
         inside = {group_of[rank] for rank in node}
         if len(inside) > 1 and any(group[0] < node[0] or group[-1] > node[-1] for group in inside):
             raise ConfigError(
-                f"`group_size`={group_size} cuts through the node of ranks {node[0]} to {node[-1]}; use a divisor or a "
-                f"multiple of {len(node)} workers, or None for one node a group"
+                f"`group_size`={group_size} splits the node of ranks {node[0]} to {node[-1]}; use a divisor or a "
+                f"multiple of {len(node)} workers, or None for one group per node"
             )
-
-
-def _index_of(rank: int, parts: tuple[Ranks, ...]) -> int:
-    return next(i for i, part in enumerate(parts) if rank in part)

@@ -1,6 +1,6 @@
-"""Others who average or shard the same parameters: DistributedDataParallel and FSDP, inside a model or around it.
+"""Wrappers that average or shard the same parameters: DistributedDataParallel and FSDP, inside a model or around it.
 
-What they send is on no ledger, and what they average must not be averaged: groups that should train apart would not.
+What they send is not in the ledger, and they would average over groups that should train apart.
 """
 
 import sys
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def wrapper_inside(model: nn.Module) -> str | None:
-    """What averages or shards parameters of this model already, by its class's name."""
+    """The class name of what already averages or shards parameters of this model."""
     kinds = (DistributedDataParallel, *_classes("torch.distributed.fsdp", "FullyShardedDataParallel", "FSDPModule"))
     found = next((module for module in model.modules() if isinstance(module, kinds)), None)
     if found is not None:
@@ -22,7 +22,7 @@ def wrapper_inside(model: nn.Module) -> str | None:
 
 
 def wrapper_around(parameters: Iterable[nn.Parameter]) -> str | None:
-    """What is in the middle of a forward pass now and averages these parameters, by its class's name."""
+    """The class name of a wrapper that averages these parameters and is in a forward pass now."""
     active = DistributedDataParallel._get_active_ddp_module()
     if active is None:
         return None
@@ -31,6 +31,6 @@ def wrapper_around(parameters: Iterable[nn.Parameter]) -> str | None:
 
 
 def _classes(module: str, *names: str) -> tuple[Any, ...]:
-    """Classes of a part of torch that is loaded already; loading FSDP takes a second, and nobody has one otherwise."""
+    """Classes of a torch module, if imported: importing FSDP takes a second, and without it there is no instance."""
     loaded = sys.modules.get(module)
     return tuple(found for name in names if (found := getattr(loaded, name, None)) is not None)

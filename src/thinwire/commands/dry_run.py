@@ -37,14 +37,14 @@ from thinwire.train.folder import of_a_run
 from thinwire.train.task import describe_optimizer
 
 
-def dry_run(job: Job, *, speaks: bool, as_json: bool, quiet: bool) -> None:
-    """Take the step and, if `speaks`, print a report; a loss that is not finite exits with code 1."""
+def dry_run(job: Job, *, prints: bool, as_json: bool, quiet: bool) -> None:
+    """Take the step and, if `prints`, print a report; a loss that is not finite exits with code 1."""
     console = Console(stderr=True)
-    if speaks and not (as_json or quiet):
+    if prints and not (as_json or quiet):
         console.print("taking one step, and planning the others …", highlight=False)
     before = _before(job)
     step = _take(job, console)
-    if speaks:
+    if prints:
         logging.getLogger("thinwire").setLevel(logging.WARNING)  # the step has logged its layout already
         report = _report(job, step) | {"out": {"folder": str(job.out), "then": before}}
         click.echo(json.dumps(report, indent=2)) if as_json else show(report)
@@ -76,7 +76,7 @@ def _refused(job: Job, remedy: str) -> str:
 
 
 def _report(job: Job, step: dict[str, Any]) -> dict[str, Any]:
-    """Everything, as plain values."""
+    """The report as plain values."""
     workload = of_recipe(job.trained, len(step["losses"]), job.data)
     traffic, state_bytes = _traffic(job, workload, len(step["losses"]))
     peaks = [peak for peak in step["peaks"] if peak is not None]

@@ -11,13 +11,12 @@ from rich.table import Table
 from thinwire import units
 from thinwire.report.tables import ratio, size
 
-# With more weights than this, only so many first and last ones are shown.
+# With more weights than _MOST, only the first and the last are shown.
 _MOST, _FIRST, _LAST = 30, 24, 4
 _OPTIMIZER = ("momentum", "betas", "weight_decay")
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print all of it."""
     wide = Console()
     console = Console(width=None if wide.is_terminal else 100, highlight=False)
     for part in (_run(report), _layers(report["layers"]), _traffic(report), _step(report)):

@@ -158,7 +158,7 @@ def _copy(run: Path, folder: Path, onnx: bool, recipe: str | None, data: Path | 
     value, before = summary[metric], summary.get(f"{metric}_before_truncation")
     found, left_out = _of_recipe(run, summary["recipe"], recipe, data)
     if found is not None:
-        _say_inputs(folder, found)
+        _describe_inputs(folder, found)
         judge = found.evaluate if data else None
         made = compress(found.model, cutoff=0.0, **found.keep, example=found.example, evaluate=judge)
         _draw(made, folder)
@@ -186,7 +186,7 @@ def _of_recipe(run: Path, name: str, recipe: str | None, data: Path | None) -> t
         return None, [f"no spectrum.png: {error}"]
 
 
-def _say_inputs(folder: Path, found: Found) -> None:
+def _describe_inputs(folder: Path, found: Found) -> None:
     """Add a description of the inputs, if the version that wrote the model did not."""
     path = folder / "layers.json"
     about = read_json(path)

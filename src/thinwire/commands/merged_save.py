@@ -43,7 +43,7 @@ def how(state: Mapping[str, Any]) -> str:
 
 
 def _sizes(folder: Path, state: Mapping[str, Any]) -> list[float]:
-    """What each group counts in a mean: its workers, over its mean loss where the config says so."""
+    """Each group's weight in a mean: its workers, divided by its mean loss if the config asks for it."""
     sizes = [float(len(group)) for group in state["groups"]]
     if state["config"].get("merge") != "weighted":
         return sizes
@@ -55,7 +55,7 @@ def _sizes(folder: Path, state: Mapping[str, Any]) -> list[float]:
     if not all(counts):
         raise ConfigError(
             "merge='weighted' needs losses, and since the last merge none was observed before this save; "
-            "go on with the run, or export a later save"
+            "continue the run, or export a later save"
         )
     return [size / max(loss / n, 1e-8) for size, loss, n in zip(sizes, losses, counts, strict=True)]
 
@@ -72,7 +72,7 @@ def _by_who_trained(sizes: Sequence[float], state: Mapping[str, Any]) -> dict[st
 
 
 def _mean(copies: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """As a merge has it: the mean of numbers that differ, the largest of counters, the first of anything else."""
+    """As in a merge: the mean of numbers that differ, the largest of counters, the first of anything else."""
     first = copies[0]
     if all(torch.equal(first, other) for other in copies[1:]):
         return first

@@ -40,13 +40,13 @@ def of_stability(runs: list[Run], *, silent: bool) -> None:
 def drawn(pictures: Iterable[Draw]) -> list[Path]:
     """The paths of those that could be drawn; errors are reported once and not raised."""
     found: list[Path] = []
-    said: set[str] = set()
+    reported: set[str] = set()
     for picture in pictures:
         try:
             path = picture()
         except Exception as error:  # of any kind: the results are written already
-            if str(error) not in said:
-                said.add(str(error))
+            if str(error) not in reported:
+                reported.add(str(error))
                 click.echo(f"thinwire: no picture: {error}", err=True)
         else:
             found += [path] if path else []

@@ -30,32 +30,32 @@ _FILES = ("plan.json", "plan.png")
 
 @click.command()
 @click.argument("recipe", required=False)
-@click.option("--model", metavar="FILE.py:FUNCTION", help="Plan for this nn.Module instead; with its inputs, if given.")
-@click.option("--methods", metavar="A,B", help="As ab or allreduce:wire=bf16, by commas; all methods if not given.")
-@click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="All workers.")
+@click.option(
+    "--model", metavar="FILE.py:FUNCTION", help="Plan for this nn.Module instead, and its inputs if returned."
+)
+@click.option("--methods", metavar="A,B", help="Comma-separated, as ab or allreduce:wire=bf16; default: all methods.")
+@click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="Total workers.")
 @click.option("--nodes", type=click.IntRange(1), help="Nodes they are on; on one machine a group stands for a node.")
-@click.option("--group-size", metavar="G", help='Workers to a group, or "world".')
+@click.option("--group-size", metavar="G", help='Workers per group, or "world".')
 @click.option("--bandwidth", default="1Gbit", show_default=True, help="Of each node's link, each way.")
 @click.option("--latency", default="50us", show_default=True, help="Between nodes, one way.")
-@click.option("--overhead", default="100us", show_default=True, help="Of each collective, beside its bytes.")
+@click.option("--overhead", default="100us", show_default=True, help="Of each collective, besides its bytes.")
 @click.option("--fast-bandwidth", default="100Gbit", show_default=True, help="Between workers of a node.")
 @click.option("--fast-latency", default="5us", show_default=True, help="Between workers of a node.")
-@click.option(
-    "--allreduce", type=click.Choice(["ring", "tree"]), default="ring", show_default=True, help="How it is done."
-)
-@click.option("--compute", metavar="TIME", help="A full-rank step without the wire, as 120ms; else measured.")
-@click.option("--ranks", type=options.DIR, metavar="RUN_DIR", help="Take the ranks that this run found.")
+@click.option("--allreduce", type=click.Choice(["ring", "tree"]), default="ring", show_default=True, help="Algorithm.")
+@click.option("--compute", metavar="TIME", help="A full-rank step without the wire, such as 120ms; default: measured.")
+@click.option("--ranks", type=options.DIR, metavar="RUN_DIR", help="Use the ranks that this run found.")
 @click.option("--steps", type=click.IntRange(1), metavar="N", help="Steps instead of the recipe's.")
 @click.option("--epochs", type=click.IntRange(1), metavar="N", help="Epochs instead of the recipe's.")
 @options.data
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="adamw", help="With --model.")
 @options.settings
 @click.option(
-    "--out", type=options.DIR, metavar="DIR", help="Where plan.json and plan.png go; under runs/ if not given."
+    "--out", type=options.DIR, metavar="DIR", help="Output folder for plan.json and plan.png; default: under runs/."
 )
 @options.overwrite
-@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON, and nothing else; draws nothing.")
-@click.option("--quiet", is_flag=True, help="Say nothing of what is being worked on.")
+@click.option("--json", "as_json", is_flag=True, help="Print only the plan, as JSON, and draw nothing.")
+@click.option("--quiet", is_flag=True, help="No progress line.")
 def plan(
     recipe: str | None, model: str | None, as_json: bool, quiet: bool, out: Path | None, overwrite: bool, **flags: Any
 ) -> None:
@@ -71,35 +71,35 @@ def plan(
     length = {name: flags[name] for name in ("steps", "epochs", "workers")}
     chosen = None if recipe is None else named(recipe, **length)
     if as_json:
-        made = _plan(chosen, _subject(chosen, model, flags), flags)
+        made = _plan(chosen, _workload(chosen, model, flags), flags)
         click.echo(json.dumps(made.as_dict(), indent=2))
         return
     with Progress(quiet=quiet) as progress:
-        progress.all_gather_object("building the model")
-        made = _plan(chosen, _subject(chosen, model, flags), flags, progress)
-        told = progress.end(made)
+        progress.update("building the model")
+        made = _plan(chosen, _workload(chosen, model, flags), flags, progress)
+        result = progress.end(made)
         folder = out or Path("runs") / f"plan-{made.workload.name}"
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder, told)
-        progress.all_gather_object("drawing")
-        missing = _draw(made, told, folder)
+        _write(folder, result)
+        progress.update("drawing")
+        missing = _draw(made, result, folder)
     click.echo(missing or f"picture and figures: {folder / 'plan.png'}, {folder / 'plan.json'}")
 
 
-def _draw(made: Plan, told: dict[str, Any], folder: Path) -> str | None:
-    """The picture, and its curves in the file; a sentence where there can be none, which costs no result."""
+def _draw(made: Plan, result: dict[str, Any], folder: Path) -> str | None:
+    """Draw the picture and add its curves to the file; returns a message if matplotlib is missing."""
     try:
-        told["curves"] = draw(made, folder / "plan.png")
+        result["curves"] = draw(made, folder / "plan.png")
     except ConfigError as error:
         if not isinstance(error.__cause__, ImportError):
             raise
         return f"figures: {folder / 'plan.json'}; no picture: {error}"
-    _write(folder, told)
+    _write(folder, result)
     return None
 
 
 class Progress:
-    """What is being worked on: a line that changes on a terminal, lines of their own on stderr elsewhere."""
+    """Shows what is being done: one changing line on a terminal, separate lines on stderr elsewhere."""
 
     def __init__(self, *, quiet: bool) -> None:
         wide = Console()
@@ -118,43 +118,40 @@ class Progress:
         if self._status is not None:
             self._status.stop()
 
-    def all_gather_object(self, what: str) -> None:
-        """What comes next."""
+    def update(self, what: str) -> None:
+        """Show what is being done."""
         if self._status is not None:
             self._status.update(f"{what} …")
         elif not self._quiet:
             click.echo(f"{what} …", err=True)
 
     def expect(self, methods: Iterable[str]) -> None:
-        """The methods that will be planned."""
         self._methods = list(methods)
         self._rows = Rows(self.console, self._methods)
-        self.all_gather_object("planning fp32 all-reduce, which the others are held against")
+        self.update("planning fp32 all-reduce, the baseline")
 
     def begin(self, method: str) -> None:
-        """A method is being planned."""
-        self.all_gather_object(f"planning {method} ({self._methods.index(method) + 1} of {len(self._methods)})")
+        self.update(f"planning {method} ({self._methods.index(method) + 1} of {len(self._methods)})")
 
     def add(self, plan: Plan, row: Row) -> None:
-        """A row is there."""
         assert self._rows is not None
         if row is plan.rows[0]:
             self._rows.begin(plan)
         self._rows.add(plan.row_as_dict(row))
 
     def end(self, plan: Plan) -> dict[str, Any]:
-        """All rows are there; the plan as plain values."""
+        """Print the caption; returns the plan as plain values."""
         assert self._rows is not None
-        told = plan.as_dict()
-        self._rows.end(told)
-        return told
+        result = plan.as_dict()
+        self._rows.end(result)
+        return result
 
 
-def _write(folder: Path, told: dict[str, Any]) -> None:
-    (folder / "plan.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+def _write(folder: Path, result: dict[str, Any]) -> None:
+    (folder / "plan.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def _subject(recipe: Recipe | None, model: str | None, flags: dict[str, Any]) -> Workload:
+def _workload(recipe: Recipe | None, model: str | None, flags: dict[str, Any]) -> Workload:
     if recipe is not None:
         return of_recipe(recipe, flags["workers"], flags["data"])
     assert model is not None

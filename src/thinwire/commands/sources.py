@@ -20,7 +20,7 @@ from thinwire.factor.matrix import view_of
 from thinwire.factor.program import arguments, read_program
 from thinwire.files import read_json
 from thinwire.methods.registry import METHODS
-from thinwire.recipes import Recipe, call_function, installed, named
+from thinwire.recipes import Recipe, call_model, installed, named
 from thinwire.report import read_run
 from thinwire.store import newest, read_tensors
 from thinwire.train.batcher import Batcher
@@ -86,7 +86,7 @@ def finished(folder: Path, recipe: str | None, data: Path | None) -> Found:
             f"`{folder / 'model' / 'model.safetensors'}` is damaged ({error}); restore it, or run again"
         ) from error
     except (ValueError, RuntimeError, AttributeError) as error:
-        raise _misfit(f"the model in `{folder}`", _said(trained, source), error) from error
+        raise _misfit(f"the model in `{folder}`", _name(trained, source), error) from error
     origin = f"{folder}: a finished run of {summary['steps']} steps by {summary['method']}"
     known = {"example": _example(folder / "model")} | _judged(trained, source)
     return Found(model=model, origin=origin, **sizes, keep=_kept(summary["config"]), **known)
@@ -107,7 +107,7 @@ def unfinished(folder: Path, saved: Path, recipe: str | None, data: Path | None)
     try:
         fill(model, _multiplied_out(model, merged_save.merged(replica, state)))
     except (ValueError, RuntimeError) as error:
-        raise _misfit(f"the save in `{folder}`", _said(trained, source), error) from error
+        raise _misfit(f"the save in `{folder}`", _name(trained, source), error) from error
     origin = f"{folder}: not finished; saved at step {position['step']} of {about['steps']} by {state['method_name']}"
     if not state["in_sync"]:
         origin += f", in a group phase: {merged_save.how(state)}"
@@ -119,13 +119,7 @@ def unfinished(folder: Path, saved: Path, recipe: str | None, data: Path | None)
 
 def of_function(text: str, weights: Path | None) -> Found:
     """The model that FILE.py:FUNCTION returns, alone or with its inputs; with the values of a file, if given."""
-    built = call_function(text, "model")
-    model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"{text} returns {type(model).__name__}; it must return an nn.Module, or one and its inputs: "
-            "a tensor, a tuple of arguments, or a dict of them by name"
-        )
+    model, inputs = call_model(text)
     if weights is not None:
         _fill_from(model, weights, text)
     if inputs is not None:
@@ -193,7 +187,7 @@ def _example(folder: Path) -> Any:
     return args[0]
 
 
-def _said(recipe: Recipe, source: Source | NoData) -> str:
+def _name(recipe: Recipe, source: Source | NoData) -> str:
     text = f"the recipe {recipe.name!r}"
     return f"{text} as it is without data (give --data DIR)" if isinstance(source, NoData) else text
 

@@ -37,7 +37,6 @@ def parse_code(text: Any) -> Code:
 
 
 def check_code(config: Any, name: str) -> None:
-    """A code by its name."""
     try:
         parse_code(getattr(config, name))
     except ConfigError as error:

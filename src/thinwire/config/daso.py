@@ -18,7 +18,7 @@ from thinwire.errors import ConfigError
 )
 @dataclass(frozen=True, kw_only=True)
 class DASO:
-    """Gradients averaged inside the node, parameters between nodes every so often, while training goes on (Ch. 3)."""
+    """Gradients averaged inside the node, parameters between nodes every few steps during training (Ch. 3)."""
 
     total_steps: int
     """Optimizer steps of the whole run."""
@@ -34,13 +34,13 @@ class DASO:
     """As the warm-up, at the end."""
 
     every: int = 4
-    """B, steps between two averages, to begin with; it is halved when the loss does not fall any more."""
+    """B, steps between two averages, at first; it is halved when the loss stops falling."""
 
     overlap: int = 1
-    """S, steps that training goes on while an average is under way, at most B; 0 waits for it."""
+    """S, steps of training while an average is pending, at most B; 0 waits for it."""
 
     compensate: bool = False
-    """Whether a node keeps all that it trained while an average was under way, w ← mean + (w − what it sent), as in
+    """Whether a node keeps all that it trained while an average was pending, w ← mean + (w − what it sent), as in
     arXiv 1906.12043; good where S is 1 or 2. Else Eq. 3.2, which takes P·S/(2S + P) steps back every B steps."""
 
     plateau_patience: int | None = 2
@@ -68,7 +68,7 @@ class DASO:
         check_whole(self, "overlap", 0)
         if self.overlap > self.every:
             raise ConfigError(
-                f"`overlap`={self.overlap} must be at most `every`={self.every}: an average must be there before the "
+                f"`overlap`={self.overlap} must be at most `every`={self.every}: an average must arrive before the "
                 f"next one is sent; use 0 to {self.every}"
             )
         if self.plateau_patience is not None:
@@ -89,17 +89,14 @@ class DASO:
 
     @property
     def warmup_code(self) -> str:
-        """The code of the warm-up."""
         return self.warmup_wire or self.wire
 
     @property
     def warmup_length(self) -> int:
-        """Warm-up in steps."""
         return length(self.warmup, self.total_steps)
 
     @property
     def cooldown_length(self) -> int:
-        """Cool-down in steps."""
         steps = length(self.cooldown, self.total_steps)
         are_shares = self.warmup + self.cooldown <= 1  # which both may be rounded up
         return min(steps, self.total_steps - self.warmup_length) if are_shares else steps

@@ -89,22 +89,18 @@ class AB:
 
     @property
     def warmup_length(self) -> int:
-        """Warm-up in steps."""
         return length(self.warmup, self.total_steps)
 
     @property
     def group_length(self) -> int:
-        """A group phase in steps."""
         return length(self.every, self.total_steps)
 
     @property
     def rebound_length(self) -> int:
-        """A full-rank rebound in steps."""
         return length(self.rebound, self.group_length)
 
     @property
     def lr_rebound_length(self) -> int:
-        """A learning-rate rebound in steps."""
         return length(self.lr_rebound, self.group_length)
 
     def _check_one_cycle_fits(self) -> None:
@@ -141,26 +137,26 @@ class OIALR:
     """Full-rank training before weights become U S Vᵀ; 0 begins with them."""
 
     redecompose: float = 0.0333
-    """Steps from then on between two updates of the bases, in which ranks may fall."""
+    """Steps between two updates of the bases after that, in which ranks may fall."""
 
     updates_from: float | None = None
-    """The step from which on that is counted, where it is not `factor_at`."""
+    """The step from which `redecompose` is counted, if not `factor_at`."""
 
     cutoff: float = 0.1
     """Singular values up to this share of the largest are dropped at an update."""
 
     layer_fraction: float = 0.1
-    """By how many of the layers, as a share of all, each update reaches further from the last one towards the first."""
+    """Share of the layers by which each update reaches further from the last layer towards the first."""
 
     max_shrink: float = 0.5
-    """The largest share of a layer's ranks that one update may drop; 1 drops all that the cutoff says."""
+    """The largest share of a layer's ranks that one update may drop; 1 for no limit but the cutoff."""
 
     moments: Literal["carry", "reset"] = "carry"
-    """What happens to the optimizer's state when bases change: turned into the new ones, or it starts again."""
+    """What happens to the optimizer's state when bases change: transformed to the new bases, or reset."""
 
     match_rate: bool | None = None
-    """Whether S's updates are scaled by √(m n)/k. Adam's updates have one size per element: only so does a weight of k²
-    elements move as far as a full one of m n. None does it where the optimizer keeps second moments."""
+    """Whether S's updates are scaled by √(m n)/k. Adam's updates have one size per element: scaled, a weight of k²
+    elements moves as far as a full one of m n. None does it where the optimizer keeps second moments."""
 
     keep_first: bool = False
     """Leave the first layer full."""

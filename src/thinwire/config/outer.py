@@ -1,4 +1,4 @@
-"""What is done with the mean of how far groups came."""
+"""The outer step on the mean change of groups."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from thinwire.errors import ConfigError
 
 @dataclass(frozen=True)
 class Nesterov:
-    """An outer step of SGD with Nesterov momentum, whose gradient is minus the mean of how far groups came."""
+    """An outer step of SGD with Nesterov momentum, whose gradient is minus the mean change of groups."""
 
     lr: float = 1.0
     momentum: float = 0.5

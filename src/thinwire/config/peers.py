@@ -38,7 +38,7 @@ class AllReduce:
 
 @dataclass(frozen=True, kw_only=True)
 class _Warmed:
-    """What methods share that begin with a warm-up."""
+    """What methods with a warm-up share."""
 
     warmup: float = 0
     """Steps at the beginning in which the whole world averages gradients: a whole number, or a fraction of
@@ -61,7 +61,6 @@ class _Warmed:
 
     @property
     def warmup_length(self) -> int:
-        """Warm-up in steps."""
         return length(self.warmup, self.total_steps or 1)
 
 
@@ -92,7 +91,7 @@ _OUTER = {"outer_lr": "outer=Nesterov(lr=…)", "outer_momentum": "outer=Nestero
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(_Warmed):
-    """Groups train alone and average their parameters every so often (arXiv 1805.09767, 1808.07217)."""
+    """Groups train alone and average their parameters every few steps (arXiv 1805.09767, 1808.07217)."""
 
     every: int = 24
     """Steps between two averages of the same fragment of the model."""
@@ -101,14 +100,13 @@ class LocalSGD(_Warmed):
     """The code that averages travel in: fp32, bf16, int8, int4, int2, bit, lowrank:R or topk:D."""
 
     outer: Nesterov | None = None
-    """What is done with the mean of how far groups came: None takes it, Nesterov(lr=1.0, momentum=0.5) is an outer
-    step."""
+    """What to do with the mean change of groups: None applies it, Nesterov(lr=1.0, momentum=0.5) is an outer step."""
 
     fragments: int = 1
     """Parts of the model that are sent at different times."""
 
     overlap: int = 0
-    """Steps that training goes on while an average is under way."""
+    """Steps of training while an average is pending."""
 
     mix: float = 0.5
     """Share of a group's own values when an average comes back that was sent `overlap` steps before; 0 takes none."""
@@ -142,10 +140,10 @@ class LocalSGD(_Warmed):
 @renamed(**_OUTER)
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(LocalSGD):
-    """Groups train alone; the mean of how far they came is a gradient for an outer Nesterov step (arXiv 2311.08105).
+    """Groups train alone; their mean change is a gradient for an outer Nesterov step (arXiv 2311.08105).
 
-    `fragments` above 1 is the streaming variant (arXiv 2501.18512): a part of the model at a time, sent while training
-    goes on and merged `overlap` steps later.
+    `fragments` above 1 is the streaming variant (arXiv 2501.18512): one part of the model at a time, sent
+    during training and merged `overlap` steps later.
     """
 
     every: int = 48
@@ -188,7 +186,6 @@ class TopK(_Warmed):
 
     @property
     def ramp_length(self) -> int:
-        """The ramp in steps."""
         return length(self.ramp, self.total_steps or 1)
 
 

@@ -1,4 +1,4 @@
-"""Names that fields had before: using one is an error that says the new one."""
+"""Former names of fields: using one is an error that gives the new one."""
 
 import functools
 from collections.abc import Callable
@@ -28,8 +28,8 @@ def renamed(**fields: str) -> Callable[[C], C]:
 
 
 def refuse(config: type, given: Any) -> None:
-    """Old names among the fields that were given."""
+    """Raise for a former name among the given fields."""
     known = getattr(config, "renamed_fields", {})
     for name in given:
         if name in known:
-            raise ConfigError(f"{config.__name__} has no field `{name}` any more: write {known[name]}")
+            raise ConfigError(f"{config.__name__} no longer has the field `{name}`: write {known[name]}")

@@ -91,7 +91,7 @@ def _smooth(x: Tensor) -> Tensor:
 
 
 def _equalized(x: Tensor) -> Tensor:
-    """Each channel's values spread so that all are about as frequent, by PIL's rule."""
+    """Histogram equalization of each channel, by PIL's rule."""
     values = x.flatten(2).long()  # (n, 3, pixels)
     counts = torch.zeros(*values.shape[:2], 256, device=x.device).scatter_add_(2, values, torch.ones_like(x).flatten(2))
     highest = counts.gather(2, values.amax(2, keepdim=True))

@@ -117,7 +117,7 @@ def find_layers(
     return to_factor, [Kept(layer.key, kept[layer.key]) for layer in candidates if layer.key in kept]
 
 
-def warn_of_idle_patterns(model: nn.Module, keep: Sequence[str]) -> None:
+def warn_unmatched_patterns(model: nn.Module, keep: Sequence[str]) -> None:
     """Warn of patterns that match nothing: likely a misspelt name."""
     layers = list(_matrices(model))
     for pattern in keep:

@@ -4,10 +4,9 @@ With `W ≈ A B` the gradients are g_A = g_W Bᵀ and g_B = Aᵀ g_W, so first m
 and second moments with elementwise squares of the same matrices (an approximation):
 
     from full   m_A = m_W Bᵀ          v_A = v_W (Bᵀ)²         m_B = Aᵀ m_W          v_B = (Aᵀ)² v_W
-    re-cut      m_A' = m_A Dᵀ         v_A' = v_A (Dᵀ)²        m_B' = Cᵀ m_B         v_B' = (Cᵀ)² v_B
     to full     m_W = m_A (B⁺)ᵀ  or  (A⁺)ᵀ m_B
 
-with D = B' B⁺ and C = A⁺ A'. With W = U S Vᵀ, U and V fixed, g_S = Uᵀ g_W V:
+With W = U S Vᵀ, U and V fixed, g_S = Uᵀ g_W V:
 
     from full   m_S = Uᵀ m_W V        v_S = (Uᵀ)² v_W V²
     re-cut      m_S' = Pᵀ m_S Q       v_S' = (Pᵀ)² v_S Q²     with P = Uᵀ U', Q = Vᵀ V'
@@ -52,18 +51,6 @@ def full_from_factor(state: State, view: MatrixView, *, a: Tensor | None = None,
     assert a is not None
     inverse = torch.linalg.pinv(wide(a))  # (k, m)
     return transport(state, lambda moment, power: view.to_weight(power(inverse).t() @ moment))
-
-
-def recut_a(state: State, b: Tensor, new_b: Tensor) -> State:
-    """State of A' from that of A, when A B became A' B'."""
-    d = wide(new_b) @ torch.linalg.pinv(wide(b))  # (k', n) @ (n, k)
-    return transport(state, lambda moment, power: moment @ power(d).t())
-
-
-def recut_b(state: State, a: Tensor, new_a: Tensor) -> State:
-    """State of B' from that of B, when A B became A' B'."""
-    c = torch.linalg.pinv(wide(a)) @ wide(new_a)  # (k, m) @ (m, k')
-    return transport(state, lambda moment, power: power(c).t() @ moment)
 
 
 def middle_from_full(state: State, view: MatrixView, u: Tensor, vt: Tensor) -> State:

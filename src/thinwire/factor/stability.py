@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from thinwire.checks import check_whole, patterns
 from thinwire.errors import ConfigError
-from thinwire.factor.convert import warn_of_idle_patterns
+from thinwire.factor.convert import warn_unmatched_patterns
 from thinwire.factor.forms import Chain, Layers, Source, bare, label_of, read, shape_of, tall
 
 Matrix = Tensor | Sequence[Tensor]
@@ -150,7 +150,7 @@ class Stability:
         watch = Stability(model, every=100, back=5)     # before training: the first snapshot is at step 0
         ...
         optimizer.step()
-        if record := watch.look(step):                  # None unless there is something to compare with
+        if record := watch.update(step):                  # None unless there is something to compare with
             ...
 
     Works for any method: give the replica, a DDP or the bare model. Weights of two or more dimensions are measured
@@ -168,11 +168,11 @@ class Stability:
         self.every, self.back, self.keep = every, back, patterns(keep)
         for name in ("every", "back"):
             check_whole(self, name, 1)
-        warn_of_idle_patterns(bare(model), self.keep)
+        warn_unmatched_patterns(bare(model), self.keep)
         self.snapshots: deque[tuple[int, dict[str, Basis]]] = deque(maxlen=back)
-        self.look(step)
+        self.update(step)
 
-    def look(self, step: int) -> dict[str, Any] | None:
+    def update(self, step: int) -> dict[str, Any] | None:
         """Call after optimizer step `step`: every `every` steps, compares with `back` snapshots before, if any."""
         if step % self.every or (self.snapshots and self.snapshots[-1][0] == step):
             return None

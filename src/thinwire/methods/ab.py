@@ -2,7 +2,7 @@
 
     1. warm-up: the whole world trains the full model
     2. decompose: every weight W becomes A B, small singular values are dropped
-    3. groups: each group trains A or B alone, and whatever was not factored
+    3. groups: each group trains A or B alone, and everything that was not factored
     4. merge: all copies are averaged, W = A B is rebuilt
     5. rebound: the whole world trains the full model; then again from 2
 
@@ -16,20 +16,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from thinwire.comm.topology import Topology
 from thinwire.config import AB
-from thinwire.errors import ConfigError, DivergedError
+from thinwire.errors import ConfigError
 from thinwire.factor import moments
 from thinwire.factor.convert import Layer, to_factors, to_full
 from thinwire.methods.ab_timetable import timetable
-from thinwire.methods.averaged import AveragedTensors
+from thinwire.methods.agree import empty_factors
+from thinwire.methods.averaged import AveragedTensors, all_restored, not_finite
 from thinwire.methods.averaging import role_by_codes
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.factoring import Factoring
-from thinwire.methods.merging import average_buffers, average_moments, put_back, refuse_diverged
+from thinwire.methods.merging import average_buffers, average_moments, refuse_diverged
 from thinwire.methods.registry import register
 
 
@@ -61,12 +61,12 @@ class ABMethod(Factoring):
         self.index = 0
         self.lr_start: int | None = None
         self.average: AveragedTensors | None = None
-        """What a merge averages, while groups train apart."""
+        """The tensors that a merge averages, while groups train apart."""
         context.lr_factor = self._lr_factor
 
     @classmethod
     def role(cls, config: AB, topology: Topology) -> Hashable:
-        """The factor that its group trains; where codes say so, the group."""
+        """The factor that the group trains; with some codes, the group itself."""
         return _trained_factor(topology), role_by_codes(topology, config.wire, config.warmup_wire)
 
     def attach(self) -> None:
@@ -78,7 +78,7 @@ class ABMethod(Factoring):
         """Change phase where the timetable says so."""
         super().after_step()
         self._follow_timetable()
-        self.warn_beyond_the_end()
+        self.warn_past_end()
 
     @property
     def in_sync(self) -> bool:
@@ -87,7 +87,6 @@ class ABMethod(Factoring):
 
     @property
     def next_event(self) -> int:
-        """The end of the present phase."""
         return self.segments[self.index].end if self.index + 1 < len(self.segments) else sys.maxsize
 
     @property
@@ -113,11 +112,11 @@ class ABMethod(Factoring):
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """Average copies of everything, and put the group's own back."""
+        """Average copies of everything, and restore the group's own at the end."""
         if self.average is None:
             yield
             return
-        with put_back(self.model), self.average.restored():
+        with all_restored(self.model, [self.average]):
             self._average(self._weigh())
             yield
 
@@ -136,11 +135,11 @@ class ABMethod(Factoring):
     def _split(self) -> None:
         """Steps 2 and 3: decompose, freeze what this group does not train, average gradients inside the group."""
         self.find_layers()
-        self.make_room()
+        self.free_memory()
         for layer, factors in self.agreed_factors(self.config.cutoff):
             self._to_factors(layer, *factors)
         if self.decompositions == 1:
-            self.warn_of_no_factors(self.config.cutoff)
+            self.warn_if_nothing_factored(self.config.cutoff)
         self._freeze()
         self.observed.zero_()
         self._make_average()
@@ -149,7 +148,7 @@ class ABMethod(Factoring):
     def _merge(self) -> None:
         """Step 4: one model again, full-rank, with the optimizer in the same state everywhere."""
         weights = self._weigh()
-        self.make_room()
+        self.free_memory()
         states = {layer.key: self._state_of_full(layer) for layer in self.factored}
         self._average(weights)
         for layer in self.factored:
@@ -190,10 +189,7 @@ class ABMethod(Factoring):
         chosen = [getattr(weights, kind) for _, kind in self._merged_parameters()]
         self.average.send(self.step, 0, weights=chosen)
         if not self.average.receive():
-            raise DivergedError(
-                f"what groups sent does not add up to finite numbers at step {self.step}, so nothing was merged; lower "
-                "the learning rate or go back to a checkpoint"
-            )
+            raise not_finite(self.step)
         self.average.agree()
         self.average.move(1.0, self.step)
         average_buffers(self.wire, self.model.buffers(), weights.rest)
@@ -259,16 +255,12 @@ class ABMethod(Factoring):
         shared = saved.shared
 
         def reshape_and_load() -> None:
-            for layer in self.factored:
-                self._to_full(layer, {})
-            self.index = shared["index"]
-            self.load_order(shared)
-            for layer in self.layers:
-                rank = shared["ranks"].get(layer.key)
-                if rank is not None:
-                    m, n = layer.view.tall
-                    self._to_factors(layer, torch.empty(m, rank), torch.empty(rank, n))
-            self.lr_start = shared["lr_start"]
+            self.reshape(
+                shared,
+                lambda layer: self._to_full(layer, {}),
+                lambda layer, rank: self._to_factors(layer, *empty_factors(layer, rank)),
+            )
+            self.index, self.lr_start = shared["index"], shared["lr_start"]
             self._freeze()
             saved.load_values()
 

@@ -1,4 +1,4 @@
-"""One decomposition on all workers: shared out inside a node, compared between groups, mended where it differs."""
+"""One decomposition on all workers: divided inside a node, compared between groups, overwritten where it differs."""
 
 import itertools
 import math
@@ -24,27 +24,27 @@ def agreed_factors(
 
     Layers of which it gives None are left out.
 
-    1. Members of a group inside one node decompose a share of the layers each and hand the factors around.
-    2. All workers compare a checksum a layer.
+    1. Members of a group inside one node decompose a share of the layers each and broadcast the factors.
+    2. All workers compare one checksum per layer.
     3. Layers that differ are overwritten by rank 0's.
     """
     _refuse_diverged(layers)
     owners = _owners(layers, wire)
     with wire.ledger.times.decomposing():
-        # Nothing is handed around on a dry wire, so there everyone finds all.
+        # Nothing is broadcast on a simulated wire, so there each worker finds all.
         mine = (None, wire.topology.member)
         found = [find(layer) if wire.is_simulated or owner in mine else None for layer, owner in owners]
     for member in sorted({owner for _, owner in owners if owner is not None}):
         its = [i for i, (_, owner) in enumerate(owners) if owner == member]
-        _hand_around(layers, found, its, wire, member, count)
+        _broadcast_factors(layers, found, its, wire, member, count)
     different = wire.differing([f or () for f in found], "checksums")
     if different:
-        _hand_around(layers, found, different, wire, None, count)
+        _broadcast_factors(layers, found, different, wire, None, count)
     return [(layer, factors) for layer, factors in zip(layers, found, strict=True) if factors is not None]
 
 
 def _refuse_diverged(layers: list[Layer]) -> None:
-    # Every worker looks at every layer, not only at its share: all stop together, and nobody waits for one that did.
+    # Every worker checks every layer, not only its share: all stop together, and none waits for one that stopped.
     for layer in layers:
         if not all_finite(layer.parameters):
             raise DivergedError(
@@ -76,7 +76,7 @@ def find_factors(layer: Layer, cutoff: float) -> Factors | None:
 
 
 def _owners(layers: list[Layer], wire: Wire) -> list[tuple[Layer, int | None]]:
-    """Which member decomposes which layer; None is everyone, where the group is not inside one node."""
+    """Which member decomposes which layer; None is every member, where the group is not inside one node."""
     sharers = decomposers(wire.topology)
     if sharers == 1:
         return [(layer, None) for layer in layers]
@@ -89,7 +89,7 @@ def _owners(layers: list[Layer], wire: Wire) -> list[tuple[Layer, int | None]]:
 
 
 def decomposers(topology: Topology) -> int:
-    """How many workers share the layers out: a group inside one node, else everyone does all."""
+    """How many workers divide the layers among them: a group inside one node; else each decomposes all."""
     group = set(topology.group)
     return len(group) if any(group <= set(node) for node in topology.nodes) else 1
 
@@ -99,7 +99,7 @@ def _cost(layer: Layer) -> int:
     return m * (layer.rank or n) ** 2
 
 
-def _hand_around(
+def _broadcast_factors(
     layers: list[Layer], found: list[Factors | None], which: list[int], wire: Wire, member: int | None, count: int
 ) -> None:
     """Overwrite `found[which]` by those of a member of the group, or of rank 0 of the world."""

@@ -1,4 +1,4 @@
-"""AllReduce: data-parallel training as PyTorch does it, the measure of everything else; and its codes."""
+"""AllReduce: data-parallel training as PyTorch does it, the baseline; and its codes."""
 
 import sys
 from collections.abc import Hashable
@@ -18,11 +18,10 @@ class AllReduceMethod(Method):
 
     @classmethod
     def role(cls, config: AllReduce, topology: Topology) -> Hashable:
-        """All workers do the same, unless codes say otherwise."""
+        """All workers do the same, unless a code makes them differ."""
         return role_by_codes(topology, config.wire)
 
     def attach(self) -> None:
-        """One way, from beginning to end."""
         self.gradients.together(self.config.wire)
 
     def after_step(self) -> None:

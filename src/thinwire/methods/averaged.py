@@ -1,17 +1,17 @@
-"""Tensors that groups average from time to time: in a code, with an outer step, while training goes on.
+"""Tensors that groups average from time to time: in a code, with an outer step, while training continues.
 
-In fp32 and without an outer step the values themselves are averaged. Otherwise what travels is how far a group came
-from what all last agreed on, because codes would delete small changes of large values; the mean of that is a gradient
-for the outer step, or the change itself.
+In fp32 and without an outer step the values themselves are averaged. Otherwise a group sends its change since the last
+agreed values, because codes would lose small changes of large values; the mean change is applied, or is a gradient for
+the outer step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from thinwire.comm.aggregate import Aggregator, Exact
 from thinwire.comm.buckets import all_finite, pack_wide, reals
@@ -19,21 +19,22 @@ from thinwire.comm.codes import aggregator
 from thinwire.comm.collectives import Wire
 from thinwire.comm.rotating import Rotating
 from thinwire.config.outer import Nesterov
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, DivergedError
+from thinwire.methods.merging import restored
 
 Tensors = Callable[[], Sequence[Tensor]]
 
 
 @dataclass
 class PendingAverage:
-    """What was sent and is not taken in yet."""
+    """What was sent and is not applied yet."""
 
     sent: int
     """The step at which it was sent."""
     overlap: int
-    """It is due so many steps later."""
+    """Steps after which it is due."""
     received: bool = False
-    """Whether it was waited for before its time; it is in `scratch` then."""
+    """Whether it was waited for before it is due; it is in `scratch` then."""
     own: Tensor | None = None
     """The values that this group sent, where it is to keep what it trained since."""
 
@@ -61,12 +62,12 @@ class AveragedTensors:
         self.is_fixed = is_fixed
         self.outer = outer
         self.level = step
-        """The step after which the tensors last were what groups agreed on."""
+        """The last step after which all groups held the same tensors."""
         self.pending: PendingAverage | None = None
         self.momentum: Tensor | None = None
         """None before the first outer step."""
         flat = pack_wide(tensors())
-        self.scratch = torch.empty_like(flat)  # taking new memory each time costs more than filling it
+        self.scratch = torch.empty_like(flat)  # allocating it each time costs more than filling it
         self.agreed = None if code == "fp32" and outer is None else flat
         """What groups last agreed on; None where values are averaged."""
         self._shapes = [reals(t).shape for t in tensors()]
@@ -86,7 +87,7 @@ class AveragedTensors:
     # An average.
 
     def send(self, step: int, overlap: int, *, keep_own: bool = False, weights: Sequence[float] | None = None) -> None:
-        """Send how far this group came; the mean is due `overlap` steps later.
+        """Send this group's values or change; the mean is due `overlap` steps later.
 
         `weights` are this group's for each tensor and add up to 1 over groups; by default by its number of workers.
         """
@@ -109,7 +110,7 @@ class AveragedTensors:
 
     @property
     def turn(self) -> int | None:
-        """The step at which what is under way needs `middle`."""
+        """The step at which the pending average needs `middle`."""
         pending = self.pending
         if pending is None or pending.received:
             return None
@@ -118,12 +119,12 @@ class AveragedTensors:
 
     @property
     def due(self) -> int | None:
-        """The step at which what is under way is taken in."""
+        """The step at which the pending average is applied."""
         return None if self.pending is None else self.pending.sent + self.pending.overlap
 
     def receive(self) -> bool:
-        """Wait for the mean, now or before its time; False if it is not finite, and then it is dropped."""
-        assert self.pending is not None, "nothing is under way"
+        """Wait for the mean, even before it is due; False if it is not finite, and then it is dropped."""
+        assert self.pending is not None, "no average is pending"
         if not self.pending.received:
             sound = self.aggregator.end(self._parts) and all_finite([self.scratch])
             if not sound:
@@ -134,7 +135,7 @@ class AveragedTensors:
         return True
 
     def agree(self, *, outer: bool = True) -> PendingAverage:
-        """Take the mean for what groups agree on, by an outer step unless told otherwise; the tensors stay."""
+        """Make the mean what groups agree on, by an outer step unless `outer` is False; the tensors stay."""
         assert self.pending is not None and self.pending.received, "nothing was received"
         pending, self.pending = self.pending, None
         if self.agreed is None:
@@ -152,7 +153,7 @@ class AveragedTensors:
         return pending
 
     def move(self, weight: float, step: int) -> None:
-        """Bring the tensors this far towards what was agreed on; 1 is all the way."""
+        """Move the tensors by the fraction `weight` towards the agreed values."""
         with self._widened() as (wide, target):
             if weight < 1:
                 torch._foreach_lerp_(wide, target, weight)
@@ -161,7 +162,7 @@ class AveragedTensors:
                 self.level = step
 
     def shift_from(self, own: Tensor) -> None:
-        """Move the tensors as far as what was agreed on is from `own`, which is used up."""
+        """Add the difference between the agreed values and `own`, which is overwritten."""
         target = self.scratch if self.agreed is None else self.agreed
         difference = torch.sub(target, own, out=own)
         with self._widened(difference) as (wide, change):
@@ -169,7 +170,7 @@ class AveragedTensors:
 
     @contextmanager
     def _widened(self, flat: Tensor | None = None) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """The tensors in the flat vector's dtype, copies are written back; and the parts of the vector for each."""
+        """The tensors in the flat vector's dtype, written back at the end; and the part of the vector for each."""
         flat = flat if flat is not None else self.scratch if self.agreed is None else self.agreed
         parts = _views(flat, self._shapes)
         pairs = [(reals(t), part) for t, part in zip(self.tensors(), parts, strict=True) if not self.is_fixed(t)]
@@ -196,7 +197,7 @@ class AveragedTensors:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Put everything back in the end, but the tensors themselves."""
+        """Restore everything at the end, except the tensors themselves."""
         names = ("pending", "momentum", "agreed", "scratch", "level")
         before = {name: getattr(self, name) for name in names}
         copies = {name: t.clone() for name, t in before.items() if isinstance(t, Tensor)}
@@ -208,14 +209,20 @@ class AveragedTensors:
             vars(self).update(before)
             self.aggregator.load(kept[0], kept[1])
 
+    def shift(self, steps: int) -> None:
+        """As if everything so far had happened `steps` steps later; for plans."""
+        self.level += steps
+        if self.pending is not None:
+            self.pending.sent += steps
+
     def drop(self) -> None:
-        """Let what is under way arrive, and forget it unseen: it may be what diverged."""
+        """Wait for a pending average and discard it: it may be what diverged."""
         if self.pending is not None and not self.pending.received:
             self.aggregator.end(self._parts)
         self.pending = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What groups agree on, and what came back but is not due yet."""
+        """The agreed values, and what arrived but is not due yet."""
         pending = self.pending
         shared = {
             "level": self.level,
@@ -229,7 +236,6 @@ class AveragedTensors:
         return {"shared": shared, "local": self.aggregator.local()}
 
     def load_state_dict(self, shared: dict[str, Any], local: dict[str, Tensor]) -> None:
-        """Continue from it."""
         agreed = shared["agreed"]
         if agreed is not None and agreed.shape != self.scratch.shape:
             raise ConfigError(
@@ -243,6 +249,23 @@ class AveragedTensors:
             self.pending = PendingAverage(sent, overlap, received=True, own=shared["own"])
             self.scratch = shared["received"]
         self.aggregator.load(shared["aggregator"], local)
+
+
+@contextmanager
+def all_restored(model: nn.Module, averaged: Sequence[AveragedTensors]) -> Iterator[None]:
+    """Restore the model and these averages at the end."""
+    with restored(model), ExitStack() as stack:
+        for each in averaged:
+            stack.enter_context(each.restored())
+        yield
+
+
+def not_finite(step: int) -> DivergedError:
+    """The error for a mean that is not finite although every group's values are."""
+    return DivergedError(
+        f"what groups sent does not add up to finite numbers at step {step}, so nothing was merged; lower the learning "
+        "rate or go back to a checkpoint"
+    )
 
 
 def _views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:

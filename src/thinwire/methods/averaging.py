@@ -1,18 +1,18 @@
-"""Engine 2: groups train alone, and average their parameters every so often.
+"""Engine 2: groups train alone, and average their parameters every few steps.
 
     1. warm-up: the whole world averages gradients at every step, in `warmup_wire`
     2. local: each group trains alone, its members averaging their gradients
     3. every `every` steps each fragment of the model has its turn: groups send it, in `wire`
-    4. `overlap` steps later the mean is there: taken as it is, or as a gradient for the `outer` step; a group goes on
-       from that, or from a mixture with its own values if it trained on meanwhile
+    4. `overlap` steps later the mean has arrived: used as it is, or as a gradient for the `outer` step; a group
+       continues from that, or from a mix with its own values if it trained meanwhile
 
-Every worker keeps what groups agreed on itself, with the same bits. With one group nothing is sent.
+Every worker keeps a copy of the agreed values, with the same bits. With one group nothing is sent.
 """
 
 import functools
 import sys
 from collections.abc import Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -20,21 +20,20 @@ from torch import Tensor
 from thinwire.comm.topology import Topology
 from thinwire.config import DiLoCo, LocalSGD
 from thinwire.config.codes import QUANTIZED, parse_code
-from thinwire.errors import DivergedError
-from thinwire.methods.averaged import AveragedTensors
+from thinwire.methods.averaged import AveragedTensors, all_restored, not_finite
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.fragments import fragments_of
-from thinwire.methods.merging import average_buffers, average_moments, put_back, refuse_diverged
+from thinwire.methods.merging import average_buffers, average_moments, refuse_diverged
 
 
 class Cycle(NamedTuple):
-    """A place in a cycle of steps, for plans: from equal places on, equal steps send the same."""
+    """A place in a cycle of steps, for plans: equal steps from equal places send the same."""
 
     place: Hashable
     """Counted from the present step."""
     end: int
-    """The step from which on this is not so any more."""
+    """The step at which this stops being true."""
 
 
 def role_by_codes(topology: Topology, *codes: str) -> Hashable:
@@ -58,21 +57,21 @@ class LocalTraining(Method):
 
     @classmethod
     def role(cls, config: Any, topology: Topology) -> Hashable:
-        """All groups do the same, unless codes say otherwise."""
+        """All groups do the same, unless a code makes them differ."""
         return role_by_codes(topology, config.wire, config.warmup_wire)
 
     def attach(self) -> None:
         """Begin with the warm-up; one of no steps is over at once."""
         fragments_of(self.model, self.config.fragments)  # refused now, not after the warm-up
         self.gradients.together(self.config.warmup_wire)
-        self._part_if_due()
+        self._separate_if_due()
 
     def after_step(self) -> None:
         """Exchange what is due between groups."""
         if self.phase == "local":
             self._exchange()
         else:
-            self._part_if_due()
+            self._separate_if_due()
 
     @property
     def in_sync(self) -> bool:
@@ -103,19 +102,15 @@ class LocalTraining(Method):
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """The mean of what groups hold; what is under way is waited for, and taken in when it is due."""
-        with self.wire.ledger.everything_is("merge"):  # training pays for it, not the evaluation
+        """The mean of what groups hold; pending averages are waited for, and applied when they are due."""
+        with self.wire.ledger.booked_under("merge"):  # counts as training, not as evaluation
             self._settle()
-        buffers_at = self.buffers_at
-        with put_back(self.model), ExitStack() as stack:
-            for fragment in self.fragments:
-                stack.enter_context(fragment.restored())
-            stack.callback(setattr, self, "buffers_at", buffers_at)
+        with all_restored(self.model, self.fragments):
             self._merge()
             yield
 
-    def _part_if_due(self) -> None:
-        """Groups part; all workers hold the same model."""
+    def _separate_if_due(self) -> None:
+        """End the warm-up: from here on groups train apart."""
         if self.local_step < 0:
             return
         self.check_counters()
@@ -146,7 +141,7 @@ class LocalTraining(Method):
         return every - (self.local_step - offset) % every
 
     def _exchange(self) -> None:
-        """Take in what is due, then send what is; with the last fragment of each round goes everything else."""
+        """Apply averages that are due, then send; everything else is averaged with the last fragment of each round."""
         for fragment in self.fragments:
             if fragment.due == self.step:
                 self._arrive(fragment)
@@ -163,7 +158,7 @@ class LocalTraining(Method):
         if is_last:
             self.check_counters()
             refuse_diverged(self.wire, self.model, self.observed, self.step)
-        self._take_in(fragment)
+        self._apply(fragment)
         if is_last:
             average_buffers(self.wire, self.model.buffers(), self.weight)
             if self.config.moments == "reset":
@@ -173,22 +168,22 @@ class LocalTraining(Method):
             self._agreed()
             self.context.after_merge()
 
-    def _take_in(self, fragment: AveragedTensors) -> None:
+    def _apply(self, fragment: AveragedTensors) -> None:
         self._receive(fragment)
         fragment.agree()
         fragment.move(1 - self.config.mix if self.config.overlap else 1.0, self.step)
 
     def _merge(self) -> None:
-        """Take in what is under way, then the mean of what groups hold.
+        """Apply pending averages, then take the mean of what groups hold.
 
-        An outer step out of turn would go the momentum's whole way again for a few steps of training.
+        An outer step out of turn would apply the whole momentum again after only a few steps of training.
         """
         if self.in_sync:
             return
         refuse_diverged(self.wire, self.model, self.observed, self.step)
         for fragment in self.fragments:
             if fragment.pending is not None:
-                self._take_in(fragment)
+                self._apply(fragment)
         apart = [fragment for fragment in self.fragments if fragment.level != self.step]
         for fragment in apart:
             fragment.send(self.step, 0)
@@ -202,13 +197,10 @@ class LocalTraining(Method):
     def _receive(self, fragment: AveragedTensors) -> None:
         if not fragment.receive():
             refuse_diverged(self.wire, self.model, self.observed, self.step)
-            raise DivergedError(
-                f"what groups sent does not add up to finite numbers at step {self.step}; lower the learning rate or "
-                "go back to a checkpoint"
-            )
+            raise not_finite(self.step)
 
     def _settle(self) -> None:
-        """Wait for what is under way; it is taken in when it is due all the same."""
+        """Wait for pending averages; they are still applied when they are due."""
         for fragment in self.fragments:
             if fragment.pending is not None:
                 self._receive(fragment)
@@ -220,7 +212,7 @@ class LocalTraining(Method):
     # Checkpoints and plans.
 
     def state_dict(self) -> dict[str, Any]:
-        """With what is under way, which is waited for."""
+        """With pending averages, which are waited for."""
         self._settle()
         state, fragments = super().state_dict(), [fragment.state_dict() for fragment in self.fragments]
         state["shared"] |= {"buffers_at": self.buffers_at, "fragments": [f["shared"] for f in fragments]}
@@ -228,7 +220,7 @@ class LocalTraining(Method):
         return state
 
     def load_state_dict(self, saved: Saved) -> None:
-        """What is under way is dropped; a save of one group may have agreed on nothing but the model."""
+        """Pending averages are dropped; a save of one group may hold nothing agreed on but the model."""
         for fragment in self.fragments:
             fragment.drop()
         super().load_state_dict(saved)
@@ -251,9 +243,7 @@ class LocalTraining(Method):
         return Cycle((self.local_step % self.config.every, self.buffers_at == self.step, *parts), sys.maxsize)
 
     def shift(self, steps: int) -> None:
-        """Everything was sent and agreed so many steps later."""
+        """As if everything so far had happened `steps` steps later."""
         self.buffers_at += steps
         for fragment in self.fragments:
-            fragment.level += steps
-            if fragment.pending is not None:
-                fragment.pending.sent += steps
+            fragment.shift(steps)

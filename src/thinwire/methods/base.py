@@ -10,7 +10,7 @@
 
 A method changes the model and its optimizers in place, and reaches other workers only through its wire. It averages
 gradients by `self.gradients` (engine 1), parameters by `averaging.py` (engine 2). What it alone needs, such as a hook
-around updates, it hangs on its context. `register` makes it known; docs/extending.md shows a whole one.
+around updates, it adds to its context. `register` makes it known; docs/extending.md shows a whole one.
 """
 
 from abc import ABC, abstractmethod
@@ -44,7 +44,7 @@ class Method(ABC):
         self.forwards = 0
         self.observed = torch.zeros(2, dtype=torch.float64)  # sum of losses, how many
         self.events: list[dict[str, Any]] = []
-        """What it decided on the way, as plain values with their steps, for the run's summary."""
+        """Decisions during the run, as plain values with their steps, for the summary."""
         self.layers: list[Layer] = []
         self.kept: list[Kept] = []
         self.decompositions = 0
@@ -58,7 +58,7 @@ class Method(ABC):
 
     @abstractmethod
     def attach(self) -> None:
-        """Take over the model, and say how gradients are averaged to begin with."""
+        """Take over the model, and choose how gradients are averaged at first."""
 
     @abstractmethod
     def after_step(self) -> None:
@@ -135,7 +135,7 @@ class Method(ABC):
         self.observed[1] += 1
 
     def release(self) -> None:
-        """Let go of the model, in whatever shape it is."""
+        """Release the model, in its present shape."""
         self.gradients.replicated.unwrap()
         for callback in self.context.on_release:
             callback()
@@ -153,7 +153,7 @@ class Method(ABC):
         self.wire.ledger.phase = phase
 
     def check_counters(self) -> None:
-        """All workers must have come equally far; before every change of phase, collective."""
+        """Refuse workers at different steps; called before every change of phase, collective."""
         check_counters(self.wire, self.step, self.forwards, self.context.has_scaler)
 
     def agreed_factors(self, cutoff: float) -> list[tuple[Layer, tuple[Tensor, ...]]]:

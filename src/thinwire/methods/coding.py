@@ -22,7 +22,7 @@ class CodedGradients(Method):
 
     @classmethod
     def role(cls, config: Any, topology: Topology) -> Hashable:
-        """All workers do the same, unless codes say otherwise."""
+        """All workers do the same, unless a code makes them differ."""
         return role_by_codes(topology, cls.code_of(config), config.warmup_wire)
 
     @staticmethod

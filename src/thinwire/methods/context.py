@@ -1,4 +1,4 @@
-"""What a method is given: the model, its optimizers, the wire, and places to hang callbacks on."""
+"""What a method is given: the model, its optimizers, the wire, and lists of callbacks."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -46,7 +46,7 @@ class MethodContext:
     scale: Callable[[], float] = lambda: 1.0
     """What the GradScaler multiplies losses by now."""
     after_merge: Callable[[], None] = lambda: None
-    """To be called when workers that trained apart hold one model again."""
+    """Call it when workers that trained apart hold one model again."""
     find_factors: Callable[[Layer, float], tuple[Tensor, ...] | None] = find_factors
     """A layer's factors at a cutoff, or None where they would not be smaller; a simulation predicts them instead."""
     find_basis: Callable[[Layer, float, float], tuple[Tensor, ...]] = find_basis
@@ -65,6 +65,6 @@ class MethodContext:
     lr_factor: Callable[[], float] = lambda: 1.0
     """What the scheduled learning rate is multiplied by in the next update."""
     users_optimizers: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Around a checkpoint's look at the optimizers, which then have all of the user's settings."""
+    """Entered while a checkpoint reads the optimizers, which then have all of the user's settings."""
     clips: bool = False
     """Whether the method clips gradients itself, before they are averaged; a loop then must not."""

@@ -1,4 +1,4 @@
-"""Whether all workers have come equally far; one that skipped a step without the others has run one batch more."""
+"""Whether all workers are at the same step; one that skipped a step without the others has run one batch more."""
 
 from collections import Counter
 
@@ -7,18 +7,18 @@ from thinwire.errors import DisagreementError
 
 
 def check_counters(wire: Wire, step: int, batches: int, has_scaler: bool) -> None:
-    """Refuse workers that have not come equally far; collective."""
+    """Refuse workers that are at different steps; collective."""
     compare_counters(gather_counters(wire, step, batches).wait().tolist(), step, has_scaler)
 
 
 def gather_counters(wire: Wire, step: int, batches: int) -> Pending:
-    """How far every worker has come, for `compare_counters`, without waiting for it."""
+    """Every worker's steps and batches, for `compare_counters`, without waiting."""
     return wire.all_gather_scalars_async([step, batches], "control")
 
 
 def compare_counters(rows: list[list[float]], step: int, has_scaler: bool) -> None:
-    """Refuse workers that have not come equally far."""
-    # Of two equally common, the one with fewer batches: whoever skipped a step has run one more.
+    """Refuse workers that are at different steps."""
+    # Of two equally common, the one with fewer batches: a worker that skipped a step has run one more.
     counted = Counter((steps, batches) for steps, batches in rows)
     common = list(max(counted.items(), key=lambda item: (item[1], -item[0][1]))[0])
     odd = [rank for rank, row in enumerate(rows) if row != common]

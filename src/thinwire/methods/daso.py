@@ -2,11 +2,11 @@
 
 Gradients are averaged inside the node at every step. Between nodes, parameters:
 
-    1. warm-up: at every step, and everybody waits
-    2. cycling: every B steps nodes send what they hold and go on training. S steps later the mean is there, and
+    1. warm-up: at every step, and all workers wait
+    2. cycling: every B steps nodes send what they hold and keep training. S steps later the mean has arrived, and
        w ← (2S·w + P·mean) / (2S + P), with P the number of nodes (Eq. 3.2); or, compensated, the mean and all that
        the node itself has trained since
-    3. cool-down: as the warm-up, so that all end with one model
+    3. cool-down: as the warm-up, so that all nodes end with one model
 
 Once the loss does not fall any more B and S are halved; at B = 1 both start again. Running statistics travel with the
 parameters, in fp32; other buffers are averaged where phases change. The optimizer's state is each node's own. With one
@@ -18,7 +18,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -28,12 +28,12 @@ from thinwire.comm.collectives import Pending
 from thinwire.comm.topology import Topology
 from thinwire.config import DASO
 from thinwire.errors import ConfigError, DivergedError
-from thinwire.methods.averaged import AveragedTensors
+from thinwire.methods.averaged import AveragedTensors, all_restored, not_finite
 from thinwire.methods.averaging import Cycle, role_by_codes
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.counters import compare_counters, gather_counters
-from thinwire.methods.merging import average_buffers, put_back, refuse_diverged
+from thinwire.methods.merging import average_buffers, refuse_diverged
 from thinwire.methods.plateau import Plateau
 from thinwire.methods.registry import register
 
@@ -67,11 +67,11 @@ class DASOMethod(Method):
 
     @classmethod
     def role(cls, config: DASO, topology: Topology) -> Hashable:
-        """All nodes do the same, unless codes say otherwise."""
+        """All nodes do the same, unless a code makes them differ."""
         return role_by_codes(topology, config.wire, config.warmup_code)
 
     def attach(self) -> None:
-        """Nodes by themselves from the first step; a warm-up of no steps is over at once."""
+        """Nodes train apart from the first step; a warm-up of no steps ends at once."""
         self.gradients.apart()
         self._make_averaged(self.config.warmup_code)
         self._enter_phase()
@@ -111,15 +111,15 @@ class DASOMethod(Method):
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """The mean of what nodes hold; what is under way is waited for, and taken in when it is due."""
-        with self.wire.ledger.everything_is("merge"):  # training pays for it, not the evaluation
+        """The mean of what nodes hold; pending averages are waited for, and applied when they are due."""
+        with self.wire.ledger.booked_under("merge"):  # counts as training, not as evaluation
             self._settle()
         sent_at = self.sent_at
-        with put_back(self.model), ExitStack() as stack:
-            for part in self.averaged:
-                stack.enter_context(part.restored())
-            stack.callback(setattr, self, "sent_at", sent_at)
-            self._merge()
+        with all_restored(self.model, self.averaged):
+            try:
+                self._merge()
+            finally:
+                self.sent_at = sent_at
             yield
 
     # Exchanges.
@@ -139,7 +139,7 @@ class DASOMethod(Method):
         ]
 
     def _statistics(self) -> list[Tensor]:
-        """Running means and variances; in fewer bits a small variance beside a large one might become negative."""
+        """Running means and variances; in fewer bits a small variance next to a large one could become negative."""
         norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
         found = [b for norm in norms for b in norm.buffers(recurse=False) if b.is_floating_point()]
         return list({id(b): b for b in found}.values())
@@ -150,7 +150,7 @@ class DASOMethod(Method):
         average_buffers(self.wire, [b for b in self.model.buffers() if id(b) not in known], self.weight)
 
     def _cycle(self) -> None:
-        """Take in what is due, then send what is, unless it would come back after the phase is over."""
+        """Apply an average that is due, then send the next, unless it would arrive after the phase is over."""
         first = self.averaged[0]
         if first.due is not None and self.step >= first.due:
             self._arrive()
@@ -170,9 +170,9 @@ class DASOMethod(Method):
         self.sent_at = self.step
 
     def _arrive(self) -> None:
-        """Take in what came back; statistics are never compensated.
+        """Apply what arrived; statistics are never compensated.
 
-        A variance plus what it changed by elsewhere may be negative.
+        A variance plus its change elsewhere may be negative.
         """
         self._settle()
         nodes = len(self.topology.groups)
@@ -186,7 +186,7 @@ class DASOMethod(Method):
                 part.move(nodes / (2 * pending.overlap + nodes), self.step)
 
     def _settle(self) -> None:
-        """Wait for what is under way; it is taken in when it is due all the same."""
+        """Wait for pending averages; they are still applied when they are due."""
         if self._counters is not None:
             rows, self._counters = self._counters.wait().tolist(), None
             compare_counters(rows, self.step, self.context.has_scaler)
@@ -195,13 +195,10 @@ class DASOMethod(Method):
             for part in self.averaged:
                 part.pending = None
             refuse_diverged(self.wire, self.model, self.observed, self.step)
-            raise DivergedError(
-                f"what nodes sent does not add up to finite numbers at step {self.step}; lower the learning rate or go "
-                "back to a checkpoint"
-            )
+            raise not_finite(self.step)
 
     def _merge(self) -> None:
-        """The mean of what nodes hold now; what is under way is older, and only agreed on."""
+        """The mean of what nodes hold now; a pending average is older, and not applied."""
         if self.in_sync:
             return
         refuse_diverged(self.wire, self.model, self.observed, self.step)
@@ -218,7 +215,7 @@ class DASOMethod(Method):
         self._average_rest()
 
     def _statistics_agree(self) -> bool:
-        """Whether they stayed as they were averaged: batches that were no step of training may have moved them."""
+        """Whether they are still as averaged: batches outside of training steps may have changed them."""
         agree = self.wire.agree(self.averaged[1].tensors(), "checksums")
         return agree or self.wire.is_simulated  # which has no such batches
 
@@ -293,7 +290,7 @@ class DASOMethod(Method):
     # Checkpoints and plans.
 
     def state_dict(self) -> dict[str, Any]:
-        """With the pace, and what is under way, which is waited for."""
+        """With the pace, and pending averages, which are waited for."""
         self._settle()
         state, averaged = super().state_dict(), [part.state_dict() for part in self.averaged]
         state["shared"] |= {
@@ -308,7 +305,7 @@ class DASOMethod(Method):
         return state
 
     def load_state_dict(self, saved: Saved) -> None:
-        """What is under way is dropped; a save of one node has agreed on nothing but the model."""
+        """Pending averages are dropped; a save of one node holds nothing agreed on but the model."""
         if self._counters is not None:
             self._counters.wait()
         self._counters = None
@@ -342,9 +339,7 @@ class DASOMethod(Method):
         return Cycle(place, self._phase_end - self.every - self.overlap)
 
     def shift(self, steps: int) -> None:
-        """The last average was sent so many steps later."""
+        """As if everything so far had happened `steps` steps later."""
         self.sent_at += steps
         for part in self.averaged:
-            part.level += steps
-            if part.pending is not None:
-                part.pending.sent += steps
+            part.shift(steps)

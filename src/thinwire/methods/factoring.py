@@ -1,14 +1,14 @@
-"""What methods share that turn layers into factors: which layers, in what order, and when the run is over."""
+"""What methods that factor layers share: which layers, in what order, and warnings."""
 
 import logging
 import math
 import warnings
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from thinwire.comm.topology import Topology
 from thinwire.errors import ConfigError
-from thinwire.factor.convert import Layer, find_layers, warn_of_idle_patterns
+from thinwire.factor.convert import Layer, find_layers, warn_unmatched_patterns
 from thinwire.factor.decompose import smallest_cutoff
 from thinwire.factor.usage import OrderOfUse
 from thinwire.methods.averaging import role_by_codes
@@ -31,7 +31,7 @@ class Factoring(Method):
 
     @classmethod
     def role(cls, config: Any, topology: Topology) -> Hashable:
-        """All do the same, unless codes say otherwise."""
+        """All groups do the same, unless a code makes them differ."""
         return role_by_codes(topology, config.wire, config.warmup_wire)
 
     def attach(self) -> None:
@@ -43,7 +43,7 @@ class Factoring(Method):
                 f"nothing to factor in this model: {reasons}; a small model may want keep_first=False or "
                 "keep_last=False"
             )
-        warn_of_idle_patterns(self.model, self.config.keep)
+        warn_unmatched_patterns(self.model, self.config.keep)
         self.usage.watch()
         self.gradients.together(self.config.warmup_wire)
 
@@ -51,8 +51,8 @@ class Factoring(Method):
         """From the first step on the order of use is known."""
         self.agree_on_order()
 
-    def warn_beyond_the_end(self) -> None:
-        """Once, when there are more steps than the config has."""
+    def warn_past_end(self) -> None:
+        """Warn once when training goes on past `total_steps`."""
         if self.step > self.config.total_steps and not self._warned:
             warnings.warn(
                 f"step {self.step} is beyond total_steps={self.config.total_steps}: "
@@ -61,8 +61,8 @@ class Factoring(Method):
             )
             self._warned = True
 
-    def warn_of_no_factors(self, cutoff: float) -> None:
-        """Once, where the first decomposition made nothing smaller: with the cutoff that would."""
+    def warn_if_nothing_factored(self, cutoff: float) -> None:
+        """Warn if the first decomposition made nothing smaller, and name the cutoff that would."""
         if self.factored or not self.layers or self.wire.is_simulated or self.topology.rank:
             return
         needed = sorted(smallest_cutoff(layer.matrix()) for layer in self.layers)
@@ -88,22 +88,21 @@ class Factoring(Method):
         )
 
     def agree_on_order(self) -> None:
-        """From now on the order of use is known; rank 0's counts, who may have evaluated alone."""
+        """Take rank 0's order of use on all ranks; it may have evaluated alone."""
         if self.usage.is_watching:
             self.usage.stop()
             self.usage.order = self.wire.all_gather_object(self.usage.order)[0]
 
-    def make_room(self) -> None:
+    def free_memory(self) -> None:
         """Drop gradients that the last step used up and the wrapper's buckets, before both shapes are in memory."""
         self.gradients.replicated.unwrap()
-        self.gradients.replicated.members = ()  # nobody's, so that a lone group wraps it again too
+        self.gradients.replicated.members = ()  # none, so that a lone group wraps it again too
         for layer in self.layers:
             for p in layer.parameters:
                 p.grad = None
 
     @property
     def factored(self) -> list[Layer]:
-        """The layers that are factors now."""
         return [layer for layer in self.layers if layer.is_factored]
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,8 +111,12 @@ class Factoring(Method):
         state["shared"] |= {"order": self.usage.order, "found_by": self.found_by, "ranks": ranks}
         return state
 
-    def load_order(self, shared: dict[str, Any]) -> None:
-        """Find the layers as they were found, and take back the order of use; only while all are full."""
+    def reshape(
+        self, shared: dict[str, Any], to_full: Callable[[Layer], None], to_rank: Callable[[Layer, int], None]
+    ) -> None:
+        """Give the layers the ranks and the order of use that they had in a save."""
+        for layer in self.factored:
+            to_full(layer)
         self.usage.order = shared["found_by"]
         self.find_layers()
         self.usage.order = shared["order"]
@@ -121,3 +124,6 @@ class Factoring(Method):
             self.agree_on_order()
         elif not self.usage.is_watching:
             self.usage.watch()
+        for layer in self.layers:
+            if rank := shared["ranks"].get(layer.key):
+                to_rank(layer, rank)

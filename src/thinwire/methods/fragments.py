@@ -6,13 +6,13 @@ from thinwire.errors import ConfigError
 
 
 def fragments_of(model: nn.Module, count: int) -> list[list[nn.Parameter]]:
-    """Trained parameters in so many fragments of nearly the same size, whole layers each.
+    """Trained parameters in `count` fragments of nearly the same size, whole layers each.
 
     The largest layer goes to the fragment that has least so far. Layers of one size thus take turns, and each fragment
     has some from the whole depth of the model.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    for layer_of in (_block, _owner):
+    for layer_of in (_block, lambda name: name.rpartition(".")[0]):
         layers: dict[str, list[nn.Parameter]] = {}
         for name, p in trained:
             layers.setdefault(layer_of(name), []).append(p)
@@ -37,8 +37,3 @@ def _block(name: str) -> str:
     modules = name.split(".")[:-1]
     number = next((i for i, module in enumerate(modules) if module.isdigit()), len(modules))
     return ".".join(modules[: number + 1])
-
-
-def _owner(name: str) -> str:
-    """The module that holds a parameter."""
-    return name.rpartition(".")[0]

@@ -170,7 +170,7 @@ class GradientAveraging:
             for bucket in self.buckets:
                 bucket.commit()
         self._staged = self._updated = False
-        self.replicated.hand_on_buffers(self.members)
+        self.replicated.broadcast_buffers(self.members)
 
     def _exchange(self) -> None:
         """At the end of the backward pass: whatever was not exchanged while it went on."""

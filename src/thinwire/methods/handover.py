@@ -24,7 +24,7 @@ class Settings:
 
 
 class MomentumHandover:
-    """The optimizers' own settings, kept here while they have none; other optimizers than SGD keep theirs."""
+    """The settings taken from SGD optimizers; other optimizers keep theirs."""
 
     def __init__(self, optimizers: Optimizers, given: float | None) -> None:
         self.optimizers = optimizers
@@ -54,7 +54,7 @@ class MomentumHandover:
                 )
 
     def update(self) -> None:
-        """Take what is there; at every step, because a scheduler may have set momentum anew."""
+        """Take the present settings; at every step, because a scheduler may have set momentum again."""
         self._find_groups()
         for (optimizer, group), taken in zip(self.optimizers.groups, self.taken, strict=True):
             if not isinstance(optimizer, SGD):
@@ -69,7 +69,7 @@ class MomentumHandover:
                 taken.decay, group["weight_decay"] = group["weight_decay"], 0.0
 
     def _find_groups(self) -> None:
-        """A group may have been added."""
+        """Find parameter groups again, in case one was added."""
         groups = self.optimizers.groups
         if len(groups) != len(self.taken):
             known = dict(zip(self._places, self.taken, strict=True))
@@ -78,7 +78,7 @@ class MomentumHandover:
             self.group_of = {id(p): i for i, (_, group) in enumerate(groups) for p in group["params"]}
 
     def of(self, parameter: nn.Parameter) -> Settings:
-        """What holds for a parameter; one that the optimizer does not hold has no momentum."""
+        """The settings for a parameter; one that the optimizer does not hold has no momentum."""
         place = self.group_of.get(id(parameter))
         return self.taken[place] if place is not None else Settings()
 
@@ -93,7 +93,7 @@ class MomentumHandover:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """The optimizer as its user knows it; what it holds in the end is taken again."""
+        """Give the user's settings back inside the block, and take them again at the end."""
         self.update()
         self.give_back()
         try:

@@ -1,4 +1,4 @@
-"""Averages over groups that trained apart: parameters, buffers, optimizer state; and what comes before and after."""
+"""Averages over groups that trained apart: parameters, buffers and optimizer state; and refusing diverged groups."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,8 +43,8 @@ def average_model(wire: Wire, model: nn.Module, observed: Tensor, step: int) -> 
 
 
 @contextmanager
-def put_back(model: nn.Module) -> Iterator[None]:
-    """Give a model everything it held back in the end."""
+def restored(model: nn.Module) -> Iterator[None]:
+    """Restore the model's parameters and buffers at the end."""
     own = [*model.parameters(), *model.buffers()]
     before = [t.detach().clone() for t in own]
     try:
@@ -68,7 +68,7 @@ def average_buffers(wire: Wire, buffers: Iterable[Tensor], weight: float) -> Non
     average(wire, statistics, weight, "buffers")
     counters = [b for b in apart if b.numel() == 1 and not (b.is_floating_point() or b.is_complex())]
     if counters:
-        agreed = wire.largest(torch.stack([c.reshape(()).to(torch.int64) for c in counters]), "buffers")
+        agreed = wire.all_reduce_max(torch.stack([c.reshape(()).to(torch.int64) for c in counters]), "buffers")
         for counter, value in zip(counters, agreed.tolist(), strict=True):
             counter.fill_(value)
     known = {id(b) for b in (*statistics, *counters)}
@@ -83,7 +83,8 @@ def average_moments(wire: Wire, optimizers: Optimizers, parameters: Sequence[nn.
     average(wire, [state[name] for state in states for name in moments_of(state)], weight, "moments")
     steps = [state for state in states if "step" in state]
     if steps and len(wire.topology.groups) > 1:
-        agreed = wire.largest(torch.tensor([float(state["step"]) for state in steps], dtype=torch.float64), "moments")
+        own = torch.tensor([float(state["step"]) for state in steps], dtype=torch.float64)
+        agreed = wire.all_reduce_max(own, "moments")
         for state, value in zip(steps, agreed.tolist(), strict=True):
             step = state["step"]
             state["step"] = step.fill_(value) if isinstance(step, Tensor) else type(step)(value)

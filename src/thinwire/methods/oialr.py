@@ -30,7 +30,7 @@ _FORM = 3  # U, S, Vᵀ
 
 
 def decoupled_decay(optimizer: Optimizer) -> dict[int, float]:
-    """By how much the next update shrinks each parameter apart from its gradient, as AdamW does; by id."""
+    """The factor by which the next update shrinks each parameter by decoupled weight decay, as AdamW does; by id."""
     found = {}
     for group in optimizer.param_groups:
         decoupled = isinstance(optimizer, AdamW) or group.get("decoupled_weight_decay")
@@ -71,10 +71,10 @@ class OIALRMethod(Factoring):
             self._begin()
         elif self.phase == "lowrank" and self._is_due:
             self._update()
-        self.warn_beyond_the_end()
+        self.warn_past_end()
 
     def _before_update(self, optimizer: Optimizer) -> None:
-        """Remember every S, as its update may be scaled; a closure may still have to find their gradients."""
+        """Keep a copy of every S, to scale its update; a closure may still have to compute gradients."""
         if self.config.match_rate is not False:
             decay = decoupled_decay(optimizer)
             middles = [(layer, layer.factors[1]) for layer in self.factored]
@@ -82,7 +82,7 @@ class OIALRMethod(Factoring):
 
     @torch.no_grad()
     def _after_update(self, optimizer: Optimizer) -> None:
-        """S where an update as many times larger, but for weight decay, would have brought it."""
+        """Scale the update of S, without weight decay."""
         for layer, before, decay in self._before:
             s = layer.factors[1]
             if self.config.match_rate or self._is_normalised(s):
@@ -111,7 +111,7 @@ class OIALRMethod(Factoring):
         """Two factors where they are smaller, the full weight elsewhere.
 
         Without a cutoff, the layers that updates have reached are cut once more as by an update, and no others: what
-        was never cut in training has not learnt to do without. A cutoff is for all layers.
+        was never cut in training has not adapted to it. A cutoff is for all layers.
         """
         self.agree_on_order()
         if self.phase == "warmup":
@@ -127,13 +127,13 @@ class OIALRMethod(Factoring):
 
     @property
     def _reached(self) -> list[Layer]:
-        """The last layers, as many as updates have come to."""
+        """The last layers, as many as updates have reached."""
         count = math.ceil(len(self.layers) * self.config.layer_fraction * self.updates - 1e-9)
         return self.layers[-count:] if count else []
 
     @property
     def _is_due(self) -> bool:
-        # An update at the very end would cut what nothing trains again; `finish` cuts there anyway.
+        # No update at the very end: nothing would be trained after the cut, and `finish` cuts anyway.
         since = self.step - self.config.updates_start
         return since > 0 and since % self.config.update_length == 0 and self.step < self.config.total_steps
 
@@ -154,7 +154,7 @@ class OIALRMethod(Factoring):
         if not layers:
             return
         shrink = self.config.max_shrink if max_shrink is None else max_shrink
-        self.make_room()
+        self.free_memory()
         found = agreed_factors(layers, self.wire, lambda layer: self.context.find_basis(layer, cutoff, shrink), _FORM)
         for layer, factors in found:
             self._to_basis(layer, factors)
@@ -191,6 +191,11 @@ class OIALRMethod(Factoring):
 
     # Checkpoints.
 
+    def _to_full(self, layer: Layer) -> None:
+        middle = layer.factors[1]
+        to_full(layer)
+        self.optimizers.exchange([middle], [layer.weight])
+
     def state_dict(self) -> dict[str, Any]:
         """With the number of updates so far."""
         state = super().state_dict()
@@ -202,16 +207,10 @@ class OIALRMethod(Factoring):
         shared = saved.shared
 
         def reshape_and_load() -> None:
-            for layer in self.factored:
-                middle = layer.factors[1]
-                to_full(layer)
-                self.optimizers.exchange([middle], [layer.weight])
+            self.reshape(
+                shared, self._to_full, lambda layer, rank: self._to_basis(layer, empty_factors(layer, rank, _FORM))
+            )
             self.updates = shared["updates"]
-            self.load_order(shared)
-            for layer in self.layers:
-                rank = shared["ranks"].get(layer.key)
-                if rank is not None:
-                    self._to_basis(layer, empty_factors(layer, rank, _FORM))
             saved.load_values()
 
         super().load_state_dict(replace(saved, load_values=reshape_and_load))

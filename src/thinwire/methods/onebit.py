@@ -21,7 +21,6 @@ class OneBitMethod(CodedGradients):
 
     @staticmethod
     def code_of(config: OneBit) -> str:
-        """One bit."""
         return "bit"
 
     def aggregator(self, wire: Wire, like: Sequence[Tensor]) -> Aggregator:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Plateau:
-    """What was seen of them so far."""
+    """The best loss so far, and how many since were not better."""
 
     patience: int
     threshold: float
@@ -14,7 +14,7 @@ class Plateau:
     """Losses in a row that were not better."""
 
     def reached(self, loss: float) -> bool:
-        """Look at one more loss; begins to count anew when it says yes."""
+        """Add a loss; counting starts again when this returns True."""
         if self.best is None or loss < self.best - self.threshold * abs(self.best):
             self.best, self.worse = loss, 0
         else:

@@ -20,7 +20,6 @@ class PowerSGDMethod(CodedGradients):
 
     @staticmethod
     def code_of(config: PowerSGD) -> str:
-        """By the rank."""
         return f"lowrank:{config.rank}"
 
     def aggregator(self, wire: Wire, like: Sequence[Tensor]) -> Aggregator:

@@ -1,13 +1,13 @@
 """Deep Gradient Compression (Lin, Han, Mao, Wang, Dally, ICLR 2018; arXiv 1712.01887): engine 1 in the code topk:D.
 
     g = gradient, clipped by each group alone
-    u = μ u + g              momentum before accumulation, so that what comes late comes as if it had come in time
+    u = μ u + g              momentum before accumulation, so that a late update has the effect of one in time
     v = v + u
     send the largest of v; where something was sent, v = 0 and (masking) u = 0
 
-Momentum and weight decay are taken over from `torch.optim.SGD`, whose own are zero from then on: applied after the
-exchange, momentum would push once more what has its momentum already. Weight decay needs no sending: its momentum is
-the same on all workers. Biases and norms travel as they are.
+Momentum and weight decay are taken over from `torch.optim.SGD`, whose own are zero from then on: otherwise momentum
+would be applied twice, before and after the exchange. Weight decay is not sent: its momentum is the same on all
+workers. Biases and norms are sent as they are.
 """
 
 import math
@@ -46,7 +46,6 @@ class TopKMethod(CodedGradients):
 
     @staticmethod
     def code_of(config: TopK) -> str:
-        """By the density."""
         return f"topk:{config.density}"
 
     def attach(self) -> None:
@@ -145,7 +144,7 @@ class MomentumSparse(Sparse):
             torch.add(v[place], pushed, out=self.next_v[place])
 
     def sent(self, places: Tensor) -> None:
-        """What was sent starts again, by masking without momentum."""
+        """Reset what was sent; with masking, its momentum too."""
         super().sent(places)
         if self.method.config.masking:
             self.next_u[places] = 0.0

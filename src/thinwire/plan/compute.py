@@ -1,4 +1,4 @@
-"""A step without the wire: how long its parts take, and when gradients are ready. Measured here, or given."""
+"""A step without the wire: how long its parts take, and when gradients are ready; measured or given."""
 
 import bisect
 import copy
@@ -33,17 +33,16 @@ class Compute:
     backward: float
     update: float
     ready: tuple[tuple[float, float], ...] = ((0.0, 0.0), (1.0, 1.0))
-    """Share of the gradients' bytes that are there, after which share of the backward pass."""
+    """Pairs: share of the gradients' bytes, and the share of the backward pass after which they are ready."""
     activations: int | None = None
-    """Bytes that the forward pass keeps for the backward pass, where they were seen."""
+    """Bytes that the forward pass keeps for the backward pass, if measured."""
 
     @property
     def seconds(self) -> float:
-        """All of it."""
         return self.forward + self.backward + self.update
 
     def slower(self, factor: float) -> "Compute":
-        """The same on a machine that has less for each worker."""
+        """The same on a machine that is slower per worker."""
         forward, backward, update = (part * factor for part in (self.forward, self.backward, self.update))
         return replace(self, forward=forward, backward=backward, update=update)
 
@@ -58,7 +57,7 @@ class Compute:
 
 
 def given(seconds: float) -> Compute:
-    """A step of so many seconds; the backward pass takes twice the forward pass, gradients come evenly."""
+    """A step of `seconds`; the backward pass takes twice the forward pass, gradients become ready evenly."""
     if not seconds > 0:
         raise ConfigError(f"`compute`={seconds!r} must be a time above 0, as 120ms: a full-rank step without the wire")
     return Compute(forward=seconds / 3, backward=seconds * 2 / 3, update=0.0)
@@ -74,7 +73,7 @@ def measure(workload: Workload, shape: nn.Module | None = None) -> Compute:
         except (RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"a step of {workload.name} cannot be timed here ({type(error).__name__}: {error}); "
-                "mend its inputs, or give its seconds by --compute"
+                "fix its inputs, or give its seconds with --compute"
             ) from error
 
 
@@ -101,7 +100,7 @@ class _Bench:
         self.optimizer = workload.optimizer(self.trained)
 
     def run(self) -> Compute:
-        """Enough steps for a median; the first one warms up and shows when gradients come."""
+        """Enough steps for a median, after one to warm up."""
         self.step()
         activations = self.kept_bytes()
         ready = self.ready_curve()
@@ -135,7 +134,7 @@ class _Bench:
         return time.perf_counter()
 
     def kept_bytes(self) -> int:
-        """What autograd keeps, counted once a storage, without the parameters themselves."""
+        """What autograd keeps, each storage counted once, without the parameters themselves."""
         with kept_for_backward(self.model) as kept:
             loss = self.loss()
         loss.backward()
@@ -143,7 +142,7 @@ class _Bench:
         return sum(kept.values())
 
     def ready_curve(self) -> tuple[tuple[float, float], ...]:
-        """When gradients are there, from the last parameter on, as DDP fills its buckets."""
+        """When gradients are ready, from the last parameter to the first, as DDP fills its buckets."""
         seen: dict[int, float] = {}
         hooks = [p.register_post_accumulate_grad_hook(lambda p: seen.update({id(p): self.now()})) for p in self.trained]
         loss = self.loss()
@@ -194,7 +193,7 @@ def _wait(device: torch.device) -> None:
 
 @contextmanager
 def _threads() -> Iterator[None]:
-    """As many as a worker gets from the launcher."""
+    """Use as many threads as a worker gets from the launcher."""
     before = torch.get_num_threads()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     try:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+from thinwire.comm.layout_views import kind
 from thinwire.comm.ledger import Ledger, mean_over_nodes
-from thinwire.comm.panorama import kind
 from thinwire.comm.sent import Sent
 from thinwire.comm.topology import Topology, arrange
 from thinwire.errors import ConfigError
@@ -19,7 +19,7 @@ from thinwire.plan.ranks import RankPredictor
 from thinwire.plan.simulate import Simulation, simulate_together
 from thinwire.plan.workload import Workload
 
-# The mean over nodes is exact up to here; where only times are asked for, a few nodes tell.
+# The mean over nodes is exact up to here; where only times are needed, a few nodes are enough.
 ALL_NODES, SOME_NODES = 16, 2
 EVALUATION = "evaluate"
 
@@ -31,7 +31,7 @@ class Layout:
     workers: int
     """All of them."""
     nodes: int | None = None
-    """None is one machine, as `thinwire run` has it: there a group stands for a node."""
+    """None is one machine, as in `thinwire run`: there a group stands for a node."""
     algorithm: str = "ring"
     """How all-reduce is done: "ring" as gloo does, "tree" as nccl may."""
 
@@ -47,12 +47,12 @@ class Layout:
         return _arranged(self, group_size).seen_from(rank)
 
     def views(self, group_size: Any, most: int) -> list[Topology]:
-        """As the first worker of each node sees it, or of a few nodes where there are more than `most`."""
+        """Seen from the first worker of each node, or of a few nodes if there are more than `most`."""
         first = _arranged(self, group_size)
         return [first.seen_from(first.nodes[view][0]) for view in _views(len(first.nodes), most)]
 
     def over(self, nodes: int, group_size: Any) -> "Layout":
-        """As many workers a node on another number of nodes."""
+        """As many workers per node on another number of nodes."""
         each = max(len(node) for node in self.topology(0, group_size).nodes)
         return Layout(workers=each * nodes, nodes=nodes, algorithm=self.algorithm)
 
@@ -70,7 +70,7 @@ class Forecast:
         decomposing: Callable[[Simulation], float],
         nodes: int = ALL_NODES,
     ) -> None:
-        """By ranks as predicted, or from simulations that were made by them."""
+        """From predicted ranks, or from simulations made with them."""
         self.workload = workload
         self.config = config
         views = layout.views(config.group_size, nodes)
@@ -88,26 +88,26 @@ class Forecast:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """The mean over nodes, as a run's summary has it; over many nodes that of a sample."""
+        """The mean over nodes, as in a run's summary; for many nodes, over a sample."""
         return mean_over_nodes([r.ledger.state() for r in self.simulations])
 
     @property
     def slow_bytes(self) -> int:
-        """Slow-link bytes a node, without evaluation."""
+        """Slow-link bytes per node, without evaluation."""
         return self.ledger.slow_bytes - self.ledger.slow_bytes_for(EVALUATION)
 
     @property
     def memory(self) -> int:
-        """Bytes a worker holds in a step, with activations where they are known."""
+        """Bytes per worker in a step, with activations if known."""
         activations = [self._computing(r, phase).activations or 0 for r in self.simulations for phase in r.steps]
         return max(r.state_bytes for r in self.simulations) + max(activations, default=0)
 
     def seconds(self, links: Links) -> dict[str, float]:
-        """Where the time of a whole run goes, without evaluation: for the worker that takes longest."""
+        """Seconds of a whole run by kind, without evaluation, for the slowest worker."""
         return max((self._seconds(r, links) for r in self.simulations), key=lambda split: sum(split.values()))
 
     def seconds_by_phase(self, links: Links) -> dict[str, float]:
-        """Seconds of each phase without decompositions, for the worker that takes longest."""
+        """Seconds of each phase without decompositions, for the slowest worker."""
         each = [self._by_phase(r, links) for r in self.simulations]
         return {phase: max(split[phase] for split in each) for phase in each[0]}
 
@@ -135,11 +135,10 @@ class Forecast:
 def simulate_views(
     views: Sequence[Topology], workload: Workload, config: Any, predict: RankPredictor, *, shapes: bool = True
 ) -> list[Simulation]:
-    """What each of these workers would count, of one layout or of several; one acts for all that do the same."""
+    """A simulation for each of these workers, of one layout or several; one is run for all that do the same."""
     alike: dict[Hashable, list[int]] = defaultdict(list)
     for i, view in enumerate(views):
-        role = _role(config, view)
-        alike[kind(view), decomposers(view), role].append(i)
+        alike[kind(view), decomposers(view), _role(config, view)].append(i)
     found: dict[int, Simulation] = {}
     for places in alike.values():
         together = simulate_together(workload, config, [views[i] for i in places], predict, shapes=shapes)
@@ -149,7 +148,7 @@ def simulate_views(
 
 @lru_cache(maxsize=32)
 def _arranged(layout: Layout, group_size: Any) -> Topology:
-    """Kept, with what was counted on it: every method of a plan asks for the same."""
+    """Cached with its counts: all methods of a plan use the same layout."""
     nodes = layout.nodes or 1
     first = arrange(0, [r * nodes // layout.workers for r in range(layout.workers)], group_size)
     return replace(first, algorithm=layout.algorithm)
@@ -160,11 +159,11 @@ def _size(sent: Sent) -> int:
 
 
 def _views(nodes: int, most: int) -> list[int]:
-    """The nodes to look from: all, or of many one of each half; the first ones send more, being near a tree's root."""
+    """Nodes to simulate: all, or one from each half if there are many; those near a tree's root send more."""
     return list(range(nodes)) if nodes <= most else [nodes // 4, nodes - 1]
 
 
 def _role(config: Any, view: Topology) -> Hashable:
-    """Workers that do the same have the same; a method that does not say takes each group for another."""
+    """The same for workers that do the same; for a method without `role`, each group is different."""
     method: Any = METHODS[name_of(config)].method
     return method.role(config, view) if hasattr(method, "role") else (len(view.groups), view.group_index)

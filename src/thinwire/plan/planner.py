@@ -1,4 +1,4 @@
-"""The plan: every method on the same model, nodes and links, beside fp32 all-reduce."""
+"""The plan: every method on the same model, nodes and links, compared with fp32 all-reduce."""
 
 import math
 import statistics
@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from thinwire.config import AllReduce
 from thinwire.errors import ConfigError
@@ -24,12 +22,12 @@ from thinwire.settings import describe
 
 Signature = tuple[tuple[str, tuple[int, ...], bool], ...]
 
-# Where it is looked for the bandwidth at which a method starts to pay.
+# Range of the search for the bandwidth below which a method is faster.
 _LEAST_RATE, _MOST_RATE = 1e5, 1e14
 
 
 class Stopwatch:
-    """Compute times of every shape a plan meets, each measured once, or one that was given."""
+    """Compute times of every shape in a plan, each measured once; or one given time."""
 
     def __init__(self, workload: Workload, given: Compute | None = None, slowdown: float = 1.0) -> None:
         self.workload = workload
@@ -44,17 +42,17 @@ class Stopwatch:
             )
 
     def __call__(self, simulation: Simulation, phase: str) -> Compute:
-        """A step in the shape of this phase."""
+        """The compute time of a step in this phase."""
         if self.given is not None:
             return self.given
         shape = simulation.shapes[phase]
-        signature = _signature(shape)
+        signature = tuple((name, tuple(p.shape), p.requires_grad) for name, p in shape.named_parameters())
         if signature not in self._known:
             self._known[signature] = compute.measure(self.workload, shape).slower(self.slowdown)
         return self._known[signature]
 
     def decomposing(self, simulation: Simulation) -> float:
-        """A worker's decompositions over the run; nothing where compute was given for another machine."""
+        """Seconds of a worker's decompositions in the run; 0 if compute was given, for another machine."""
         if self.given is not None:
             return 0.0
         for tall in simulation.decomposed.keys() - self._decompositions.keys():
@@ -65,24 +63,24 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Row:
-    """What one method would do."""
+    """The forecasts of one method."""
 
     method: str
     forecast: Forecast
-    """With recorded ranks, typical ones, or none where nothing depends on them."""
+    """With recorded or typical ranks."""
     lowest: Forecast | None = None
     highest: Forecast | None = None
     over_nodes: Mapping[int, Forecast] = field(default_factory=dict)
-    """With as many workers a node on other numbers of nodes."""
+    """With as many workers per node on other numbers of nodes."""
 
     def speedup(self, baseline: Forecast, links: Links) -> float:
-        """How much sooner it ends than the baseline."""
+        """The baseline's time divided by this method's."""
         return total(baseline, links) / total(self.forecast, links)
 
 
 @dataclass
 class Plan:
-    """All methods, and what they are held against."""
+    """All methods, and the baseline."""
 
     workload: Workload
     layout: Layout
@@ -94,7 +92,6 @@ class Plan:
     """The folder that ranks come from."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
         return {
             "workload": self.workload.name,
             "steps": self.workload.steps,
@@ -108,7 +105,7 @@ class Plan:
         }
 
     def row_as_dict(self, row: Row) -> dict[str, Any]:
-        """One of its methods, as plain values."""
+        """One method as plain values."""
         forecast, steps = row.forecast, self.workload.steps
         split = forecast.seconds(self.links)
         seconds = sum(split.values())
@@ -145,9 +142,9 @@ def make_plan(
     before: Callable[[str], None] = lambda name: None,
     after: Callable[[Plan, Row], None] = lambda plan, row: None,
 ) -> Plan:
-    """Simulate every method; `configs` are by the names to show them under, `counts` other numbers of nodes to look at.
+    """Simulate every method; `configs` are by display name, `counts` are other numbers of nodes to simulate.
 
-    `before` hears of each method that is begun, `after` of each row that is there.
+    `before` is called with each method's name before its simulation, `after` with each finished row.
     """
     recorded = _recorded(workload, ranks) if ranks else None
     group_size = layout_group_size(configs.values())
@@ -179,7 +176,7 @@ def over_nodes(plan: Plan, counts: Iterable[int]) -> dict[int, dict[str, float]]
     group_size = layout_group_size(row.forecast.config for row in plan.rows)
     recorded = predicted.Recorded(Path(plan.ranks)) if plan.ranks else predicted.typical
     fitting = _layouts(plan.layout, counts, group_size)
-    # On other numbers of nodes all-reduce has nodes as the machines are.
+    # On other numbers of nodes, all-reduce's nodes are the machines.
     base = _on_layouts(plan, {}, AllReduce(), predicted.typical, fitting)
     rows = {r.method: _on_layouts(plan, r.over_nodes, r.forecast.config, recorded, fitting) for r in plan.rows}
     return {n: {name: base[n] / its[n] for name, its in rows.items()} for n in fitting}
@@ -200,7 +197,7 @@ def _on_layouts(
 
 
 def _layouts(layout: Layout, counts: Iterable[int], group_size: int | None) -> dict[int, Layout]:
-    """As many workers a node on other numbers of nodes, where groups are not larger than all of them."""
+    """As many workers per node on other numbers of nodes, unless a group would be larger than the world."""
     over = {count: layout.over(count, group_size) for count in counts}
     return {count: there for count, there in over.items() if group_size is None or group_size <= there.workers}
 
@@ -212,7 +209,7 @@ def _forecast_all(
     watch: Stopwatch,
     layouts: Sequence[tuple[Layout, int]],
 ) -> list[Forecast]:
-    """A method on all of these layouts, each from so many nodes at most, in as few simulations as can be."""
+    """A method on several layouts, each with the most nodes to simulate, in as few simulations as possible."""
     workload = workload.suited_to(config)
     views = [layout.views(config.group_size, most) for layout, most in layouts]
     flat = [view for own in views for view in own]
@@ -229,7 +226,7 @@ def total(forecast: Forecast, links: Links) -> float:
 
 
 def pays_below(forecast: Forecast, baseline: Forecast, links: Links) -> float | None:
-    """The bandwidth below which it ends sooner than the baseline: 0 never, None at any that we looked at."""
+    """The bandwidth below which it is faster than the baseline: 0 for never, None for any in the range."""
 
     def gains(bits: float) -> bool:
         there = Links(**{**vars(links), "bandwidth": bits})
@@ -247,10 +244,10 @@ def pays_below(forecast: Forecast, baseline: Forecast, links: Links) -> float | 
 
 
 def layout_group_size(configs: Iterable[Any]) -> int | None:
-    """The workers that stand for a node on one machine, which all methods must agree on."""
+    """The group size that stands for a node on one machine; must be the same for all methods."""
     sizes = {config.group_size for config in configs if isinstance(config.group_size, int)}
     if len(sizes) > 1:
-        raise ConfigError(f"methods with different group sizes ({sizes}) cannot stand on one plan; plan them apart")
+        raise ConfigError(f"methods with different group sizes ({sizes}) cannot be in one plan; plan them separately")
     return sizes.pop() if sizes else None
 
 
@@ -269,12 +266,8 @@ def _recorded(workload: Workload, folder: Path) -> predicted.Recorded:
     return recorded
 
 
-def _signature(shape: nn.Module) -> Signature:
-    return tuple((name, tuple(p.shape), p.requires_grad) for name, p in shape.named_parameters())
-
-
 def _without_seconds(traffic: dict[str, Any]) -> dict[str, Any]:
-    """A simulation's own seconds mean nothing."""
+    """Remove seconds, which have no meaning in a simulation."""
     for table in (traffic["by_phase"], traffic["by_purpose"]):
         for row in table.values():
             del row["seconds"]

@@ -1,4 +1,4 @@
-"""Which ranks decompositions will find: as a run found them, as most runs do, or the least and most there can be."""
+"""Which ranks decompositions will find: those of a finished run, typical ones, or the lowest and highest possible."""
 
 import bisect
 import itertools
@@ -57,15 +57,13 @@ class Recorded:
     def __call__(self, layer: Layer, progress: float) -> int | None:
         """The rank at the decomposition nearest in progress."""
         after = bisect.bisect_left(self.progress, progress)
-        near = min((i for i in (after - 1, after) if 0 <= i < len(self.progress)), key=self._distance(progress))
+        places = (i for i in (after - 1, after) if 0 <= i < len(self.progress))
+        near = min(places, key=lambda i: abs(self.progress[i] - progress))
         return self.found[near].get(layer.label)
-
-    def _distance(self, progress: float) -> Callable[[int], float]:
-        return lambda i: abs(self.progress[i] - progress)
 
 
 def basis(layer: Layer, rank: int | None, max_shrink: float) -> tuple[Tensor, ...]:
-    """U, S and Vᵀ without values: of that rank, or as near as one update comes to it; all that there is if None."""
+    """U, S and Vᵀ without values: of that rank, or as near as one update may get; of the present rank if None."""
     now = layer.rank or min(layer.view.tall)
     least = math.ceil((1 - max_shrink) * now)
     return empty_factors(layer, now if rank is None else min(now, max(1, least, rank)), 3)

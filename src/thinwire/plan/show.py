@@ -1,4 +1,4 @@
-"""A plan for people: a table, and a picture over bandwidth and over nodes."""
+"""A plan as a table, and as a picture over bandwidth and over nodes."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ BANDWIDTHS = np.geomspace(1e8, 4e11, 48)
 _TICKS = (0.1, 0.2, 0.5, 0.8, 1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100, 200, 500)
 NODES = tuple(2**i for i in range(1, 11))
 _COLUMNS = {
-    "slow link\na step": 9,
-    "slow link\nin all": 19,
+    "slow link\nper step": 9,
+    "slow link\ntotal": 19,
     "vs all-\nreduce": 7,
-    "time\na step": 8,
-    "time\nin all": 8,
+    "time\nper step": 8,
+    "time\ntotal": 8,
     "speed-\nup": 6,
     "pays\nbelow": 12,
-    "memory\na worker": 9,
+    "memory /\nworker": 9,
 }
 """Headings, and the width of the widest figure below each."""
 
 
 class Rows:
-    """A plan's table, printed a method at a time; so every column has a width of its own."""
+    """A plan's table, printed one method at a time; so every column has a fixed width."""
 
     def __init__(self, console: Console, methods: Iterable[str]) -> None:
         self._console = console
@@ -54,7 +54,7 @@ class Rows:
         self._console.print(self._table(with_names=True))
 
     def add(self, row: dict[str, Any]) -> None:
-        """One method, and what it sends at least and at most where that depends on ranks."""
+        """One method, and its range of bytes where they depend on ranks."""
         out = self._table(with_names=False)
         out.add_row(*_cells(row))
         if row["slow_bytes_range"]:
@@ -63,7 +63,7 @@ class Rows:
         self._console.print(out)
 
     def end(self, plan: dict[str, Any]) -> None:
-        """What all of it rests on."""
+        """The caption."""
         self._console.print()
         self._console.print(caption(plan), style="italic", highlight=False)
 
@@ -76,23 +76,23 @@ class Rows:
 
 
 def caption(plan: dict[str, Any]) -> str:
-    """What the figures of a plan rest on, in sentences."""
-    told = ["Bytes a node without evaluation. Speed-up over fp32 all-reduce."]
+    """What the figures of a plan are based on, in sentences."""
+    text = ["Bytes per node without evaluation. Speed-up over fp32 all-reduce."]
     if plan["ranks"]:
-        told.append(f"Ranks of {plan['ranks']}.")
+        text.append(f"Ranks of {plan['ranks']}.")
     elif any(row["slow_bytes_range"] for row in plan["methods"]):
-        told.append("Ranks of a typical run; below, rank 1 to full rank. A run's own: --ranks DIR.")
+        text.append("Ranks of a typical run; below, rank 1 to full rank. For a run's own ranks: --ranks DIR.")
     assumed: dict[str, list[str]] = {}
     for row in plan["methods"]:
         assumed.setdefault(row["assumes"], []).append(row["method"])
-    told += [f"{', '.join(methods)}: if {what}." for what, methods in assumed.items() if what]
+    text += [f"{', '.join(methods)}: if {what}." for what, methods in assumed.items() if what]
     if plan["allreduce"] == "tree":
-        told.append("All-reduce by a tree over nodes; the ledger counts gloo's ring.")
+        text.append("All-reduce by a tree over nodes; the ledger counts gloo's ring.")
     if plan["compute_measured"]:
-        told.append("Compute measured here, activations counted.")
+        text.append("Compute measured here, activations counted.")
     else:
-        told.append("Compute as given, in every phase; decompositions and activations left out.")
-    return " ".join(told)
+        text.append("Compute as given, in every phase; decompositions and activations left out.")
+    return " ".join(text)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -1,7 +1,7 @@
-"""A run without workers, data or values: the method itself, on a dry wire and a model on the meta device.
+"""A run without workers, data or values: the method itself, on a simulated wire and a model on the meta device.
 
-Every step that is unlike the one before it is taken; the quiet ones between them are counted by one of them, and so
-are the cycles that a method goes through again and again.
+Every step that differs from the one before it is simulated; one step stands for all equal steps that follow, and one
+cycle for all cycles that a method repeats.
 """
 
 import copy
@@ -30,20 +30,20 @@ from thinwire.methods.context import MethodContext
 from thinwire.methods.gradients import GradientAveraging
 from thinwire.methods.registry import make
 from thinwire.plan.ranks import RankPredictor, basis, factors
-from thinwire.plan.still import Still
+from thinwire.plan.shapes_only import ShapesOnly
 from thinwire.plan.workload import Workload, state_like
-from thinwire.preflight import check_optimizers, check_same_architecture, check_same_data, spread_first_values
+from thinwire.preflight import broadcast_initial_values, check_optimizers, check_same_architecture, check_same_data
 from thinwire.replica import Replica
 
-# DDP sends the order of its buckets with the second backward pass after it was wrapped.
-_RESTLESS = 2
-# With no more epochs than this each loss is twice as good as the last, which is better by any threshold.
+# DDP sends the order of its buckets in the second backward pass after wrapping, so the first two steps differ.
+_UNEQUAL_STEPS = 2
+# Up to this many epochs each simulated loss is half the last, which is better by any threshold.
 _FALLING = 1000
 
 
 @dataclass
 class Simulation:
-    """What one node's first worker would have counted and held."""
+    """What one node's first worker would send and hold."""
 
     ledger: Ledger
     calls: Counter[Call]
@@ -51,17 +51,17 @@ class Simulation:
     steps: Counter[str] = field(default_factory=Counter)
     """Steps of each phase."""
     shapes: dict[str, nn.Module] = field(default_factory=dict)
-    """The model on the meta device as it was in each phase; of the many times it comes, one from the middle."""
+    """The model on the meta device in each phase; for a phase that repeats, from about the middle."""
     times: Counter[str] = field(default_factory=Counter)
     """How often each phase began."""
     decomposed: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """Shapes of the weights this worker decomposed; where there are any, what is sent depends on ranks."""
+    """Shapes of the weights this worker decomposed; if there are any, traffic depends on ranks."""
     sharers: int = 1
-    """Workers that share the decompositions out among themselves."""
+    """Workers that divide the decompositions among them."""
     assumes: str = ""
-    """What is taken for granted of the run."""
+    """What the simulation assumes about the run."""
     state_bytes: int = 0
-    """The most that parameters, gradients, their buckets, buffers, the optimizer's and the method's state took."""
+    """Peak bytes of parameters, gradients, their buckets, buffers, and the optimizer's and the method's state."""
 
     def note_phase(self, phase: str, model: nn.Module | None) -> None:
         """Keep the model's shape the 1st, 2nd, 4th, 8th … time: the last of these is near the middle."""
@@ -71,29 +71,26 @@ class Simulation:
 
 
 def simulate(workload: Workload, config: Any, topology: Topology, predict: RankPredictor) -> Simulation:
-    """Go through a whole run as one worker of `topology`."""
+    """Simulate a whole run as one worker of `topology`."""
     return simulate_together(workload, config, [topology], predict)[0]
 
 
 def simulate_together(
     workload: Workload, config: Any, views: Sequence[Topology], predict: RankPredictor, *, shapes: bool = True
 ) -> list[Simulation]:
-    """Go through a whole run once as several workers that do the same; `shapes` keeps those of the model."""
+    """Simulate a whole run once for several workers that do the same; with `shapes`, keep the model's."""
     wire = SimulatedWire(views)
     found = Simulation(Ledger(), Counter(), Counter(), sharers=decomposers(wire.topology))
     with workload.borrowed() as model:
         method = _make(workload, config, model, wire, predict, found)
         found.assumes = getattr(method, "assumes", "")
-        # There is no update, as where a scaler skips it.
+        # No update takes place, as when a scaler skips it.
         method.context.before_update, method.context.after_update = [], []
-        with Still():
+        with ShapesOnly():
             replica = Replica(method)
-        _Stage(workload, method, replica, wire, found, shapes).play()
-    return [replace(found, **_counts(wire, view)) for view in range(len(views))]
-
-
-def _counts(wire: SimulatedWire, view: int) -> dict[str, Any]:
-    return dict(zip(("ledger", "calls", "exchanges"), wire.booked.seen_from(view), strict=True))
+        _Simulator(workload, method, replica, wire, found, shapes).run()
+    counts = (wire.booked.seen_from(view) for view in range(len(views)))
+    return [replace(found, ledger=ledger, calls=calls, exchanges=exchanges) for ledger, calls, exchanges in counts]
 
 
 def _make(
@@ -104,7 +101,7 @@ def _make(
     check_optimizers(model, optimizers)
     wire.count_opening()
     check_same_architecture(model, optimizers, wire)
-    spread_first_values(model, wire)
+    broadcast_initial_values(model, wire)
     wire.changing = _statistics(model)
 
     def find_factors(layer: Layer, cutoff: float) -> tuple[Tensor, ...] | None:
@@ -123,22 +120,22 @@ class _Turn(NamedTuple):
     """A step that stands for several, and what follows it."""
 
     place: Hashable
-    """In the method's cycle."""
+    """The place in the method's cycle."""
     steps: int
     ends_epoch: bool
     evaluates: bool
 
 
 class _Taken(NamedTuple):
-    """What a turn came to."""
+    """The result of a turn."""
 
     booked: Booked
     place: Hashable
-    """In the cycle, after it."""
+    """The place in the cycle after it."""
 
 
 @dataclass
-class _Stage:
+class _Simulator:
     workload: Workload
     method: Method
     replica: Replica
@@ -146,52 +143,52 @@ class _Stage:
     found: Simulation
     shapes: bool
     known: dict[_Turn, _Taken] = field(default_factory=dict)
-    """Turns of cycles that were taken once."""
+    """Turns that were simulated once."""
     quiet: dict[Hashable, int] = field(default_factory=dict)
-    """Steps from each place of a cycle to the next that is unlike the one before it."""
+    """Steps from each place of a cycle to the next event."""
     held: tuple[Any, int] = (None, 0)
-    """Bytes of the model and the optimizer's state, and where they were counted."""
+    """When bytes of the model and the optimizer's state were last counted, and how many."""
 
-    def play(self) -> None:
-        """Every step, every evaluation, the end."""
-        # After the method's own: an update by the gradients it may have left is slow without values, and shows nothing.
+    def run(self) -> None:
+        """Simulate every step, every evaluation and `finish`."""
+        # After the method's own hooks: an update by gradients it left is slow without values, and counts nothing.
         self.method.optimizers[0].register_step_pre_hook(lambda optimizer, *_: optimizer.zero_grad())
         if self.workload.recipe:
-            check_same_data((), self.wire)  # workers send a digest, of one length whatever their data
-        restless, place = 0, None
+            check_same_data((), self.wire)  # workers send a digest, whose length does not depend on the data
+        taken, place = 0, None
         while self.replica.step < self.workload.steps:
             if place != (self.replica.phase, self.replica.decompositions):
-                restless, place = 0, (self.replica.phase, self.replica.decompositions)
+                taken, place = 0, (self.replica.phase, self.replica.decompositions)
                 self.known, self.quiet = {}, {}
                 self._show_model()
                 self.found.note_phase(self.replica.phase, self.replica.module if self.shapes else None)
-            if restless >= _RESTLESS:
+            if taken >= _UNEQUAL_STEPS:
                 self._leap()
-            self._take(restless >= _RESTLESS)
-            restless += 1
-        with Still():
+            self._take(taken >= _UNEQUAL_STEPS)
+            taken += 1
+        with ShapesOnly():
             self.replica.finish()
-        self._sum_of_evaluation()
+        self._count_evaluation()
 
     def _take(self, is_quiet: bool) -> None:
-        """One turn; what it came to is kept where the method may come to the same place again."""
+        """Simulate one turn; its result is kept if the method may come to the same place again."""
         step, cycle = self.replica.step, self._cycle
         until = self.method.next_event
         turn = self._turn(step, cycle.place if cycle else None, until if is_quiet else step + 1)
         with self.wire.booking() as booked:
             self._step(turn.steps)
             if turn.ends_epoch:
-                # A plan believes in losses that fall: when they stop is not known before.
+                # A plan assumes that losses keep falling: when they stop is not known in advance.
                 self.replica.epoch_end(-(2.0 ** (1000 * self.replica.step / self.workload.steps)))
             if turn.evaluates:
-                with Still(), nullcontext() if self.replica.in_sync else self.replica.merged():
-                    self._sum_of_evaluation()
+                with ShapesOnly(), nullcontext() if self.replica.in_sync else self.replica.merged():
+                    self._count_evaluation()
         after = self._cycle
         if is_quiet and cycle and after and not (turn.ends_epoch and self.workload.epochs > _FALLING):
             self.known[turn], self.quiet[turn.place] = _Taken(booked, after.place), until - step
 
     def _leap(self) -> None:
-        """Count turns that were taken before, as far as they lead back to where the method is."""
+        """Count turns that were simulated before, as long as they lead back to the method's current place."""
         cycle = self._cycle
         if cycle is None:
             return
@@ -215,16 +212,15 @@ class _Stage:
 
     @property
     def _cycle(self) -> Cycle | None:
-        """Where the method is in a cycle that it repeats, if it says so."""
+        """The method's place in the cycle that it repeats, if it has one."""
         return getattr(self.method, "cycle", None)
 
     def _skip(self, steps: int) -> None:
-        """Count steps that are not taken."""
         self.method.step += steps
         self.method.forwards += steps
 
     def _turn(self, step: int, place: Hashable, next_event: int) -> _Turn:
-        """The next one; the step before a change is taken alone: the change happens at its end."""
+        """The next turn; the step before an event is taken alone, because the event happens at its end."""
         steps, every = self.workload.steps, self.workload.eval_every
         next_evaluation = (step // every + 1) * every if every else steps
         epoch = self._next_epoch(step)
@@ -234,7 +230,7 @@ class _Stage:
         return _Turn(place, taken, after == epoch, evaluates)
 
     def _next_epoch(self, step: int) -> int:
-        """The next step that ends an epoch, as a loop over data counts them; the last one where no method cares."""
+        """The next step that ends an epoch; the last step if the method does not use epochs."""
         steps, epochs = self.workload.steps, self.workload.epochs
         if not self.method.context.on_epoch_end:
             return steps
@@ -242,7 +238,7 @@ class _Stage:
         return -(-(over + 1) * steps // epochs)
 
     def _show_model(self) -> None:
-        """A forward pass in each shape, for the order of layers and the weights they read; others only count."""
+        """One forward pass in each shape, for the order of layers and the weights read; later ones only count."""
         model = self.replica.module
         model.__dict__.pop("forward", None)
         if self.workload.has_inputs:
@@ -253,12 +249,12 @@ class _Stage:
         """One step that stands for several."""
         self.wire.repeat = times
         phase = self.replica.phase
-        with Still():
+        with ShapesOnly():
             self.replica()
         self.replica.observe(1.0)
         self._make_state()
         self._skip(times - 1)
-        with Still():
+        with ShapesOnly():
             self.method.optimizers[0].step()  # no gradients: only its hooks run
         self.wire.repeat = 1
         self.found.steps[phase] += times
@@ -266,18 +262,18 @@ class _Stage:
             self.found.state_bytes = max(self.found.state_bytes, self._state_bytes())
 
     def _make_state(self) -> None:
-        """The state that an update would make; updating itself is slow without values, and shows nothing more."""
+        """Create the optimizer state that an update would; a real update without values is slow."""
         optimizer = self.method.optimizers[0]
         for p in self.method.optimizers.parameters:
             if p.requires_grad and not optimizer.state.get(p):
                 optimizer.state[p] = {name: state_like(value, p) for name, value in self.workload.state.items()}
 
-    def _sum_of_evaluation(self) -> None:
+    def _count_evaluation(self) -> None:
         if self.workload.eval_every:
-            self.wire.sum(torch.empty(3, dtype=torch.float64), "evaluate")
+            self.wire.all_reduce_sum(torch.empty(3, dtype=torch.float64), "evaluate")
 
     def _state_bytes(self) -> int:
-        # The model and what the optimizer keeps of it change with the phase, or where state is dropped.
+        # They change with the phase, or when optimizer state is dropped.
         place = self.replica.phase, self.replica.decompositions, len(self.method.optimizers[0].state)
         if self.held[0] != place:
             self.held = place, self._model_bytes()
@@ -296,7 +292,7 @@ class _Stage:
 
 
 def held_by(method: Method) -> list[Tensor]:
-    """Tensors that a method keeps for itself, beside the model and the optimizers."""
+    """Tensors that a method holds, besides the model and the optimizers."""
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
     todo: list[Any] = [
@@ -325,6 +321,6 @@ def _inside(each: Any) -> list[Any]:
 
 
 def _statistics(model: nn.Module) -> set[int]:
-    """Buffers that follow the data: running statistics."""
+    """Ids of buffers that depend on the data: running statistics."""
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
     return {id(b) for norm in norms for b in norm.buffers() if b.is_floating_point()}

@@ -1,4 +1,4 @@
-"""What is planned for: a model with what a run needs of it, and what a pass through it shows."""
+"""What a plan is made for: a model, what a run needs of it, and what one forward pass through it shows."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,7 +17,7 @@ from thinwire.factor.layers import factored_names, factors_of, mark_as_read, wei
 from thinwire.factor.usage import OrderOfUse
 from thinwire.methods.registry import name_of
 
-# A shape that no optimizer's state has for another reason.
+# A shape that no optimizer's state has for any other reason.
 _PROBE = torch.Size((2, 3))
 
 
@@ -36,33 +36,33 @@ Shape = tuple[tuple[str, str, int], ...]
 
 @dataclass
 class Blank:
-    """A model without values, and what was seen of it: copies and passes cost more than all else in a plan."""
+    """A model without values, its copies and its passes: these cost more than anything else in a plan."""
 
     model: nn.Module | None = None
     spare: list[nn.Module] = field(default_factory=list)
-    """Copies that nobody uses now."""
+    """Copies not in use."""
     passes: dict[Shape, Pass] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
 class Workload:
-    """What is planned for."""
+    """What a plan is made for."""
 
     name: str
     model: nn.Module
-    """On the CPU, as it starts, or without values on the meta device; left as it is."""
+    """On the CPU with initial values, or on the meta device without; never changed."""
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
     """Builds the optimizer."""
     steps: int
     """Optimizer steps of the run."""
     values: Callable[[], nn.Module] | None = None
-    """Builds the model as it starts, where `model` may have no values: a step is timed with them."""
+    """Builds the model with initial values, to time a step, where `model` may have none."""
     inputs: tuple[Any, ...] = ()
-    """A worker's batch, as the model is called; nothing where it is not known."""
+    """A worker's batch, as positional arguments; empty if unknown."""
     keywords: dict[str, Any] = field(default_factory=dict)
-    """The same by name."""
+    """The same as keyword arguments."""
     loss: Callable[[Any], Tensor] | None = None
-    """What is trained on, from the model's outputs."""
+    """The loss of the model's outputs."""
     clip: float | None = None
     """Largest gradient norm."""
     recipe: str | None = None
@@ -70,11 +70,11 @@ class Workload:
     eval_every: int | None = None
     """Steps between evaluations; None for a run without them."""
     epochs: int = 30
-    """Epochs of a run, for methods that go by them."""
+    """Epochs of a run, for methods that use them."""
     suited: Mapping[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = field(default_factory=dict)
-    """Other optimizers, by the methods that have one of their own."""
+    """Optimizers for single methods, by name."""
     blank: Blank = field(default_factory=Blank, repr=False)
-    """What is known of the model without values, whatever the optimizer."""
+    """The model without values, for any optimizer."""
 
     def suited_to(self, config: Any) -> "Workload":
         """The same with the optimizer of this config's method."""
@@ -83,19 +83,19 @@ class Workload:
 
     @cached_property
     def with_values(self) -> nn.Module:
-        """The model on the CPU, as it starts."""
+        """The model on the CPU with initial values."""
         return self.model if self.values is None else self.values()
 
     @property
     def without_values(self) -> nn.Module:
-        """The model on the meta device; what was tied stays tied, which `model.to("meta")` would not see to."""
+        """The model on the meta device; unlike with `model.to("meta")`, tied weights stay tied."""
         if self.blank.model is None:
             self.blank.model = copy_with(self.model, lambda name, t: t.to("meta"))
         return self.blank.model
 
     @contextmanager
     def borrowed(self) -> Iterator[nn.Module]:
-        """A copy of the model without values; the next one gets the same again, if nothing of it was exchanged."""
+        """A copy of the model without values, reused if none of its tensors was replaced."""
         model = self.blank.spare.pop() if self.blank.spare else copy.deepcopy(self.without_values)
         before = _tensors(model)
         yield model
@@ -106,7 +106,7 @@ class Workload:
             self.blank.spare.append(model)
 
     def show(self, model: nn.Module, usage: OrderOfUse | None) -> None:
-        """A forward pass on the meta device, or what one in this shape was seen to do."""
+        """A forward pass on the meta device, or the recorded effects of one in the same shape."""
         shape = _shape(model)
         seen = self.blank.passes.get(shape)
         if seen is None:
@@ -120,7 +120,7 @@ class Workload:
             usage.order += [name for name in seen.order if name not in usage.order]
 
     def _watched(self, model: nn.Module) -> "Pass | None":
-        """Take the pass; None if it leaves other tensors in the model, so that others must take it too."""
+        """Run the pass; None if it replaces tensors of the model, so that it must be run every time."""
         before, usage = _tensors(model), OrderOfUse(model)
         usage.watch()
         try:
@@ -129,7 +129,7 @@ class Workload:
         except Exception as error:
             raise ConfigError(
                 f"{self.name} cannot be called without values ({type(error).__name__}: {error}); "
-                "plan it without inputs, and give its seconds by --compute"
+                "plan it without inputs, and give its seconds with --compute"
             ) from error
         finally:
             usage.stop()
@@ -138,7 +138,7 @@ class Workload:
 
     @cached_property
     def state(self) -> dict[str, Tensor | Any]:
-        """What the optimizer keeps for a parameter, seen on a small one."""
+        """What the optimizer keeps for a parameter, found with a small one."""
         probe = nn.Parameter(torch.zeros(_PROBE))
         optimizer = self.optimizer([probe])
         probe.grad = torch.ones_like(probe)
@@ -157,7 +157,7 @@ class Workload:
 
 
 def state_like(value: Any, parameter: nn.Parameter) -> Any:
-    """State of this kind for another parameter: one value an element, or as it is."""
+    """The same state for another parameter: one value per element, or a copy."""
     if isinstance(value, Tensor):
         if value.shape != _PROBE:
             return value.clone()
@@ -180,7 +180,7 @@ def _shape(model: nn.Module) -> Shape:
 
 
 def copy_with(model: nn.Module, change: Callable[[str, Tensor], Tensor]) -> nn.Module:
-    """A copy whose parameters and buffers are changed ones; those with several names stay one."""
+    """A copy with changed parameters and buffers; tied ones stay tied."""
     changed: dict[int, Any] = {}
     for name, p in model.named_parameters():
         changed[id(p)] = nn.Parameter(change(name, p.detach()), requires_grad=p.requires_grad)

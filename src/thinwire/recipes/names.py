@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch import nn
+
 from thinwire.errors import ConfigError, ThinwireError, unknown
 from thinwire.methods.registry import METHODS
 from thinwire.train.task import Recipe
@@ -92,9 +94,16 @@ def named(
     return recipe.replace(**{field: value for field, value in other.items() if value is not None})
 
 
-def call_function(text: str, what: str) -> Any:
-    """What the user's function FILE.py:FUNCTION returns."""
-    return _called(load_function(text, what), f"{what} `{text}`")
+def call_model(text: str) -> tuple[nn.Module, Any]:
+    """The model that the user's function FILE.py:FUNCTION returns, and its inputs or None."""
+    built = _called(load_function(text, "model"), f"model `{text}`")
+    model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"{text} returns {type(model).__name__}; it must return an nn.Module, or one and its inputs: "
+            "a tensor, a tuple of arguments, or a dict of them by name"
+        )
+    return model, inputs
 
 
 def _called(make: Callable[..., Any], what: str, workers: int | None = None) -> Any:
@@ -120,14 +129,11 @@ def load_function(text: str, what: str) -> Callable[..., Any]:
     found = getattr(module, name, None)
     if callable(found):
         return found
-    own = [key for key, value in vars(module).items() if inspect.isfunction(value) and _is_of(value, module)]
+    functions = {key: value for key, value in vars(module).items() if inspect.isfunction(value)}
+    own = [key for key, value in functions.items() if value.__module__ == module.__name__]
     if not own:
         raise ConfigError(f"`{path}` has no functions; write `{name}` there, which returns the {what}")
     raise unknown(f"function of `{path}`", name, own)
-
-
-def _is_of(value: Callable[..., Any], module: ModuleType) -> bool:
-    return value.__module__ == module.__name__
 
 
 def _loaded(file: Path) -> ModuleType:

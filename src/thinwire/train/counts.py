@@ -49,7 +49,6 @@ class Counts:
         self.synchronised += self.trainable * together
 
     def state(self) -> dict[str, int]:
-        """As plain values."""
         return asdict(self)
 
 

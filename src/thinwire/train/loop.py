@@ -37,10 +37,10 @@ def fit(
 
     Joins the job it is started in (torchrun, srun) or trains alone. Returns the summary.
 
-    `resume` continues from `out/checkpoint` if there is one; `save_every` writes it every so many steps. A folder that
-    already holds a run is refused without `resume` or `overwrite`. `until` saves and stops after so many steps; the
+    `resume` continues from `out/checkpoint` if there is one; `save_every` writes it every N steps. A folder that
+    already holds a run is refused without `resume` or `overwrite`. `until` saves and stops after that step; the
     summary then says only that. Without `model` the finished model is not written. With `stability`, rank 0 compares
-    its bases every so many steps with those of `stability_back` comparisons before; a resumed run starts afresh.
+    its bases every N steps with those of `stability_back` comparisons before; a resumed run starts over.
 
     A recipe with patience returns to its best epoch at the end.
     """
@@ -102,9 +102,9 @@ def _evaluate(run: Run, *, finished: bool = False, validate: bool = False) -> di
     replica, task = run.replica, run.recipe.task
     model = "finished" if finished else "world" if replica.in_sync else "merged"
     with nullcontext() if model != "merged" else replica.merged():
-        figures = task.figures(replica.wire.sum(_totals(run), purpose="evaluate"))
+        figures = task.figures(replica.wire.all_reduce_sum(_totals(run), purpose="evaluate"))
         if validate:
-            unseen = replica.wire.sum(_totals(run, "validation"), purpose="evaluate")
+            unseen = replica.wire.all_reduce_sum(_totals(run, "validation"), purpose="evaluate")
             figures["validation_loss"] = task.figures(unseen)["loss"]
     run.recorder.write(
         "evaluation",

@@ -87,7 +87,7 @@ class Run:
 
     def note_stability(self) -> None:
         """Record each comparison of the bases."""
-        if self.watch and (record := self.watch.look(self.replica.step)):
+        if self.watch and (record := self.watch.update(self.replica.step)):
             self.recorder.write("stability", **record)
 
     def lost_patience(self, figures: dict[str, float]) -> bool:

@@ -16,7 +16,7 @@ class Rate(Protocol):
     """A schedule; all of it scales with the run's length."""
 
     def factor(self, step: int, steps: int, epochs: float) -> float:
-        """The multiple of the optimizer's rate at `step`, counted from 0, of `steps` in so many epochs."""
+        """The multiple of the optimizer's rate at `step`, counted from 0, of `steps` in `epochs`."""
         ...
 
 

@@ -101,7 +101,7 @@ def _choose(
 
 
 def _checked(read: Callable[[Path], Arrays], path: Path, classes: int) -> Arrays:
-    """The content of a file, if it has the shape of images with so many classes."""
+    """The content of a file, if it has the shape of images and `classes` classes."""
     try:
         x, y = read_whole(lambda: read(path))
     except ConfigError:

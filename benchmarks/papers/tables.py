@@ -1,6 +1,6 @@
 """Tables and curves of what run.py has trained, as docs/results.md has them.
 
-python benchmarks/papers/tell.py OUT --cifar DIR --pictures docs
+python benchmarks/papers/tables.py OUT --cifar DIR --pictures docs
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Layouts seen from several workers at once, for plans: one worker acts for all that do the same.
+"""Layouts seen from several workers at once, for plans: one worker stands for all that do the same.
 
-What a collective sends differs from node to node even where workers do the same: the root of a tree sends more than
-its leaves. And it differs with the number of nodes. So everything is counted for each of the views.
+What a collective sends differs from node to node even where workers do the same (the root of a tree sends more than
+its leaves), and with the number of nodes. So everything is counted for each of the views.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -15,17 +15,15 @@ from thinwire.comm.topology import Topology
 
 @dataclass(frozen=True)
 class SentByView(Sent):
-    """What a collective sends from each of several nodes; its own fields are the first one's."""
+    """What a collective sends from each of several nodes; its own fields are those of the first."""
 
     views: tuple[Sent, ...] = ()
 
     def __add__(self, other: Sent) -> Sent:
-        """One collective after the other."""
         return by_view([mine + its for mine, its in zip(self.views, self._of(other), strict=True)])
 
-    def beside(self, other: Sent) -> Sent:
-        """Both at once."""
-        return by_view([mine.beside(its) for mine, its in zip(self.views, self._of(other), strict=True)])
+    def in_parallel(self, other: Sent) -> Sent:
+        return by_view([mine.in_parallel(its) for mine, its in zip(self.views, self._of(other), strict=True)])
 
     def __hash__(self) -> int:
         return self._hash
@@ -39,18 +37,28 @@ class SentByView(Sent):
 
 
 def by_view(views: Sequence[Sent]) -> SentByView:
-    """What these views say, as one."""
+    """One value for all views."""
     return SentByView(**vars(views[0]), views=tuple(views))
 
 
+def _from_each_view(count: Callable[[Topology, Ranks, int], Sent]) -> Callable[..., Sent]:
+    """The same arithmetic for every view, with that view's members."""
+
+    def counted(self: "LayoutViews", members: Ranks, size: int) -> Sent:
+        key = (count.__name__, members, size)
+        return self._seen(key, lambda view: count(view, self._members_of(view, members), size))
+
+    return counted
+
+
 @dataclass(frozen=True)
-class Panorama(Topology):
-    """The layout of a worker that acts for all in `views`, of this layout or of others; the first of them is itself."""
+class LayoutViews(Topology):
+    """The layout of a worker that stands for all in `views`, of this layout or of others; the first is its own."""
 
     views: tuple[Topology, ...] = field(default=(), compare=False)
 
     @classmethod
-    def of(cls, views: Sequence[Topology]) -> "Panorama":
+    def of(cls, views: Sequence[Topology]) -> "LayoutViews":
         """From the views of workers that are alike."""
         own = {name: value for name, value in vars(views[0]).items() if name in Topology.__dataclass_fields__}
         return cls(**own, views=tuple(views))
@@ -63,38 +71,19 @@ class Panorama(Topology):
         return self._carried[member]
 
     def at_once(self, parts: Sequence[tuple[Ranks, int]]) -> Sent:
-        """Several all-reduces side by side."""
         return self._seen(
             ("at_once", tuple(parts)),
             lambda view: view.at_once([(self._members_of(view, members), size) for members, size in parts]),
         )
 
-    def ring(self, members: Ranks, size: int) -> Sent:
-        """An all-reduce by a ring."""
-        return self._seen(("ring", members, size), lambda view: view.ring(self._members_of(view, members), size))
-
-    def gather_ring(self, members: Ranks, size: int) -> Sent:
-        """An all-gather."""
-        return self._seen(
-            ("gather_ring", members, size), lambda view: view.gather_ring(self._members_of(view, members), size)
-        )
-
-    def star(self, members: Ranks, size: int) -> Sent:
-        """Everyone and the first member."""
-        return self._seen(("star", members, size), lambda view: view.star(self._members_of(view, members), size))
-
-    def mesh(self, members: Ranks, size: int) -> Sent:
-        """Everyone and everyone else."""
-        return self._seen(("mesh", members, size), lambda view: view.mesh(self._members_of(view, members), size))
-
-    def double_tree(self, members: Ranks, size: int) -> Sent:
-        """An all-reduce by two trees."""
-        return self._seen(
-            ("double_tree", members, size), lambda view: view.double_tree(self._members_of(view, members), size)
-        )
+    ring = _from_each_view(Topology.ring)
+    gather_ring = _from_each_view(Topology.gather_ring)
+    star = _from_each_view(Topology.star)
+    mesh = _from_each_view(Topology.mesh)
+    double_tree = _from_each_view(Topology.double_tree)
 
     def tree(self, members: Ranks, size: int, root: int) -> Sent:
-        """A broadcast from a root, which stands at the same place among the members of each view."""
+        """A broadcast from a root, which has the same index among the members of each view."""
         place = members.index(root)
 
         def seen(view: Topology) -> Sent:
@@ -110,7 +99,7 @@ class Panorama(Topology):
         return self._known[what]
 
     def _members_of(self, view: Topology, members: Ranks) -> Ranks:
-        """Who takes part for another view: its group, its world, or those of it that carry the same share."""
+        """Members for another view: its group, its world, or its ranks that carry the same share."""
         if members == self.group:
             return view.group
         if members == self.world:
@@ -118,7 +107,7 @@ class Panorama(Topology):
         share = next((j for j in range(self.shares) if self.crossing(j) == members), None)
         if share is not None:
             return view.crossing(share)
-        assert (view.rank, view.groups) == (self.rank, self.groups), "only a worker itself can say what these are"
+        assert (view.rank, view.groups) == (self.rank, self.groups), "these members are known to the worker itself only"
         return members
 
     @cached_property
@@ -127,6 +116,6 @@ class Panorama(Topology):
 
 
 def kind(view: Topology) -> Hashable:
-    """What workers must have in common for one to act for the others, whatever the method."""
+    """What workers must have in common for one to stand for the others, whatever the method."""
     alone = all(len(group) == 1 for group in view.groups)
     return len(view.group), view.member, len(view.groups) > 1, view.shares, alone, view.algorithm

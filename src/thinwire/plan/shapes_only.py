@@ -1,4 +1,4 @@
-"""Tensors without values: their shapes are all that a simulation looks at, and torch takes its time to find them."""
+"""Dispatch modes for tensors without values: a simulation needs only shapes, and torch is slow to compute them."""
 
 from typing import Any
 
@@ -7,19 +7,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _CHANGES = ("copy_", "add_", "sub_", "mul_", "div_", "lerp_", "zero_", "fill_", "addcmul_", "addcdiv_", "bernoulli_")
-"""Changes in place that leave a tensor's shape; those of lists of tensors are called _foreach_NAME."""
+"""In-place operations that keep a tensor's shape; for lists of tensors they are called _foreach_NAME."""
 _DRAWS = ("uniform_", "normal_")
-"""First values of new layers, which nothing looks at."""
+"""Initial values of new layers, which a simulation does not use."""
 _MOST = 1 << 16
 
 _Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
-"""What is known of a tensor without values: its shape, strides and type."""
+"""A tensor without values: its shape, strides and dtype."""
 _results: dict[Any, _Form] = {}
-"""The form of what an operation gives, by the forms of what it is given."""
+"""The form of an operation's result, by the forms of its arguments."""
 
 
-class Undrawn(TorchDispatchMode):
-    """Draws no random first values: tensors hold whatever was in their memory."""
+class NoInitialValues(TorchDispatchMode):
+    """Skips random initial values: tensors hold whatever was in their memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name.removeprefix("aten::") in _DRAWS:
@@ -27,12 +27,12 @@ class Undrawn(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Still(TorchDispatchMode):
-    """Finds the form of each result once, and changes values of tensors that have none: not at all."""
+class ShapesOnly(TorchDispatchMode):
+    """Computes the form of each kind of result once, and skips in-place changes of tensors without values."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and newer versions of torch would guard every operation against it."""
+        """Nothing is compiled here; newer versions of torch would otherwise add a guard to every operation."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -44,12 +44,12 @@ class Still(TorchDispatchMode):
         elif kind == "draw":
             return args[0]
         elif kind == "make":
-            return _made(func, args, kwargs or {})
+            return _new_tensor(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
-def _made(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A tensor like the one that this operation gave for arguments of the same forms."""
+def _new_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The result, in the form known from arguments of the same forms."""
     forms = _form(args)
     key = None if forms is None else (func, forms, tuple(kwargs.items()))
     known = _results.get(key)
@@ -65,7 +65,7 @@ _kinds: dict[Any, str] = {}
 
 
 def _kind_of(func: Any) -> str:
-    """Whether an operation changes tensors and leaves their shapes, makes one new tensor, or does something else."""
+    """Whether an operation changes tensors in place, draws random values, makes one new tensor, or something else."""
     schema = func._schema
     name = schema.name.removeprefix("aten::")
     if name.removeprefix("_foreach_") in _CHANGES:
@@ -81,7 +81,7 @@ def _kind_of(func: Any) -> str:
 
 
 def _form(given: Any) -> Any:
-    """What the form of a result may depend on; None where that is a tensor with values, or something unknown."""
+    """What a result's form may depend on; None for a tensor with values, or an unknown type."""
     if isinstance(given, Tensor):
         return (given.shape, given.stride(), given.dtype) if given.is_meta else None
     if isinstance(given, tuple | list):
