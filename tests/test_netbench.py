@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import gang
+from every_method import BUILT_IN
 from patience import until
 from selection import needs_root, slow_but
 from thinwire.cli import main
@@ -20,7 +21,6 @@ from thinwire.comm.counters import VARIABLE, Interface
 from thinwire.comm.ledger import Ledger
 from thinwire.errors import ConfigError
 from thinwire.jobs import Job, Variant, variants
-from thinwire.methods.registry import METHODS
 from thinwire.netbench import hosts
 from thinwire.netbench.bench import _agreement, _sum
 from thinwire.plan import compute
@@ -39,7 +39,7 @@ needs_hosts = needs_root(hosts.why_not())
 # Every method there is, every other wire it has, and settings under which the thrifty ones send more than a little.
 EXTRA = """allreduce:wire=bf16 allreduce:wire=int8 ab:wire=bf16 powersgd:rank=16 localsgd:every=6:wire=bf16
     diloco:every=6:wire=int8 daso:every=4 daso:wire=int8:every=4:overlap=2:sharded=true topk:density=0.2"""
-VARIANTS = [*METHODS, *(label for label in EXTRA.split() if label.split(":")[0] in METHODS)]
+VARIANTS = [*BUILT_IN, *(label for label in EXTRA.split() if label.split(":")[0] in BUILT_IN)]
 QUICK = ("ab",)
 STEPS = 16
 

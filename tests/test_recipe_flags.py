@@ -11,6 +11,7 @@ import torch
 from click.testing import CliRunner
 from torch.optim import SGD, AdamW, Rprop
 
+from every_method import BUILT_IN
 from thinwire.cli import main
 from thinwire.commands.fields import field_docstrings
 from thinwire.errors import ConfigError
@@ -186,7 +187,7 @@ def test_a_validated_run_says_so_and_is_not_compared_with_others(tmp_path):
 # Help.
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", BUILT_IN)
 def test_help_describes_every_field_of_a_method(method):
     config = METHODS[method].config
     told = " ".join(thinwire("run", "--help", "digits", "--method", method).split())

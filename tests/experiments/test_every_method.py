@@ -18,12 +18,12 @@ from torch import Tensor, nn
 import gang
 import small
 import thinwire
+from every_method import BUILT_IN
 from selection import slow_but
 from standins import folder_for
 from thinwire.cli import main
 from thinwire.errors import ConfigError
 from thinwire.jobs import Job, method_config
-from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, installed, load, named
 from thinwire.train import fit
 from thinwire.train.data import Images, Source
@@ -111,7 +111,7 @@ QUICK = ("digits", "vgg16bn-cifar10", "gpt-wikitext2")
 @pytest.mark.parametrize("name", slow_but(QUICK, installed()))
 def test_a_recipe_goes_through_every_method(name: str, place: Path, tmp_path: Path) -> None:
     recipe = tiny(name, place)
-    for method in METHODS:
+    for method in BUILT_IN:
         run = watched(recipe.suited_to(method), method, tmp_path / method, model=(name, method) in EXPORTED)
         check(run, recipe, method)
 
@@ -168,7 +168,7 @@ def check(run: dict[str, Any], recipe: Recipe, method: str) -> None:
 
 ALIKE: dict[str, dict[str, Any]] = {"vgg16-cifar10": {}, "vitb16-imagenet-oialr": {"dropout": 0.0}}
 """Models without BatchNorm, here without dropout too: a batch's loss is the mean of its parts' losses."""
-SHARED = {"vgg16-cifar10": list(METHODS), "vitb16-imagenet-oialr": ["allreduce"], "autoformer-ettm2-96": ["ab", "daso"]}
+SHARED = {"vgg16-cifar10": BUILT_IN, "vitb16-imagenet-oialr": ["allreduce"], "autoformer-ettm2-96": ["ab", "daso"]}
 """Methods that two workers train by."""
 
 
