@@ -6,6 +6,7 @@ import machine
 
 machine.forget_surroundings()
 
+import pytest  # noqa: E402
 import torch  # noqa: E402  (it may look at the surroundings)
 
 # A shell that starts the tests in the background makes them ignore Ctrl-C, and so everything they start.
@@ -22,3 +23,11 @@ def pytest_addoption(parser) -> None:
 def pytest_configure(config) -> None:
     for line in machine.lines():
         config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items) -> None:
+    """Experiments and real hosts are for `make test-slow`."""
+    for item in items:
+        if "experiments" in item.path.parts or item.get_closest_marker("root"):
+            item.add_marker(pytest.mark.slow)
