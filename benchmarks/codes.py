@@ -19,7 +19,7 @@ from measure import arguments, load, machine, time_of, waiting_for
 from torch import Tensor
 
 from thinwire.comm.quantize import Quantizer, Rows, quantizer
-from thinwire.recipes import RECIPES
+from thinwire.recipes import named
 from thinwire.train.task import Recipe
 
 BLOCK = 256
@@ -43,7 +43,7 @@ def main() -> None:
     torch.set_num_threads(1)
     before = load()
     recorded = {
-        name: on(given.device, record(RECIPES[name](), start, 2 * BETWEEN if given.quick else 100))
+        name: on(given.device, record(named(name), start, 2 * BETWEEN if given.quick else 100))
         for name, start in (("digits", 50), ("shakespeare", 40))[: 1 if given.quick else 2]
     }
     found = [*measured_codes(given.device, recorded, given.quick), *compared_levels(recorded)]

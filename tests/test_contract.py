@@ -99,7 +99,7 @@ def _train(rank: int, config: Any, place: Path, start: int) -> str:
             replica.save(place / (str(replica.step) if start == 0 else f"{start}-{replica.step}"))
             before = small.model_bits(model)
             with replica.merged():
-                replica.wire.agree(list(model.parameters()), "checksums")
+                assert replica.wire.agree([*model.parameters(), *model.buffers()], "checksums"), "one model"
             assert small.model_bits(model) == before, "merged() gives the group's own model back"
     return small.model_bits(model)[:16] + small.optimizer_bits(optimizer)[:16] + small.model_bits(replica.finish())[:16]
 
