@@ -3,8 +3,6 @@
 import contextlib
 import functools
 import os
-import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gang
 import thinwire
 from selection import needs_root
+from sockets import sees_sockets, socket_bytes
 from thinwire.comm.replicate import Replicated
 from thinwire.factor import export
 from thinwire.methods import agree
@@ -390,26 +389,6 @@ def loopback_bytes() -> int:
     """Bytes that the kernel sent over its loopback interface."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:"))
-
-
-def socket_bytes() -> int:
-    """Bytes that the kernel sent over the TCP sockets of this process, without headers."""
-    sent = 0
-    for entry in Path("/proc/self/fd").iterdir():
-        if not (entry.is_symlink() and os.readlink(entry).startswith("socket:")):
-            continue
-        with socket.socket(fileno=os.dup(int(entry.name))) as own:
-            if own.family in (socket.AF_INET, socket.AF_INET6) and own.type == socket.SOCK_STREAM:
-                info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                whole, again = struct.unpack_from("QQ", info, 200)  # tcpi_bytes_sent and tcpi_bytes_retrans
-                sent += whole - again
-    return sent
-
-
-def sees_sockets() -> bool:
-    """Whether the kernel counts them, as Linux does from 4.19."""
-    with socket.socket() as own:
-        return hasattr(socket, "TCP_INFO") and len(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)) >= 216
 
 
 def wide_model() -> nn.Module:

@@ -108,7 +108,7 @@ def compare(before: Source, after: Source) -> dict[str, Measures]:
 
     A path is a safetensors file or the folder of a run, a finished model, a checkpoint or a save; of one written
     while groups trained separately, the first group's model is used. Any layer may be full in one and factored in the
-    other. Embeddings are left out if one of the two is a model: in files they cannot be told from layers.
+    other. Embeddings are left out if one of the two is a model: in files they look like layers.
     """
     one, other = read(before), read(after)
     _join(one, other.chains())

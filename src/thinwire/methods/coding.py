@@ -1,6 +1,7 @@
 """Methods that code every gradient after a warm-up: engine 1 alone."""
 
 import sys
+from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
@@ -26,13 +27,13 @@ class CodedGradients(Method):
         return role_by_codes(topology, cls.code_of(config), config.warmup_wire)
 
     @staticmethod
+    @abstractmethod
     def code_of(config: Any) -> str:
         """What gradients travel in after the warm-up."""
-        raise NotImplementedError
 
+    @abstractmethod
     def aggregator(self, wire: Wire, like: Sequence[Tensor]) -> Aggregator:
         """What averages them after the warm-up."""
-        raise NotImplementedError
 
     def __init__(self, config: Any, context: MethodContext) -> None:
         super().__init__(config, context)
