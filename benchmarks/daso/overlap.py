@@ -160,7 +160,7 @@ class Trainer:
         processor, packets = time.process_time() - processor, _packet_time() - packets
         block = Block(began, ended, processor, spent, traffic.slow_bytes - sent, packets)
         if self.variant.wait:
-            self.replica._method.settle()
+            self.replica._method.state_dict()  # waits for what is under way
         return block
 
     def step(self) -> None:
