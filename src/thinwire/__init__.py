@@ -1,7 +1,7 @@
 """Thinwire trains a PyTorch model over a thin wire."""
 
 from thinwire.compress import Compressed, compress
-from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, Nesterov, OneBit, PowerSGD, TopK
+from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, Nesterov, OneBit, PowerSGD, Radial, TopK
 from thinwire.ema import EMA
 from thinwire.errors import ConfigError, DisagreementError, DivergedError, ThinwireError
 from thinwire.factor.stability import Stability
@@ -27,6 +27,7 @@ __all__ = [
     "Nesterov",
     "OneBit",
     "PowerSGD",
+    "Radial",
     "Replica",
     "Stability",
     "ThinwireError",

@@ -1,4 +1,4 @@
-"""The outer step on the mean change of groups."""
+"""What is done with the mean change of groups."""
 
 from dataclasses import dataclass
 
@@ -17,3 +17,11 @@ class Nesterov:
         if not (is_number(self.lr) and self.lr > 0):
             raise ConfigError(f"`outer.lr`={self.lr!r} must be a number above 0, such as 1.0; DiLoCo's paper has 0.7")
         check_share(self, "momentum", "0.5 is a good start; DiLoCo's paper has 0.9")
+
+
+@dataclass(frozen=True)
+class Radial:
+    """The mean change of groups, made longer: a mean of changes that partly cancel is shorter than they are.
+
+    Each tensor's mean change is multiplied by mean‖Δᵢ‖ / ‖mean Δ‖, at most √G for G groups.
+    """

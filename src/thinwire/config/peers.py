@@ -17,6 +17,7 @@ from thinwire.config.codes import check_code
 from thinwire.config.groups import GroupSize
 from thinwire.config.outer import Nesterov
 from thinwire.config.renamed import renamed
+from thinwire.config.warmed import Averaged, Warmed
 from thinwire.errors import ConfigError
 
 
@@ -36,37 +37,9 @@ class AllReduce:
         check_group_size(self.group_size)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Warmed:
-    """What methods with a warm-up share."""
-
-    warmup: float = 0
-    """Steps at the beginning in which the whole world averages gradients: a whole number, or a fraction of
-    `total_steps` below 1."""
-
-    warmup_wire: str = "fp32"
-    """The code that those gradients travel in; a cheap one such as lowrank:16 keeps the warm-up from being most of the
-    bytes."""
-
-    total_steps: int | None = None
-    """Optimizer steps of the whole run, where `warmup` is a fraction of it."""
-
-    group_size: GroupSize = None
-    """Workers per group, which averages its gradients exactly at every step: None is one group per node."""
-
-    def __post_init__(self) -> None:
-        check_length(self, "warmup")
-        check_code(self, "warmup_wire")
-        check_group_size(self.group_size)
-
-    @property
-    def warmup_length(self) -> int:
-        return length(self.warmup, self.total_steps or 1)
-
-
 @renamed(start_step="warmup")
 @dataclass(frozen=True, kw_only=True)
-class PowerSGD(_Warmed):
+class PowerSGD(Warmed):
     """Gradients between groups as low-rank products, with error feedback (arXiv 1905.13727)."""
 
     rank: int = 4
@@ -90,26 +63,11 @@ _OUTER = {"outer_lr": "outer=Nesterov(lr=…)", "outer_momentum": "outer=Nestero
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalSGD(_Warmed):
+class LocalSGD(Averaged):
     """Groups train alone and average their parameters every few steps (arXiv 1805.09767, 1808.07217)."""
-
-    every: int = 24
-    """Steps between two averages of the same fragment of the model."""
-
-    wire: str = "fp32"
-    """The code that averages travel in: fp32, bf16, int8, int4, int2, bit, lowrank:R or topk:D."""
-
-    outer: Nesterov | None = None
-    """What to do with the mean change of groups: None applies it, Nesterov(lr=1.0, momentum=0.5) is an outer step."""
 
     fragments: int = 1
     """Parts of the model that are sent at different times."""
-
-    overlap: int = 0
-    """Steps of training while an average is pending."""
-
-    mix: float = 0.5
-    """Share of a group's own values when an average comes back that was sent `overlap` steps before; 0 takes none."""
 
     moments: Literal["keep", "average", "reset"] = "keep"
     """What happens to the optimizer's state at an average: each group keeps its own, all take the mean, or it starts
@@ -117,23 +75,12 @@ class LocalSGD(_Warmed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole(self, "every", 1)
         check_whole(self, "fragments", 1)
-        check_whole(self, "overlap", 0)
-        check_code(self, "wire")
-        check_share(self, "mix", "0 takes the average as it is")
         check_choice(self, "moments", ("keep", "average", "reset"))
-        if not (self.outer is None or isinstance(self.outer, Nesterov)):
-            raise ConfigError(f"`outer`={self.outer!r} must be None or thinwire.Nesterov(lr=1.0, momentum=0.5)")
         if self.fragments > self.every:
             raise ConfigError(
                 f"`fragments`={self.fragments} do not fit into `every`={self.every} steps: at most one is sent per "
                 f"step; use at most {self.every}"
-            )
-        if self.overlap >= self.every:
-            raise ConfigError(
-                f"`overlap`={self.overlap} must be below `every`={self.every}: an average must be back before the next "
-                "one is sent"
             )
 
 
@@ -154,7 +101,7 @@ class DiLoCo(LocalSGD):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopK(_Warmed):
+class TopK(Warmed):
     """Only the largest accumulated gradients travel: Deep Gradient Compression (arXiv 1712.01887)."""
 
     density: float = 0.001
@@ -190,5 +137,5 @@ class TopK(_Warmed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneBit(_Warmed):
+class OneBit(Warmed):
     """One bit per element and two scales per column, with error feedback (1-bit SGD, Seide et al. 2014)."""

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from thinwire.config import AB
+from thinwire.config import PaperAB
 
 
 class Segment(NamedTuple):
@@ -12,7 +12,7 @@ class Segment(NamedTuple):
     end: int
 
 
-def timetable(config: AB) -> list[Segment]:
+def timetable(config: PaperAB) -> list[Segment]:
     """The phases of a run. The last one is full-rank and has no end of its own."""
     segments, step = [Segment("warmup", config.warmup_length)], config.warmup_length
     while step + config.group_length <= config.total_steps:

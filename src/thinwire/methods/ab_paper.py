@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from thinwire.comm.topology import Topology
-from thinwire.config import AB
+from thinwire.config import PaperAB
 from thinwire.errors import ConfigError
 from thinwire.factor import moments
 from thinwire.factor.convert import Layer, to_factors, to_full
@@ -41,21 +41,21 @@ class Weights(NamedTuple):
     rest: float
 
 
-def _example(**more: Any) -> AB:
+def _example(**more: Any) -> PaperAB:
     # The cutoff is high because random weights have flat spectra.
     fields = {"total_steps": 20, "warmup": 3, "every": 4, "rebound": 2, "lr_rebound": 3, "cutoff": 0.6}
-    return AB(**{**fields, **more})
+    return PaperAB(**{**fields, **more})
 
 
-@register("ab", AB, example=_example)
-class ABMethod(Factoring):
+@register("ab-paper", PaperAB, example=_example)
+class PaperABMethod(Factoring):
     """Groups train low-rank factors alone and merge (AB training)."""
 
     phases = ("warmup", "groups", "rebound", "final")
     cuts_at_end = True
-    config: AB
+    config: PaperAB
 
-    def __init__(self, config: AB, context: MethodContext) -> None:
+    def __init__(self, config: PaperAB, context: MethodContext) -> None:
         super().__init__(config, context)
         self.segments = timetable(config)
         self.index = 0
@@ -65,7 +65,7 @@ class ABMethod(Factoring):
         context.lr_factor = self._lr_factor
 
     @classmethod
-    def role(cls, config: AB, topology: Topology) -> Hashable:
+    def role(cls, config: PaperAB, topology: Topology) -> Hashable:
         """The factor that the group trains; with some codes, the group itself."""
         return _trained_factor(topology), role_by_codes(topology, config.wire, config.warmup_wire)
 

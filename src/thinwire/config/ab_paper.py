@@ -1,0 +1,120 @@
+"""AB training with the paper's cycle."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from thinwire.checks import (
+    check_bool,
+    check_choice,
+    check_cutoff,
+    check_fraction,
+    check_group_size,
+    check_total,
+    length,
+    patterns,
+)
+from thinwire.config.codes import check_code
+from thinwire.config.groups import GroupSize
+from thinwire.config.renamed import renamed
+from thinwire.errors import ConfigError
+
+
+@renamed(group_steps="every")
+@dataclass(frozen=True, kw_only=True)
+class PaperAB:
+    """AB training as published: full-rank rebounds between group phases (arXiv 2405.01067).
+
+    `warmup` and `every` below 1 are fractions of `total_steps`, `rebound` and `lr_rebound`
+    below 1 are fractions of a group phase; any of them from 1 on is a whole number of steps.
+    """
+
+    total_steps: int
+    """Optimizer steps of the whole run."""
+
+    warmup: float = 0.20
+    """Full-rank training by the whole world before the first group phase."""
+
+    warmup_wire: str = "fp32"
+    """The code that gradients travel in while the whole world trains: in the warm-up and in the rebounds."""
+
+    every: float = 0.0333
+    """Steps that groups train alone before a merge."""
+
+    rebound: float = 0.25
+    """Full-rank training by the whole world after a merge."""
+
+    lr_rebound: float = 0.5
+    """Steps over which the learning rate climbs back after each change of shape."""
+
+    cutoff: float = 0.15
+    """Singular values up to this share of the largest are dropped."""
+
+    group_size: GroupSize = None
+    """Workers per group: None is one group per node, "world" trains B by all workers without groups."""
+
+    merge: Literal["mean", "trained", "weighted"] = "mean"
+    """How copies are averaged: all of them, only the trained ones, or by observed loss."""
+
+    moments: Literal["reset", "average", "carry"] = "reset"
+    """What becomes of the optimizer's state at a merge."""
+
+    keep_first: bool = True
+    """Leave the first layer full."""
+
+    keep_last: bool = True
+    """Leave the last layer full."""
+
+    keep: tuple[str, ...] = ()
+    """Name patterns (as in a shell) of layers to leave full."""
+
+    wire: str = "fp32"
+    """The code that merges travel in: fp32, bf16, int8, int4, int2, bit, lowrank:R or topk:D."""
+
+    def __post_init__(self) -> None:
+        check_total(self.total_steps)
+        for name in ("warmup", "every", "rebound", "lr_rebound"):
+            check_fraction(self, name, zero_allowed=name != "every")
+        check_choice(self, "merge", ("mean", "trained", "weighted"))
+        check_choice(self, "moments", ("reset", "average", "carry"))
+        check_code(self, "wire")
+        check_code(self, "warmup_wire")
+        check_group_size(self.group_size)
+        check_cutoff(self.cutoff)
+        check_bool(self, "keep_first")
+        check_bool(self, "keep_last")
+        object.__setattr__(self, "keep", patterns(self.keep))
+        self._check_one_cycle_fits()
+
+    @property
+    def warmup_length(self) -> int:
+        return length(self.warmup, self.total_steps)
+
+    @property
+    def group_length(self) -> int:
+        return length(self.every, self.total_steps)
+
+    @property
+    def rebound_length(self) -> int:
+        return length(self.rebound, self.group_length)
+
+    @property
+    def lr_rebound_length(self) -> int:
+        return length(self.lr_rebound, self.group_length)
+
+    def _check_one_cycle_fits(self) -> None:
+        if self.group_length < 1:
+            least = math.floor(0.5 / self.every) + 1
+            raise ConfigError(
+                f"`total_steps`={self.total_steps} is too small for one cycle: `every`={self.every} of it is "
+                f"less than one step; use total_steps of at least {least}, or whole steps, as every=1"
+            )
+        needed = self.warmup_length + self.group_length
+        if needed > self.total_steps:
+            room = self.total_steps - self.group_length
+            raise ConfigError(
+                f"`total_steps`={self.total_steps} is too small for one cycle: warm-up takes {self.warmup_length} "
+                f"steps (`warmup`={self.warmup}) and a group phase {self.group_length} "
+                f"(`every`={self.every}), together {needed}; "
+                + (f"a warm-up of at most {room} steps fits" if room >= 0 else "shorten the group phase, as every=1")
+            )

@@ -1,0 +1,80 @@
+"""Fields that methods share: a warm-up, and averages of parameters every so often."""
+
+from dataclasses import dataclass
+
+from thinwire.checks import check_group_size, check_length, check_share, check_whole, length
+from thinwire.config.codes import check_code
+from thinwire.config.groups import GroupSize
+from thinwire.config.outer import Nesterov, Radial
+from thinwire.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warmed:
+    """What methods with a warm-up share."""
+
+    warmup: float = 0
+    """Steps at the beginning in which the whole world averages gradients: a whole number, or a fraction of
+    `total_steps` below 1."""
+
+    warmup_wire: str = "fp32"
+    """The code that those gradients travel in; a cheap one such as lowrank:16 keeps the warm-up from being most of the
+    bytes."""
+
+    total_steps: int | None = None
+    """Optimizer steps of the whole run, where `warmup` is a fraction of it."""
+
+    group_size: GroupSize = None
+    """Workers per group, which averages its gradients exactly at every step: None is one group per node."""
+
+    def __post_init__(self) -> None:
+        check_length(self, "warmup")
+        check_code(self, "warmup_wire")
+        check_group_size(self.group_size)
+
+    @property
+    def warmup_length(self) -> int:
+        return length(self.warmup, self.total_steps or 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averaged(Warmed):
+    """What methods share whose groups train alone and average their parameters."""
+
+    every: int = 24
+    """Steps between two averages of the same parameters."""
+
+    every_max: int | None = None
+    """None keeps `every` constant. A number lets it grow up to this as the learning rate falls: with the square of the
+    highest rate so far over the present one (quadratic synchronisation rule, arXiv 2310.14423)."""
+
+    wire: str = "fp32"
+    """The code that averages travel in: fp32, bf16, int8, int4, int2, bit, lowrank:R or topk:D."""
+
+    outer: Nesterov | Radial | None = None
+    """What to do with the mean change of groups: None applies it, Nesterov(lr=1.0, momentum=0.5) is an outer step,
+    Radial() makes it as long as the changes it is the mean of."""
+
+    overlap: int = 0
+    """Steps of training while an average is pending."""
+
+    mix: float = 0.5
+    """Share of a group's own values when an average comes back that was sent `overlap` steps before; 0 takes none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole(self, "every", 1)
+        check_whole(self, "overlap", 0)
+        check_code(self, "wire")
+        check_share(self, "mix", "0 takes the average as it is")
+        if self.every_max is not None:
+            check_whole(self, "every_max", self.every)
+        if not (self.outer is None or isinstance(self.outer, Nesterov | Radial)):
+            raise ConfigError(
+                f"`outer`={self.outer!r} must be None, thinwire.Nesterov(lr=1.0, momentum=0.5) or thinwire.Radial()"
+            )
+        if self.overlap >= self.every:
+            raise ConfigError(
+                f"`overlap`={self.overlap} must be below `every`={self.every}: an average must be back before the next "
+                "one is sent"
+            )
