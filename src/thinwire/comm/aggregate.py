@@ -63,6 +63,13 @@ class Aggregator(ABC):
         self.begin(tensors, healthy=healthy, again=again)
         return self.end(tensors)
 
+    def refine(self) -> bool:
+        """Use a finer code from now on, so that next to nothing is left out; False if this one is as fine as any."""
+        return False
+
+    def move(self, device: torch.device) -> None:  # noqa: B027
+        """Hold what is kept from one mean to the next on a device, while nothing is under way."""
+
     def commit(self) -> None:  # noqa: B027
         """The last mean was used: keep what it left out."""
 

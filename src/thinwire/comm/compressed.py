@@ -39,9 +39,6 @@ class CompressedSum:
         self.groups = len(topology.groups)
         parts = cut(rows, topology.shares * self.groups)
         self.parts = [parts[j * self.groups : (j + 1) * self.groups] for j in range(topology.shares)]
-        # Room for the longest part, and for whether the sender is well.
-        longest = max(quantizer.size(part) for part in parts)
-        self.length = -(-longest // 4) * 4 + _FLAG
         starts = [0]
         for share in self.parts:
             starts.append(starts[-1] + sum(elements(part) for part in share))
@@ -131,6 +128,24 @@ class CompressedSum:
         """The last sum was used: what it left out is sent the next time."""
         self.residual, self.next_residual = self.next_residual, self.residual
         self.owned, self.next_owned = self.next_owned, self.owned
+
+    def refine(self, quantizer: Quantizer) -> bool:
+        """From the next sum on use this code, if it is finer; both errors go with it."""
+        part = self.parts[0][0]
+        finer = quantizer.size(part) > self.quantizer.size(part)
+        self.quantizer = quantizer if finer else self.quantizer
+        return finer
+
+    def move(self, device: torch.device) -> None:
+        """Hold both errors on a device, while no sum is under way."""
+        for name in ("residual", "owned", "next_residual", "next_owned"):
+            setattr(self, name, getattr(self, name).to(device))
+
+    @property
+    def length(self) -> int:
+        """Bytes of the longest part, and whether the sender is well."""
+        longest = max(self.quantizer.size(part) for share in self.parts for part in share)
+        return -(-longest // 4) * 4 + _FLAG
 
     def workspace(self) -> list[Tensor]:
         """What it holds beside its state and the result."""

@@ -10,7 +10,7 @@ from thinwire.comm.aggregate import Aggregator, Exact, State, hidden_behind
 from thinwire.comm.buckets import unpack_into
 from thinwire.comm.collectives import Wire
 from thinwire.comm.compressed import CompressedSum
-from thinwire.comm.quantize import Quantizer, Rows
+from thinwire.comm.quantize import Quantizer, Rows, quantizer
 
 BLOCK = 256
 
@@ -25,7 +25,7 @@ class Quantized(Aggregator):
         wire: Wire,
         like: Sequence[Tensor],
         purpose: str,
-        quantizer: Quantizer,
+        code: Quantizer,
         rows: Callable[[Sequence[Tensor]], list[Rows]] | None = None,
     ) -> None:
         super().__init__(wire, like, purpose)
@@ -37,7 +37,7 @@ class Quantized(Aggregator):
             coded = [like[i] for i in self.coded]
             self.size = sum(t.numel() for t in coded)
             cut = rows(coded) if rows else [Rows(-(-self.size // BLOCK), BLOCK)]
-            self.sum = CompressedSum(wire, cut, quantizer, coded[0].device, purpose)
+            self.sum = CompressedSum(wire, cut, code, coded[0].device, purpose)
             self.pieces = pieces([t.numel() for t in coded], self.sum.span)
             self.covered = sum(p.end - p.start for p in self.pieces)
             """Of this worker's share; what fills up the last block is behind it."""
@@ -79,6 +79,15 @@ class Quantized(Aggregator):
         """Whether the sum can be decoded right into a tensor."""
         whole = self.sum is not None and out.numel() == self.sum.size
         return whole and out.is_contiguous() and out.dtype == torch.float32
+
+    def refine(self) -> bool:
+        """Both errors travel in int8."""
+        return self.sum is not None and self.sum.refine(quantizer("int8"))
+
+    def move(self, device: torch.device) -> None:
+        """Both errors."""
+        if self.sum is not None:
+            self.sum.move(device)
 
     def commit(self) -> None:
         """Both errors: this group's, and that of the sums this worker owns."""

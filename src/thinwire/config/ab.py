@@ -19,6 +19,7 @@ from thinwire.config.renamed import renamed
 from thinwire.config.warmed import Averaged
 from thinwire.errors import ConfigError
 
+_OUTER = Nesterov(lr=1.0, momentum=0.5)
 _PAPERS = "AB.paper({}=…): the published cycle has it"
 
 
@@ -44,7 +45,7 @@ class AB(Averaged):
     wire: str = "int2"
     """The code that averages travel in: fp32, bf16, int8, int4, int2, bit, lowrank:R or topk:D."""
 
-    outer: Nesterov | Radial | None = Nesterov(lr=1.0, momentum=0.5)
+    outer: Nesterov | Radial | None = _OUTER
     """What to do with the mean change of groups: None applies it, Nesterov(lr=1.0, momentum=0.5) is an outer step,
     Radial() makes it as long as the changes it is the mean of."""
 

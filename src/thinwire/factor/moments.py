@@ -6,6 +6,9 @@ and second moments with elementwise squares of the same matrices (an approximati
     from full   m_A = m_W Bᵀ          v_A = v_W (Bᵀ)²         m_B = Aᵀ m_W          v_B = (Aᵀ)² v_W
     to full     m_W = m_A (B⁺)ᵀ  or  (A⁺)ᵀ m_B
 
+    re-cut      m_A' = m_A Dᵀ         v_A' = v_A (Dᵀ)²        m_B' = Cᵀ m_B         v_B' = (Cᵀ)² v_B
+                with B' = D B, A' = A C
+
 With W = U S Vᵀ, U and V fixed, g_S = Uᵀ g_W V:
 
     from full   m_S = Uᵀ m_W V        v_S = (Uᵀ)² v_W V²
@@ -51,6 +54,19 @@ def full_from_factor(state: State, view: MatrixView, *, a: Tensor | None = None,
     assert a is not None
     inverse = torch.linalg.pinv(wide(a))  # (k, m)
     return transport(state, lambda moment, power: view.to_weight(power(inverse).t() @ moment))
+
+
+def recut_factors(states: Sequence[State], old: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[State, State]:
+    """States of A' and B' from those of A and B, when the singular values of A B were cut and A B became A' B'.
+
+    With A' = U√Σ and B' = √ΣVᵀ there is B' = D B, D = Σ⁻¹A'ᵀA, and A' = A C, C = B B'ᵀΣ⁻¹: no inverse is needed.
+    """
+    (a, b), (new_a, new_b) = ([wide(t) for t in pair] for pair in (old, new))
+    sigma = new_a.square().sum(0)  # (k',)
+    d = (new_a.t() @ a) / sigma[:, None]  # (k', m) @ (m, k)
+    c = (b @ new_b.t()) / sigma  # (k, n) @ (n, k')
+    state_a = transport(states[0], lambda moment, power: moment @ power(d).t())
+    return state_a, transport(states[1], lambda moment, power: power(c).t() @ moment)
 
 
 def middle_from_full(state: State, view: MatrixView, u: Tensor, vt: Tensor) -> State:

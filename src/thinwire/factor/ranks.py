@@ -131,3 +131,25 @@ def _within(whole: Whole, target: float) -> Chosen:
         middle = (low + high) / 2
         low, high = (low, middle) if whole.size_at(middle) <= wanted else (middle, high)
     return whole.ranks_at(high), high
+
+
+def smallest_size(parameters: int, layers: Sequence[Layer]) -> int:
+    """Elements of a model of this size with rank 1 in each of these layers."""
+    tall = [layer.view.tall for layer in layers]
+    return parameters - sum(m * n - (m + n) for m, n in tall)
+
+
+def ranks_within(
+    found: Sequence[tuple[Layer, torch.Tensor, torch.Tensor]], parameters: int, target: float
+) -> list[int]:
+    """The ranks at one cutoff for all layers that leave a model at most 1/target of its `parameters`.
+
+    Layers come with their factors A = U√Σ and B at the highest rank that is allowed; 0 stands for a layer that stays
+    full.
+    """
+    parts = []
+    for layer, a, b in found:
+        m, n = layer.view.tall
+        parts.append(Part(layer, Factors(a, b, a.double().square().sum(0)), None, m * n))
+    ranks, _ = _within(Whole(parameters, parts), target)
+    return [rank if part.layer.view.is_smaller(rank) else 0 for part, rank in zip(parts, ranks, strict=True)]

@@ -69,8 +69,12 @@ def find_basis(layer: Layer, cutoff: float, max_shrink: float) -> Factors:
     return tuple(t.to(dtype).contiguous() for t in (u, s, vt))
 
 
-def find_factors(layer: Layer, cutoff: float) -> Factors | None:
-    """Factors of a layer by decomposing it; None where they would not be smaller."""
+def find_factors(layer: Layer, cutoff: float | None) -> Factors | None:
+    """Factors of a layer at a cutoff, or at the highest rank at which they are smaller; None where there are none."""
+    if cutoff is None:
+        m, n = layer.view.tall
+        rank = min((m * n - 1) // (m + n), layer.rank or n)
+        return decompose.decompose(layer.matrix(), 0.0, rank=rank)[:2] if rank else None
     factors = decompose.decompose_if_smaller(layer.matrix(), cutoff)
     return (factors.a, factors.b) if factors is not None else None
 

@@ -18,7 +18,7 @@ from thinwire.comm.buckets import all_finite, pack_wide, reals
 from thinwire.comm.codes import aggregator
 from thinwire.comm.collectives import Wire
 from thinwire.comm.rotating import Rotating
-from thinwire.config.outer import Nesterov
+from thinwire.config.outer import Nesterov, Radial
 from thinwire.errors import ConfigError, DivergedError
 from thinwire.methods.merging import restored
 
@@ -49,13 +49,15 @@ class AveragedTensors:
         code: str,
         step: int,
         *,
-        outer: Nesterov | None = None,
+        outer: Nesterov | Radial | None = None,
         rotating: bool = False,
+        offload: bool = False,
         is_fixed: Callable[[Tensor], bool] = lambda t: False,
     ) -> None:
         """`tensors` gives them as they are now; with `rotating` one member of a group carries all of them.
 
-        Those that are fixed are sent with the others and never moved.
+        Those that are fixed are sent with the others and never moved. With `offload` the CPU holds everything between
+        two averages.
         """
         self.wire = wire
         self.tensors = tensors
@@ -75,6 +77,10 @@ class AveragedTensors:
         made = self._aggregators(code, rotating)
         self._is_flat = isinstance(made.turns[0] if isinstance(made, Rotating) else made, Exact)
         self.aggregator: Aggregator = made
+        self.lengths: Tensor | None = None
+        """How far each tensor of this group had come when it was last sent; None where values are averaged."""
+        self._offload = offload
+        self.to_cpu()
 
     def _aggregators(self, code: str, rotating: bool) -> Aggregator:
         like = _views(self.scratch, self._shapes)
@@ -86,18 +92,31 @@ class AveragedTensors:
 
     # An average.
 
-    def send(self, step: int, overlap: int, *, keep_own: bool = False, weights: Sequence[float] | None = None) -> None:
+    def send(
+        self,
+        step: int,
+        overlap: int,
+        *,
+        keep_own: bool = False,
+        weights: Sequence[float] | None = None,
+        last: bool = False,
+    ) -> None:
         """Send this group's values or change; the mean is due `overlap` steps later.
 
         `weights` are this group's for each tensor and add up to 1 over groups; by default by its number of workers.
+        The `last` time a finer code takes along what is still unsent.
         """
         self._check_size()
+        self._to_device()
         flat = pack_wide(self.tensors(), out=self.scratch)
         self.pending = PendingAverage(step, overlap, own=flat.clone() if keep_own else None)
         if self.agreed is not None:
             flat.sub_(self.agreed)
+            self.lengths = torch.stack(torch._foreach_norm(_views(flat, self._shapes)))
         if weights is not None and len(self.wire.topology.groups) > 1:
             self._weigh(flat, weights)
+        if last:
+            self.aggregator.refine()
         self.aggregator.begin(self._parts, healthy=self._is_flat or all_finite([flat]), steps=overlap)
 
     def _weigh(self, flat: Tensor, weights: Sequence[float]) -> None:
@@ -134,14 +153,23 @@ class AveragedTensors:
             self.pending.received = True
         return True
 
-    def agree(self, *, outer: bool = True) -> PendingAverage:
-        """Make the mean what groups agree on, by an outer step unless `outer` is False; the tensors stay."""
+    def mean_lengths(self) -> Tensor:
+        """How far the mean of the groups has come in each tensor; after `receive`."""
+        return torch.stack(torch._foreach_norm(_views(self.scratch, self._shapes)))
+
+    def agree(self, *, outer: bool = True, gains: Tensor | None = None) -> PendingAverage:
+        """Make the mean what groups agree on, by an outer step unless `outer` is False; the tensors stay.
+
+        `gains` are what a radial step multiplies each tensor's mean change by.
+        """
         assert self.pending is not None and self.pending.received, "nothing was received"
         pending, self.pending = self.pending, None
         if self.agreed is None:
             return pending
         change, agreed = self.scratch, self.agreed
-        if self.outer is None or not outer:
+        if gains is not None and outer:
+            torch._foreach_mul_(_views(change, self._shapes), list(gains))
+        if not (isinstance(self.outer, Nesterov) and outer):
             torch.add(agreed, change, out=change)
         else:
             # As torch.optim.SGD with Nesterov momentum does, for the gradient that is minus the change.
@@ -160,6 +188,8 @@ class AveragedTensors:
             else:
                 torch._foreach_copy_(wide, target)
                 self.level = step
+        if self.pending is None:
+            self.to_cpu()
 
     def shift_from(self, own: Tensor) -> None:
         """Add the difference between the agreed values and `own`, which is overwritten."""
@@ -192,6 +222,23 @@ class AveragedTensors:
                 f"what groups average had {len(self.scratch)} values when it was attached and has {now}; "
                 "detach() before parameters or running statistics change their size, and attach() again"
             )
+
+    # Where it is held.
+
+    def to_cpu(self) -> None:
+        """Let the CPU hold everything until the next average, if that was asked for."""
+        if self._offload:
+            self._move("cpu")
+
+    def _to_device(self) -> None:
+        if self._offload:
+            self._move(reals(self.tensors()[0]).device)
+
+    def _move(self, device: torch.device | str) -> None:
+        for name in ("agreed", "momentum", "scratch"):
+            if (held := getattr(self, name)) is not None:
+                setattr(self, name, held.to(device))
+        self.aggregator.move(torch.device(device))
 
     # Checkpoints.
 

@@ -11,20 +11,22 @@ Every worker keeps a copy of the agreed values, with the same bits. With one gro
 
 import functools
 import sys
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
 from thinwire.comm.topology import Topology
 from thinwire.config import DiLoCo, LocalSGD
 from thinwire.config.codes import QUANTIZED, parse_code
+from thinwire.methods.agreement import Agreement
 from thinwire.methods.averaged import AveragedTensors, all_restored, not_finite
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.fragments import fragments_of
 from thinwire.methods.merging import average_buffers, average_moments, refuse_diverged
+from thinwire.methods.rounds import Round
 
 
 class Cycle(NamedTuple):
@@ -46,14 +48,17 @@ def role_by_codes(topology: Topology, *codes: str) -> Hashable:
 class LocalTraining(Method):
     """Groups that train alone after a warm-up, and average fragments of the model in turn."""
 
-    phases = ("warmup", "local")
+    phases: ClassVar[tuple[str, ...]] = ("warmup", "local")
     config: LocalSGD | DiLoCo
 
-    def __init__(self, config: LocalSGD | DiLoCo, context: MethodContext) -> None:
+    def __init__(self, config: Any, context: MethodContext) -> None:
         super().__init__(config, context)
         self.fragments: list[AveragedTensors] = []
+        """The last of them is sent at the end of each round."""
+        self.round = Round(config, self.optimizers, self.wire)
         self.buffers_at = 0
         """The step after which groups last agreed on buffers."""
+        self.agreement = Agreement(self.model, self.wire)
 
     @classmethod
     def role(cls, config: Any, topology: Topology) -> Hashable:
@@ -68,10 +73,10 @@ class LocalTraining(Method):
 
     def after_step(self) -> None:
         """Exchange what is due between groups."""
-        if self.phase == "local":
-            self._exchange()
-        else:
+        if self.phase == "warmup":
             self._separate_if_due()
+        else:
+            self._exchange()
 
     @property
     def in_sync(self) -> bool:
@@ -79,25 +84,21 @@ class LocalTraining(Method):
         return self.phase == "warmup" or len(self.topology.groups) == 1
 
     @property
-    def local_step(self) -> int:
-        """Steps since the warm-up."""
-        return self.step - self.config.warmup_length
-
-    @property
     def next_event(self) -> int:
         """The end of the warm-up, then the next fragment that is sent, or comes back."""
         if self.phase == "warmup":
             return self.config.warmup_length
-        ahead = [self.step + self._until(i) for i in range(len(self.fragments))]
+        turns = self._turns()
+        ahead = [self.round.turn(i, len(turns), self.step) for i in range(len(turns))]
         ahead += [due for f in self.fragments if (due := f.due) is not None]
         ahead += [turn for f in self.fragments if (turn := f.turn) is not None and turn > self.step]
         return min(ahead, default=sys.maxsize)
 
     def finish(self, cutoff: float | None) -> None:
         """One model again; cut it where a cutoff is given."""
-        if self.phase == "local":
+        if self.phase != "warmup":
             self.check_counters()
-            self._merge()
+            self._merge(last=True)
         super().finish(cutoff)
 
     @contextmanager
@@ -111,70 +112,104 @@ class LocalTraining(Method):
 
     def _separate_if_due(self) -> None:
         """End the warm-up: from here on groups train apart."""
-        if self.local_step < 0:
+        if self.step < self.config.warmup_length:
             return
         self.check_counters()
         self.set_phase("local")
         self.gradients.apart()
         self._make_fragments()
+        self.round.begin(self.step)
         self._agreed()
 
     def _make_fragments(self) -> None:
         """With one group and no outer step there is nothing to average."""
-        config, self.fragments = self.config, []
-        if self.in_sync and config.outer is None:
-            return
-        for parameters in fragments_of(self.model, config.fragments):
-            current = functools.partial(list[Tensor], parameters)
-            made = AveragedTensors(
-                # An outer step must not move what a lone worker has frozen meanwhile.
-                *(self.wire, current, config.wire, self.step),
-                outer=config.outer,
-                is_fixed=lambda p: not p.requires_grad,
-            )
-            self.fragments.append(made)
+        self.fragments = []
+        if not (self.in_sync and self.config.outer is None):
+            self.fragments = [self._averaged(each) for each in fragments_of(self.model, self.config.fragments)]
 
-    def _until(self, index: int) -> int:
-        """Steps to the next turn of a fragment; turns are spread over a round."""
-        every = self.config.every
-        offset = every * (index + 1) // self.config.fragments
-        return every - (self.local_step - offset) % every
+    def _averaged(self, parameters: Sequence[Tensor], *, is_whole: bool = False) -> AveragedTensors:
+        """An outer step must not move what a lone worker has frozen meanwhile; unless this `is_whole`."""
+        current = functools.partial(list[Tensor], parameters)
+        return AveragedTensors(
+            *(self.wire, current, self.config.wire, self.step),
+            outer=self.config.outer,
+            offload=getattr(self.config, "offload", False),
+            is_fixed=(lambda p: False) if is_whole else (lambda p: not p.requires_grad),
+        )
+
+    def _turns(self) -> list[list[AveragedTensors]]:
+        """What is sent together in this round, one after the other; the last at its end."""
+        return [[fragment] for fragment in self.fragments]
 
     def _exchange(self) -> None:
-        """Apply averages that are due, then send; everything else is averaged with the last fragment of each round."""
+        """Apply averages that are due, then send."""
+        due = [fragment for fragment in self.fragments if fragment.due == self.step]
+        if due:
+            self._arrive(due)
         for fragment in self.fragments:
-            if fragment.due == self.step:
-                self._arrive(fragment)
-            elif fragment.turn == self.step:
+            if fragment.turn == self.step:
                 fragment.aggregator.middle()
-        for i, fragment in enumerate(self.fragments):
-            if self._until(i) == self.config.every:
-                fragment.send(self.step, self.config.overlap)
-                if self.config.overlap == 0:
-                    self._arrive(fragment)
+        turns = self._turns()
+        for i, fragments in enumerate(turns):
+            if self.round.has_turn(i, len(turns), self.step):
+                self._send(fragments, self.config.overlap)
+        if turns and self.round.ends(self.step):
+            self._end_round()
 
-    def _arrive(self, fragment: AveragedTensors) -> None:
-        is_last = fragment is self.fragments[-1]
-        if is_last:
+    def _send(self, fragments: Sequence[AveragedTensors], overlap: int, *, last: bool = False) -> None:
+        for fragment in fragments:
+            fragment.send(self.step, overlap, weights=self._weights(fragment), last=last)
+        if overlap == 0:
+            self._arrive(fragments)
+
+    def _weights(self, fragment: AveragedTensors) -> Sequence[float] | None:
+        """This group's weight in the mean of each tensor; None for that of its workers."""
+        return None
+
+    def _end_round(self) -> None:
+        self.round.begin(self.step)
+
+    def _arrive(self, fragments: Sequence[AveragedTensors]) -> None:
+        """Apply averages; everything else is averaged with the last fragment of each round."""
+        ends_round = self._ends_round(fragments)
+        if ends_round:
             self.check_counters()
             refuse_diverged(self.wire, self.model, self.observed, self.step)
-        self._apply(fragment)
-        if is_last:
+        for fragment in fragments:
+            self._receive(fragment)
+        gains = self.agreement.measure(fragments, self.step)
+        for fragment, gain in zip(fragments, gains, strict=True):
+            self._apply(fragment, gain)
+        if ends_round:
             average_buffers(self.wire, self.model.buffers(), self.weight)
-            if self.config.moments == "reset":
-                self.optimizers.reset(list(self.model.parameters()))
-            elif self.config.moments == "average":
-                average_moments(self.wire, self.optimizers, list(self.model.parameters()), self.weight)
+            self._average_moments()
             self._agreed()
             self.context.after_merge()
 
-    def _apply(self, fragment: AveragedTensors) -> None:
-        self._receive(fragment)
-        fragment.agree()
-        fragment.move(1 - self.config.mix if self.config.overlap else 1.0, self.step)
+    def _ends_round(self, fragments: Sequence[AveragedTensors]) -> bool:
+        return self.fragments[-1] in fragments
 
-    def _merge(self) -> None:
-        """Apply pending averages, then take the mean of what groups hold.
+    def _average_moments(self) -> None:
+        if self.config.moments == "reset":
+            self.optimizers.reset(list(self.model.parameters()))
+        elif self.config.moments == "average":
+            average_moments(self.wire, self.optimizers, list(self.model.parameters()), self.weight)
+
+    def _apply(self, fragment: AveragedTensors, gain: Tensor | None = None) -> None:
+        pending = fragment.agree(gains=gain, outer=self._was_trained(fragment))
+        mixes = pending.overlap and self._trains(fragment)
+        fragment.move(1 - self.config.mix if mixes else 1.0, self.step)
+
+    def _trains(self, fragment: AveragedTensors) -> bool:
+        """Whether groups train it now."""
+        return True
+
+    def _was_trained(self, fragment: AveragedTensors) -> bool:
+        """Whether groups trained it before it was sent."""
+        return True
+
+    def _merge(self, *, last: bool = False) -> None:
+        """Apply pending averages, then take the mean of what groups hold; the `last` one leaves nothing unsent.
 
         An outer step out of turn would apply the whole momentum again after only a few steps of training.
         """
@@ -183,16 +218,21 @@ class LocalTraining(Method):
         refuse_diverged(self.wire, self.model, self.observed, self.step)
         for fragment in self.fragments:
             if fragment.pending is not None:
+                self._receive(fragment)
                 self._apply(fragment)
-        apart = [fragment for fragment in self.fragments if fragment.level != self.step]
+        apart = [f for f in self.fragments if self._is_apart(f) or (last and f.aggregator.refine())]
         for fragment in apart:
-            fragment.send(self.step, 0)
+            fragment.send(self.step, 0, weights=self._weights(fragment), last=last)
         for fragment in apart:
             self._receive(fragment)
             fragment.agree(outer=False)
             fragment.move(1.0, self.step)
         if self.buffers_at != self.step:
             average_buffers(self.wire, self.model.buffers(), self.weight)
+
+    def _is_apart(self, fragment: AveragedTensors) -> bool:
+        """Whether groups may hold different values of it."""
+        return fragment.level != self.step
 
     def _receive(self, fragment: AveragedTensors) -> None:
         if not fragment.receive():
@@ -216,6 +256,7 @@ class LocalTraining(Method):
         self._settle()
         state, fragments = super().state_dict(), [fragment.state_dict() for fragment in self.fragments]
         state["shared"] |= {"buffers_at": self.buffers_at, "fragments": [f["shared"] for f in fragments]}
+        state["shared"]["round"] = self.round.state_dict()
         state["local"] |= {"fragments": [f["local"] for f in fragments]}
         return state
 
@@ -226,7 +267,8 @@ class LocalTraining(Method):
         super().load_state_dict(saved)
         shared, local = saved.shared, saved.local
         self.buffers_at, self.fragments = shared["buffers_at"], []
-        if self.phase == "local":
+        self.round.load_state_dict(shared["round"])
+        if self.phase != "warmup":
             self._make_fragments()
         for i, (fragment, kept) in enumerate(zip(self.fragments, shared["fragments"], strict=False)):
             fragment.load_state_dict(kept, local["fragments"][i] if local else {})
@@ -240,10 +282,12 @@ class LocalTraining(Method):
             (f.pending and (self.step - f.pending.sent, f.pending.received), f.momentum is None, f.level == self.step)
             for f in self.fragments
         ]
-        return Cycle((self.local_step % self.config.every, self.buffers_at == self.step, *parts), sys.maxsize)
+        place = self.step - self.round.start, self.round.period, self.buffers_at == self.step
+        return Cycle((*place, *parts), sys.maxsize)
 
     def shift(self, steps: int) -> None:
         """As if everything so far had happened `steps` steps later."""
         self.buffers_at += steps
+        self.round.start += steps
         for fragment in self.fragments:
             fragment.shift(steps)

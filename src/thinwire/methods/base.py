@@ -156,8 +156,11 @@ class Method(ABC):
         """Refuse workers at different steps; called before every change of phase, collective."""
         check_counters(self.wire, self.step, self.forwards, self.context.has_scaler)
 
-    def agreed_factors(self, cutoff: float) -> list[tuple[Layer, tuple[Tensor, ...]]]:
-        """Factors of every layer that they make smaller, the same on all workers; collective."""
+    def agreed_factors(self, cutoff: float | None) -> list[tuple[Layer, tuple[Tensor, ...]]]:
+        """Factors of every layer that they make smaller, the same on all workers; collective.
+
+        Without a cutoff, at the highest rank at which they do.
+        """
         found = agreed_factors(self.layers, self.wire, lambda layer: self.context.find_factors(layer, cutoff))
         self.decompositions += 1
         self.found_ranks = {layer.label: factors[0].shape[1] for layer, factors in found}

@@ -47,8 +47,9 @@ class MethodContext:
     """What the GradScaler multiplies losses by now."""
     after_merge: Callable[[], None] = lambda: None
     """Call it when workers that trained apart hold one model again."""
-    find_factors: Callable[[Layer, float], tuple[Tensor, ...] | None] = find_factors
-    """A layer's factors at a cutoff, or None where they would not be smaller; a simulation predicts them instead."""
+    find_factors: Callable[[Layer, float | None], tuple[Tensor, ...] | None] = find_factors
+    """A layer's factors at a cutoff, or at the highest rank at which they are smaller; None where there are none. A
+    simulation predicts them instead."""
     find_basis: Callable[[Layer, float, float], tuple[Tensor, ...]] = find_basis
     """A layer's U, S and Vᵀ at a cutoff, and the largest share of its ranks that may be dropped; predicted likewise."""
 

@@ -21,6 +21,9 @@ log = logging.getLogger("thinwire")
 class Factoring(Method):
     """A method whose layers change their shape; its config has `total_steps`, `keep`, `keep_first` and `keep_last`."""
 
+    must_factor = True
+    """Whether a model without layers to factor is refused."""
+
     def __init__(self, config: Any, context: MethodContext) -> None:
         super().__init__(config, context)
         self.usage = OrderOfUse(context.model)
@@ -37,7 +40,7 @@ class Factoring(Method):
     def attach(self) -> None:
         """Find the layers, and watch the order in which a forward pass uses them."""
         self.find_layers()
-        if not self.layers:
+        if not self.layers and self.must_factor:
             reasons = ", ".join(f"{kept.name} ({kept.why})" for kept in self.kept) or "it has no weight matrices"
             raise ConfigError(
                 f"nothing to factor in this model: {reasons}; a small model may want keep_first=False or "
@@ -53,10 +56,10 @@ class Factoring(Method):
 
     def warn_past_end(self) -> None:
         """Warn once when training goes on past `total_steps`."""
-        if self.step > self.config.total_steps and not self._warned:
+        total = self.config.total_steps
+        if total is not None and self.step > total and not self._warned:
             warnings.warn(
-                f"step {self.step} is beyond total_steps={self.config.total_steps}: "
-                f"training stays in phase {self.phase!r}",
+                f"step {self.step} is beyond total_steps={total}: training stays in phase {self.phase!r}",
                 stacklevel=3,
             )
             self._warned = True

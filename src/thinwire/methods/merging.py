@@ -75,12 +75,14 @@ def average_buffers(wire: Wire, buffers: Iterable[Tensor], weight: float) -> Non
     wire.broadcast([b for b in apart if id(b) not in known], "buffers")
 
 
-def average_moments(wire: Wire, optimizers: Optimizers, parameters: Sequence[nn.Parameter], weight: float) -> None:
+def average_moments(
+    wire: Wire, optimizers: Optimizers, parameters: Sequence[nn.Parameter], weight: float, code: str = "fp32"
+) -> None:
     """Moments by their mean, steps by their maximum; state that not every group has starts again."""
     absent = wire.differing([_fingerprint(optimizers.state_of(p)) for p in parameters], "moments")
     optimizers.reset([parameters[i] for i in absent])
     states = [state for p in parameters if (state := optimizers.state_of(p))]
-    average(wire, [state[name] for state in states for name in moments_of(state)], weight, "moments")
+    average(wire, [state[name] for state in states for name in moments_of(state)], weight, "moments", code)
     steps = [state for state in states if "step" in state]
     if steps and len(wire.topology.groups) > 1:
         own = torch.tensor([float(state["step"]) for state in steps], dtype=torch.float64)
@@ -90,10 +92,10 @@ def average_moments(wire: Wire, optimizers: Optimizers, parameters: Sequence[nn.
             state["step"] = step.fill_(value) if isinstance(step, Tensor) else type(step)(value)
 
 
-def average(wire: Wire, tensors: Sequence[Tensor], weight: float, purpose: str) -> None:
-    """Replace tensors by their mean over groups, exactly."""
+def average(wire: Wire, tensors: Sequence[Tensor], weight: float, purpose: str, code: str = "fp32") -> None:
+    """Replace tensors by their mean over groups, exactly or rounded to bf16."""
     means = [wide(t.detach()).mul_(weight) for t in tensors]
-    wire.sum_over_groups(means, purpose)
+    wire.sum_over_groups(means, purpose, code)
     for t, mean in zip(tensors, means, strict=True):
         t.detach().copy_(mean)
 

@@ -8,14 +8,15 @@
 Only S and what is not factored have gradients, so only they cross the wire.
 """
 
+import functools
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch import nn
 
 from thinwire.config import OIALR
 from thinwire.factor import moments
@@ -24,19 +25,10 @@ from thinwire.factor.matrix import product, wide
 from thinwire.methods.agree import agreed_factors, empty_factors
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.factoring import Factoring
+from thinwire.methods.rates import RateMatching
 from thinwire.methods.registry import register
 
 _FORM = 3  # U, S, Vᵀ
-
-
-def decoupled_decay(optimizer: Optimizer) -> dict[int, float]:
-    """The factor by which the next update shrinks each parameter by decoupled weight decay, as AdamW does; by id."""
-    found = {}
-    for group in optimizer.param_groups:
-        decoupled = isinstance(optimizer, AdamW) or group.get("decoupled_weight_decay")
-        share = float(group["lr"] * group.get("weight_decay", 0.0)) if decoupled else 0.0
-        found.update({id(p): share for p in group["params"]})
-    return found
 
 
 def _example(**more: Any) -> OIALR:
@@ -54,9 +46,7 @@ class OIALRMethod(Factoring):
     def __init__(self, config: OIALR, context: MethodContext) -> None:
         super().__init__(config, context)
         self.updates = 0
-        context.before_update.append(self._before_update)
-        context.after_update.append(self._after_update)
-        self._before: list[tuple[Layer, Tensor, float]] = []
+        self.rates = RateMatching(context, self._scales)
 
     def attach(self) -> None:
         """Begin at full rank, or at low rank at once."""
@@ -73,28 +63,17 @@ class OIALRMethod(Factoring):
             self._update()
         self.warn_past_end()
 
-    def _before_update(self, optimizer: Optimizer) -> None:
-        """Keep a copy of every S, to scale its update; a closure may still have to compute gradients."""
-        if self.config.match_rate is not False:
-            decay = decoupled_decay(optimizer)
-            middles = [(layer, layer.factors[1]) for layer in self.factored]
-            self._before = [(layer, s.detach().clone(), decay[id(s)]) for layer, s in middles if id(s) in decay]
+    def _scales(self) -> list[tuple[nn.Parameter, Callable[[], float | None]]]:
+        """By how much the updates of every S are multiplied."""
+        if self.config.match_rate is False:
+            return []
+        return [(layer.factors[1], functools.partial(self._scale, layer)) for layer in self.factored]
 
-    @torch.no_grad()
-    def _after_update(self, optimizer: Optimizer) -> None:
-        """Scale the update of S, without weight decay."""
-        for layer, before, decay in self._before:
-            s = layer.factors[1]
-            if self.config.match_rate or self._is_normalised(s):
-                start = before * (1 - decay)
-                larger = start + (s - start) * (math.sqrt(math.prod(layer.view.tall)) / len(s))
-                # What the optimizer left alone stays: without a gradient, or a fused update that a scaler skipped.
-                s.copy_(torch.where((s != before).any(), larger, s))
-        self._before = []
-
-    def _is_normalised(self, p: nn.Parameter) -> bool:
-        """Whether the optimizer divides by second moments, so that an update's size does not follow from gradients."""
-        return any(name in moments.QUADRATIC for name in self.optimizers.state_of(p))
+    def _scale(self, layer: Layer) -> float | None:
+        s = layer.factors[1]
+        if not (self.config.match_rate or self.rates.is_normalised(s)):
+            return None
+        return math.sqrt(math.prod(layer.view.tall)) / len(s)
 
     @property
     def next_event(self) -> int:

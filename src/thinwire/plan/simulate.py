@@ -104,7 +104,7 @@ def _make(
     broadcast_initial_values(model, wire)
     wire.changing = _statistics(model)
 
-    def find_factors(layer: Layer, cutoff: float) -> tuple[Tensor, ...] | None:
+    def find_factors(layer: Layer, cutoff: float | None) -> tuple[Tensor, ...] | None:
         found.decomposed[layer.view.tall] += 1
         return factors(layer, predict(layer, method.step / workload.steps))
 

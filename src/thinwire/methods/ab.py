@@ -1,0 +1,354 @@
+"""AB training: groups that train alone, at full rank and then low-rank factors, and average in few bits.
+
+    1. warm-up: the whole world averages gradients at every step, in `warmup_wire`
+    2. local: each group trains the full model alone; every `every` steps groups average, in `wire`, and make an outer
+       step of the mean change
+    3. at the first average from `factor_at` on every weight W becomes A B, without its small singular values
+    4. factored: groups train A between two averages, then B, and so on; every `redecompose` averages A B is decomposed
+       again, and ranks fall
+
+While all groups train A, B is the same everywhere: the mean of A B is A's mean times B, so an average is exact, and
+only half of the factors travel. Each group keeps its own optimizer state, and takes it along when shapes change. What a
+code has left out by then is sent in int8 with the last average before the change.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from thinwire.comm.topology import Topology
+from thinwire.config import AB
+from thinwire.errors import ConfigError
+from thinwire.factor import moments
+from thinwire.factor.convert import Kept, Layer, to_factors, to_full
+from thinwire.factor.ranks import ranks_within, smallest_size
+from thinwire.methods.agree import empty_factors
+from thinwire.methods.averaged import AveragedTensors
+from thinwire.methods.averaging import Cycle, LocalTraining, role_by_codes
+from thinwire.methods.context import MethodContext, Saved
+from thinwire.methods.factoring import Factoring
+from thinwire.methods.merging import average_moments, refuse_diverged
+from thinwire.methods.rates import RateMatching
+from thinwire.methods.registry import register
+
+Factors = tuple[Tensor, ...]
+
+
+def _example(**more: Any) -> AB:
+    # The cutoff is high because random weights have flat spectra.
+    fields = {"total_steps": 20, "warmup": 2, "every": 3, "factor_at": 5, "redecompose": 2, "cutoff": 0.6}
+    return AB(**{**fields, "warmup_wire": "lowrank:2", **more})
+
+
+@register("ab", AB, example=_example)
+class ABMethod(Factoring, LocalTraining):
+    """Groups train alone and average in few bits, at full rank and then low-rank factors (AB training)."""
+
+    phases: ClassVar[tuple[str, ...]] = ("warmup", "local", "factored")
+    config: AB  # type: ignore[assignment]
+
+    def __init__(self, config: AB, context: MethodContext) -> None:
+        super().__init__(config, context)
+        self.must_factor = config.factor_at is not None
+        self.full_size = sum(p.numel() for p in context.model.parameters())
+        self.requested = False
+        """Whether the user asked for factors."""
+        self.rounds = 0
+        """Averages since weights became factors."""
+        self._losses: list[float] | None = None
+        self.rates = RateMatching(context, self._scales)
+
+    @classmethod
+    def role(cls, config: AB, topology: Topology) -> Hashable:
+        """By the code; and by the factor that the group trains, where groups differ in that."""
+        half = topology.group_index < _half(topology) if config.train == "split" else None
+        return half, role_by_codes(topology, config.wire, config.warmup_wire)
+
+    def attach(self) -> None:
+        """Begin with the warm-up; one of no steps is over at once."""
+        super().attach()
+        if self.config.target is not None:
+            least = smallest_size(self.full_size, self.layers)
+            if self.must_factor and self.full_size / least < self.config.target:
+                raise ConfigError(
+                    f"`target`={self.config.target!r} cannot be reached: with rank 1 in every layer that can be "
+                    f"factored the model is {math.floor(100 * self.full_size / least) / 100:g} times smaller; use at "
+                    "most that, or keep fewer layers full"
+                )
+        self._separate_if_due()
+
+    def after_step(self) -> None:
+        """Exchange what is due, and change shapes where that is due too."""
+        super().after_step()
+        LocalTraining.after_step(self)
+        self.warn_past_end()
+
+    def factor_now(self) -> None:
+        """Make factors of the weights at the next average; collective."""
+        self.check_counters()
+        self.requested = True
+
+    def finish(self, cutoff: float | None) -> None:
+        """One model again; cut it once more if it has factors, or where a cutoff is given."""
+        if self.phase != "warmup":
+            self.check_counters()
+            self._merge(last=True)
+        if self.phase != "factored":
+            self.agree_on_order()
+            self.find_layers()
+        if cutoff is not None:
+            self.cut(cutoff)
+        elif self.phase == "factored":
+            for layer, factors in self._find_factors():
+                to_factors(layer, *factors)
+            self.kept = [*self.kept, *(Kept(x.key, "rank too high") for x in self.layers if not x.is_factored)]
+
+    # Rounds.
+
+    def _separate_if_due(self) -> None:
+        super()._separate_if_due()
+        if self.phase == "local" and self._is_time_to_factor:
+            self._factor()
+
+    @property
+    def _is_time_to_factor(self) -> bool:
+        at = self.config.factor_step
+        return self.requested or (at is not None and self.step >= at)
+
+    @property
+    def _changes_shape(self) -> bool:
+        """Whether weights are decomposed after the average at this step; not at the very end, where `finish` does."""
+        if self.config.total_steps is not None and self.step >= self.config.total_steps:
+            return False
+        if self.phase == "local":
+            return self._is_time_to_factor
+        return (self.rounds + 1) % self.config.redecompose == 0
+
+    def _turns(self) -> list[list[AveragedTensors]]:
+        """Everything that groups trained, at the end of each round; a lone group has rounds too."""
+        return [[fragment for fragment in self.fragments if self._was_trained(fragment)]]
+
+    def _send(self, fragments: Sequence[AveragedTensors], overlap: int, *, last: bool = False) -> None:
+        """Before shapes change all of it is waited for, and nothing is left unsent."""
+        if self._changes_shape:
+            fragments, overlap, last = self.fragments, 0, True
+        self._losses = self._observed_losses() if fragments else None
+        super()._send(fragments, overlap, last=last)
+
+    def _arrive(self, fragments: Sequence[AveragedTensors]) -> None:
+        if fragments:
+            super()._arrive(fragments)
+
+    def _ends_round(self, fragments: Sequence[AveragedTensors]) -> bool:
+        return True
+
+    def _average_moments(self) -> None:
+        """Each group keeps its own."""
+
+    def _end_round(self) -> None:
+        if self._changes_shape:
+            self._factor()
+        elif self.phase == "factored":
+            self.rounds += 1
+            self._change_sides()
+        super()._end_round()
+
+    def _merge(self, *, last: bool = False) -> None:
+        self._losses = self._observed_losses()
+        super()._merge(last=last)
+
+    # Which factor is trained.
+
+    def _trained_factors(self) -> str:
+        """The factors that this group trains in this round: "a", "b" or both."""
+        if self.config.train == "both":
+            return "ab"
+        second = self.config.train == "split" and self.topology.group_index >= _half(self.topology)
+        return "ab"[(self.rounds + second) % 2]
+
+    def _kind(self, fragment: AveragedTensors) -> str:
+        """ "a", "b", or "" for what is always trained."""
+        return self._kinds[self.fragments.index(fragment)]
+
+    def _was_trained(self, fragment: AveragedTensors) -> bool:
+        """Whether any group trains it in this round."""
+        split = self.config.train == "split" and not self.in_sync
+        return split or self._kind(fragment) in self._trained_factors()
+
+    def _trains(self, fragment: AveragedTensors) -> bool:
+        return self._kind(fragment) in self._trained_factors()
+
+    def _is_apart(self, fragment: AveragedTensors) -> bool:
+        return super()._is_apart(fragment) and self._was_trained(fragment)
+
+    def _make_fragments(self) -> None:
+        """One for everything, or one for the factors A, one for B and one for the rest; none for a lone group."""
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        factors = [layer.factors for layer in self.factored]
+        inside = {id(p) for pair in factors for p in pair}
+        parts = {
+            "a": [a for a, _ in factors],
+            "b": [b for _, b in factors],
+            "": [p for p in trained if id(p) not in inside],
+        }
+        parts = {} if len(self.topology.groups) == 1 else {kind: part for kind, part in parts.items() if part}
+        self._kinds = list(parts)
+        self.fragments = [self._averaged(part, is_whole=bool(kind)) for kind, part in parts.items()]
+        if self.phase == "factored" and self.config.train != "alternate":
+            for fragment in self.fragments:
+                fragment.outer = None  # steps of A and B at once would be taken twice
+
+    def _freeze(self) -> None:
+        """Freeze the factors that this group does not train in this round."""
+        trained = self._trained_factors()
+        for layer in self.factored:
+            for factor, kind in zip(layer.factors, "ab", strict=True):
+                factor.requires_grad_(kind in trained)
+                factor.grad = None
+
+    def _change_sides(self) -> None:
+        """Train other factors from now on, and average their gradients inside the group."""
+        self._freeze()
+        self.gradients.replicated.unwrap()
+        self.gradients.replicated.members = ()
+        self.gradients.apart()
+
+    def _scales(self) -> list[tuple[nn.Parameter, Callable[[], Tensor | None]]]:
+        """By how much updates of factors are multiplied: ΔA B has the size of ΔA times that of a column of B."""
+        if not self.config.match_rate:
+            return []
+        found: list[tuple[nn.Parameter, Callable[[], Tensor | None]]] = []
+        for layer in self.factored:
+            a, b = layer.factors
+            found += [(p, functools.partial(self._scale, p, other)) for p, other in ((a, b), (b, a)) if p.requires_grad]
+        return found
+
+    def _scale(self, p: nn.Parameter, other: nn.Parameter) -> Tensor | None:
+        if not self.rates.is_normalised(p):
+            return None
+        return math.sqrt(max(other.shape)) / other.detach().norm()
+
+    # Weights of groups.
+
+    def _observed_losses(self) -> list[float] | None:
+        """Each group's mean loss, where groups are weighted by it."""
+        if self.config.merge != "weighted" or self.in_sync:
+            return None
+        reports = refuse_diverged(self.wire, self.model, self.observed, self.step)
+        sums = [[sum(reports[rank][i] for rank in group) for i in (0, 1)] for group in self.topology.groups]
+        if not all(count for _, count in sums):
+            raise ConfigError("merge='weighted' needs losses: call replica.observe(loss) after each backward pass")
+        return [loss / count for loss, count in sums]
+
+    def _weights(self, fragment: AveragedTensors) -> Sequence[float] | None:
+        """By workers, by loss too where that is asked for, and only groups that trained it."""
+        split = self.config.train == "split" and self._kind(fragment) != ""
+        if self._losses is None and not split:
+            return None
+        sizes = [float(len(group)) for group in self.topology.groups]
+        if self._losses is not None:
+            sizes = [size / max(loss, 1e-8) for size, loss in zip(sizes, self._losses, strict=True)]
+        if split:
+            first = "ab"[self.rounds % 2] == self._kind(fragment)
+            sizes = [size if (i < _half(self.topology)) == first else 0.0 for i, size in enumerate(sizes)]
+        return [sizes[self.topology.group_index] / sum(sizes)] * len(fragment.tensors())
+
+    # Shapes.
+
+    def _factor(self) -> None:
+        """All groups hold one model: decompose it, on all workers alike, and go on with the factors."""
+        first = self.phase != "factored"
+        if first:
+            self.find_layers()
+        self.free_memory()
+        for layer, factors in self._find_factors():
+            self._to_factors(layer, *factors)
+        if first and self.config.target is None:
+            self.warn_if_nothing_factored(self.config.cutoff)
+        if self.config.moments == "average":
+            average_moments(self.wire, self.optimizers, self.optimizers.parameters, self.weight, "bf16")
+        self.set_phase("factored")
+        self.rounds = 0 if first else self.rounds + 1
+        self.fragments = []
+        self._make_fragments()
+        self._change_sides()
+
+    def _find_factors(self) -> list[tuple[Layer, Factors]]:
+        """Factors of every layer that they make smaller: at the cutoff, or at the cutoff that reaches the target."""
+        if self.config.target is None or self.wire.is_simulated:
+            return self.agreed_factors(self.config.cutoff)
+        found = self.agreed_factors(None)
+        own = ranks_within([(layer, a, b) for layer, (a, b) in found], self.full_size, self.config.target)
+        ranks = self.wire.all_gather_object(own)[0]
+        self.found_ranks = {layer.label: rank for (layer, _), rank in zip(found, ranks, strict=True) if rank}
+        return [
+            (layer, (a[:, :rank].contiguous(), b[:rank].contiguous()))
+            for (layer, (a, b)), rank in zip(found, ranks, strict=True)
+            if rank
+        ]
+
+    def _to_factors(self, layer: Layer, a: Tensor, b: Tensor) -> None:
+        """Give a layer these factors; their optimizer state is this group's own, transformed."""
+        old, states = layer.parameters, [self.optimizers.state_of(p) for p in layer.parameters]
+        if not all(states):  # never trained yet
+            carried: tuple[dict[str, Any], ...] = ({}, {})
+        elif layer.is_factored:
+            carried = moments.recut_factors(states, [p.detach() for p in old], (a, b))
+        else:
+            carried = moments.factors_from_full(states[0], layer.view, a, b)
+        self._reshape_layer(layer, a, b)
+        for factor, state in zip(layer.factors, carried, strict=True):
+            if state:
+                self.optimizers.set_state(factor, state)
+
+    def _reshape_layer(self, layer: Layer, a: Tensor, b: Tensor) -> None:
+        old = layer.parameters
+        to_factors(layer, a, b)
+        self.optimizers.exchange(old, layer.factors, ("a", "b"))
+
+    def _to_full(self, layer: Layer) -> None:
+        factors = layer.factors
+        to_full(layer)
+        self.optimizers.exchange(factors, [layer.weight])
+
+    # Checkpoints and plans.
+
+    def state_dict(self) -> dict[str, Any]:
+        """With the number of averages since weights became factors."""
+        state = super().state_dict()
+        state["shared"] |= {"rounds": self.rounds, "requested": self.requested}
+        return state
+
+    def load_state_dict(self, saved: Saved) -> None:
+        """Give the model the shape it had."""
+        shared = saved.shared
+
+        def reshape_and_load() -> None:
+            self.reshape(
+                shared, self._to_full, lambda layer, rank: self._reshape_layer(layer, *empty_factors(layer, rank))
+            )
+            self.rounds, self.requested = shared["rounds"], shared["requested"]
+            self._freeze()
+            saved.load_values()
+
+        super().load_state_dict(replace(saved, load_values=reshape_and_load))
+
+    @property
+    def cycle(self) -> Cycle | None:
+        """A round; the factor that is trained and the rounds to the next decomposition belong to its place."""
+        found = LocalTraining.cycle.fget(self)  # type: ignore[attr-defined]
+        if found is None:
+            return None
+        if self.phase == "factored":
+            return Cycle((*found.place, self.rounds % 2, self.rounds % self.config.redecompose), found.end)
+        at = self.config.factor_step
+        return Cycle(found.place, found.end if at is None else at)
+
+
+def _half(topology: Topology) -> int:
+    """Of groups that train different factors, how many train the first one."""
+    return math.ceil(len(topology.groups) / 2)

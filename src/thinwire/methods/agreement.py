@@ -1,0 +1,85 @@
+"""How far groups agree: the length of their changes, compared with that of the mean change.
+
+    ratio = mean‖Δᵢ‖ / ‖mean Δ‖
+
+It is 1 where all groups moved alike, and √G where G groups moved in directions that have nothing in common: then an
+average makes no more progress than noise does.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.comm.collectives import Wire
+from thinwire.config.outer import Radial
+from thinwire.methods.averaged import AveragedTensors
+
+log = logging.getLogger("thinwire")
+
+_NOISE = 0.97
+"""Share of √G from which on the mean change is mostly noise."""
+_PATIENCE = 4
+"""Averages in a row that must say so before anybody is warned."""
+
+
+class Agreement:
+    """The ratio at each average, by layer and for the whole model."""
+
+    def __init__(self, model: nn.Module, wire: Wire) -> None:
+        self.model = model
+        self.wire = wire
+        self.averages = 0
+        """Averages measured so far."""
+        self.ratio: float | None = None
+        """Of everything that was averaged last."""
+        self.ratios: dict[str, float] = {}
+        """Of each weight of two dimensions or more."""
+        self._noisy = 0
+
+    def measure(self, fragments: Sequence[AveragedTensors], step: int) -> list[Tensor | None]:
+        """Measure what has arrived, for a few bytes per tensor; what a radial step multiplies each tensor by."""
+        count, wire = len(self.wire.topology.groups), self.wire
+        own = [fragment.lengths for fragment in fragments]
+        if count == 1 or any(lengths is None for lengths in own):
+            return [None] * len(fragments)
+        weight = len(wire.topology.group) / wire.topology.world_size
+        lengths = torch.cat([length for length in own if length is not None]).mul(weight)
+        wire.sum_over_groups([lengths], "control")
+        if lengths.is_meta:
+            return [None] * len(fragments)
+        means = torch.cat([fragment.mean_lengths() for fragment in fragments])
+        self._note(fragments, lengths, means, step)
+        gains = (lengths / means).nan_to_num(1.0, 1.0, 1.0).clamp(1.0, math.sqrt(count))
+        parts = gains.split([len(length) for length in own if length is not None])
+        return [
+            part if isinstance(fragment.outer, Radial) else None
+            for fragment, part in zip(fragments, parts, strict=True)
+        ]
+
+    def _note(self, fragments: Sequence[AveragedTensors], lengths: Tensor, means: Tensor, step: int) -> None:
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        tensors = [t for fragment in fragments for t in fragment.tensors()]
+        both = torch.stack([lengths, means]).tolist()
+        self.ratios = {
+            names[id(t)]: a / b
+            for t, a, b in zip(tensors, *both, strict=True)
+            if t.dim() > 1 and b > 0 and id(t) in names
+        }
+        whole = math.hypot(*both[1])
+        self.ratio = math.hypot(*both[0]) / whole if whole > 0 else None
+        self.averages += 1
+        self._warn(step)
+
+    def _warn(self, step: int) -> None:
+        limit = math.sqrt(len(self.wire.topology.groups))
+        self._noisy = self._noisy + 1 if self.ratio is not None and self.ratio > _NOISE * limit else 0
+        if self._noisy == _PATIENCE and not self.wire.topology.rank:
+            log.warning(
+                "groups have moved in unrelated directions in the last %d averages (ratio %.2f at step %d; 1 is "
+                "agreement, %.2f is noise): averaging undoes most of what they learn. Average more often (a smaller "
+                "`every`), lower the learning rate, or use larger batches per group",
+                *(_PATIENCE, self.ratio, step, limit),
+            )

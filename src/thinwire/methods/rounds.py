@@ -1,0 +1,55 @@
+"""When groups average: every so many steps, or less and less often as the learning rate falls."""
+
+from typing import Any
+
+from thinwire.comm.collectives import Wire
+from thinwire.config.warmed import Averaged
+from thinwire.factor.optimizers import Optimizers
+
+
+class Round:
+    """The steps between two averages of everything."""
+
+    def __init__(self, config: Averaged, optimizers: Optimizers, wire: Wire) -> None:
+        self.config = config
+        self.optimizers = optimizers
+        self.wire = wire
+        self.start = 0
+        """The step after which it began."""
+        self.period = config.every
+        """Steps in it."""
+        self.highest_rate = 0.0
+        """The highest learning rate at the beginning of a round so far."""
+
+    def begin(self, step: int) -> None:
+        """A new round, as long on all workers."""
+        self.start, self.period = step, self.config.every
+        if self.config.every_max is None:
+            return
+        rate = max(float(group["lr"]) for _, group in self.optimizers.groups)
+        self.highest_rate = max(rate, self.highest_rate)
+        own = self.config.every_max
+        if rate * rate > 0:
+            own = min(own, int(self.config.every * (self.highest_rate / rate) ** 2))
+        self.period = int(min(row[0] for row in self.wire.all_gather_scalars([float(own)], "control")))
+
+    def offset(self, index: int, count: int) -> int:
+        """Steps from its start to the turn of one of `count` that are spread over it."""
+        return self.period * (index + 1) // count
+
+    def has_turn(self, index: int, count: int, step: int) -> bool:
+        return step - self.start == self.offset(index, count)
+
+    def turn(self, index: int, count: int, step: int) -> int:
+        """The next step at which one of `count` has its turn, if the next round is as long."""
+        at = self.start + self.offset(index, count)
+        return at if at > step else at + self.period
+
+    def ends(self, step: int) -> bool:
+        return step - self.start == self.period
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"start": self.start, "period": self.period, "highest_rate": self.highest_rate}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start, self.period, self.highest_rate = state["start"], state["period"], state["highest_rate"]
