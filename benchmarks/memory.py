@@ -89,7 +89,7 @@ def peaks_of_ab(rank: int, device: str, batch: int) -> Peaks:
         "every": GROUP_STEPS,
         "rebound": 1,
     }
-    config = thinwire.AB(**steps, group_size="world" if alone else 1)
+    config = thinwire.AB.paper(**steps, group_size="world" if alone else 1)
     # Before Thinwire's own hook: the update belongs to the phase it ends, only what follows to the change of shape.
     optimizer.register_step_post_hook(lambda *_: meter.start())
     replica = thinwire.attach(model, optimizer, config)

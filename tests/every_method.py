@@ -28,7 +28,7 @@ class Way:
 def _ab(**fields: Any) -> Callable[..., Any]:
     """Warm-up 3, then cycles of 4 and 2; the cutoff is high, since random weights are flat."""
     cycle = {"total_steps": STEPS, "warmup": 3, "every": 4, "rebound": 2, "lr_rebound": 3, "cutoff": 0.6}
-    return lambda **more: thinwire.AB(**{**cycle, **fields, **more})
+    return lambda **more: thinwire.AB.paper(**{**cycle, **fields, **more})
 
 
 def _of(kind: Any, **fields: Any) -> Callable[..., Any]:
@@ -48,9 +48,11 @@ WAYS: dict[str, Way] = {
     "allreduce": Way(config=thinwire.AllReduce),
     "allreduce bf16": Way(config=_of(thinwire.AllReduce, wire="bf16")),
     "allreduce int8": Way(config=_of(thinwire.AllReduce, wire="int8")),
-    "ab": Way(config=_ab(), phases=_AB_PHASES),
-    "ab carry": Way(config=_ab(moments="carry", merge="trained", wire="bf16", warmup_wire="bf16"), phases=_AB_PHASES),
-    "ab average": Way(config=_ab(moments="average", keep_first=False, keep_last=False), phases=_AB_PHASES),
+    "ab-paper": Way(config=_ab(), phases=_AB_PHASES),
+    "ab-paper carry": Way(
+        config=_ab(moments="carry", merge="trained", wire="bf16", warmup_wire="bf16"), phases=_AB_PHASES
+    ),
+    "ab-paper average": Way(config=_ab(moments="average", keep_first=False, keep_last=False), phases=_AB_PHASES),
     "oialr": Way(
         config=_of(thinwire.OIALR, total_steps=STEPS, factor_at=4, redecompose=3, cutoff=0.3, layer_fraction=0.5),
         phases=frozenset({"warmup", "lowrank"}),

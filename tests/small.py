@@ -50,7 +50,7 @@ def mlp(seed: int = 0, *, smooth: bool = False) -> nn.Module:
     return nn.Sequential(nn.Flatten(), *layers[:-1])
 
 
-def ab(**fields: Any) -> thinwire.AB:
+def ab(**fields: Any) -> thinwire.config.PaperAB:
     """Warm-up 3, then cycles of 4 steps apart and 2 together; the cutoff is high: random weights are flat."""
     cycle = {
         "total_steps": STEPS,
@@ -60,7 +60,7 @@ def ab(**fields: Any) -> thinwire.AB:
         "lr_rebound": 3,
         "cutoff": 0.6,
     }
-    return thinwire.AB(**{**cycle, **fields})
+    return thinwire.AB.paper(**{**cycle, **fields})
 
 
 def batch(rank: int, step: int, size: int = 6) -> tuple[Tensor, Tensor]:

@@ -19,8 +19,9 @@ from torch import nn
 import gang
 import small
 import thinwire
-from thinwire import AB, AllReduce, ConfigError, DisagreementError, DivergedError
+from thinwire import AllReduce, ConfigError, DisagreementError, DivergedError
 from thinwire.comm.topology import place
+from thinwire.config import PaperAB
 from thinwire.recipes import named
 from thinwire.train import fit
 from thinwire.train.data import Images, digits
@@ -42,48 +43,48 @@ STEP_FIELDS = [
 @pytest.mark.parametrize(("field", "value"), [*STEP_FIELDS, ("every", 0)])
 def test_lengths_are_fractions_or_whole_steps(field: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
-        AB(total_steps=100, **{field: value})
+        PaperAB(total_steps=100, **{field: value})
     assert says(str(caught.value), f"`{field}`={value!r}", "a fraction", "below 1", "a whole number of steps")
 
 
 @pytest.mark.parametrize("value", [0, -5, 1e4, "100", None, True])
 def test_total_steps_is_a_whole_number(value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
-        AB(total_steps=value)
+        PaperAB(total_steps=value)
     assert says(str(caught.value), f"`total_steps`={value!r}", "whole number from 1 on")
 
 
 @pytest.mark.parametrize("total_steps", [1, 10, 15])
 def test_too_few_steps_for_one_cycle_say_how_many_fit(total_steps: int) -> None:
     with pytest.raises(ConfigError) as caught:
-        AB(total_steps=total_steps)
+        PaperAB(total_steps=total_steps)
     message = str(caught.value)
     assert says(message, f"`total_steps`={total_steps} is too small for one cycle", "`every`=0.0333")
     least = int(re.search(r"at least (\d+)", message)[1])  # type: ignore[index]
-    assert AB(total_steps=least).group_length == 1
+    assert PaperAB(total_steps=least).group_length == 1
     with pytest.raises(ConfigError):
-        AB(total_steps=least - 1)
+        PaperAB(total_steps=least - 1)
 
 
 def test_a_warm_up_that_leaves_no_room_says_what_it_takes() -> None:
     with pytest.raises(ConfigError) as caught:
-        AB(total_steps=100, warmup=98)
+        PaperAB(total_steps=100, warmup=98)
     assert says(str(caught.value), "warm-up takes 98", "a group phase 3", "together 101", "at most 97 steps fits")
-    assert AB(total_steps=101, warmup=98).warmup_length == 98
+    assert PaperAB(total_steps=101, warmup=98).warmup_length == 98
 
 
 @pytest.mark.parametrize("cutoff", [0, 1, -0.1, 1.5, math.nan, "0.15", None])
 def test_cutoff_lies_between_0_and_1(cutoff: Any) -> None:
     with pytest.raises(ConfigError) as caught:
-        AB(total_steps=100, cutoff=cutoff)
+        PaperAB(total_steps=100, cutoff=cutoff)
     assert says(str(caught.value), f"`cutoff`={cutoff!r}", "between 0 and 1", "try 0.15")
 
 
 CHOICES = [
-    (AB, "merge", "mean, trained, weighted"),
-    (AB, "moments", "reset, average, carry"),
-    (AB, "wire", "fp32, bf16"),
-    (AB, "warmup_wire", "fp32, bf16"),
+    (PaperAB, "merge", "mean, trained, weighted"),
+    (PaperAB, "moments", "reset, average, carry"),
+    (PaperAB, "wire", "fp32, bf16"),
+    (PaperAB, "warmup_wire", "fp32, bf16"),
     (AllReduce, "wire", "fp32, bf16"),
 ]
 
@@ -91,14 +92,14 @@ CHOICES = [
 @pytest.mark.parametrize(("config", "field", "known"), CHOICES)
 @pytest.mark.parametrize("value", ["mode", 3, None, ["mean"]])
 def test_choices_list_what_there_is(config: Any, field: str, known: str, value: Any) -> None:
-    needed = {"total_steps": 100} if config is AB else {}
+    needed = {"total_steps": 100} if config is PaperAB else {}
     with pytest.raises(ConfigError) as caught:
         config(**needed, **{field: value})
     what = "a code for the wire" if "wire" in field else "known"
     assert says(str(caught.value), f"`{field}`={value!r} is not {what}", "choose from", known)
 
 
-@pytest.mark.parametrize("config", [lambda **f: AB(total_steps=100, **f), AllReduce])
+@pytest.mark.parametrize("config", [lambda **f: PaperAB(total_steps=100, **f), AllReduce])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "node", True, [2]])
 def test_group_sizes_are_whole_or_the_world(config: Any, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -109,7 +110,7 @@ def test_group_sizes_are_whole_or_the_world(config: Any, value: Any) -> None:
 @pytest.mark.parametrize("value", ["fc*", 5, ("fc", 5), None])
 def test_keep_is_a_tuple_of_patterns(value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
-        AB(total_steps=100, keep=value)
+        PaperAB(total_steps=100, keep=value)
     assert says(str(caught.value), f"`keep`={value!r}", "tuple of patterns", "keep=(")
 
 
@@ -117,15 +118,15 @@ def test_keep_is_a_tuple_of_patterns(value: Any) -> None:
 @pytest.mark.parametrize("value", ["no", 0, None])
 def test_switches_are_true_or_false(field: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
-        AB(total_steps=100, **{field: value})
+        PaperAB(total_steps=100, **{field: value})
     assert says(str(caught.value), f"`{field}`={value!r}", "True or False")
 
 
 def test_configs_are_frozen_and_by_keyword() -> None:
     with pytest.raises(TypeError):
-        AB(100)  # type: ignore[misc]
+        PaperAB(100)  # type: ignore[misc]
     with pytest.raises(AttributeError):
-        AB(total_steps=100).cutoff = 0.2  # type: ignore[misc]
+        PaperAB(total_steps=100).cutoff = 0.2  # type: ignore[misc]
 
 
 # Attaching.
@@ -136,11 +137,11 @@ def attach(config: Any, model: nn.Module | None = None, **more: Any) -> Any:
     return thinwire.attach(model, small.sgd(model), config, **more)
 
 
-@pytest.mark.parametrize("given", ["ab", AB, None, {"total_steps": 100}])
+@pytest.mark.parametrize("given", ["ab-paper", PaperAB, None, {"total_steps": 100}])
 def test_something_that_is_no_config_lists_the_configs(given: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         attach(given)
-    assert says(str(caught.value), "is not the config of a method", "AllReduce", "AB")
+    assert says(str(caught.value), "is not the config of a method", "AllReduce", "PaperAB")
 
 
 def test_a_model_with_nothing_to_factor_says_why() -> None:
@@ -225,7 +226,7 @@ def test_loading_from_nowhere_or_another_config_says_so(tmp_path: Any) -> None:
     replica.save(tmp_path / "save")
     with pytest.raises(ConfigError, match=r"another config: cutoff=0.6 there, 0.3 here"):
         attach(small.ab(cutoff=0.3)).load(tmp_path / "save")
-    with pytest.raises(ConfigError, match="of method 'ab', attached is 'allreduce'"):
+    with pytest.raises(ConfigError, match="of method 'ab-paper', attached is 'allreduce'"):
         attach(AllReduce()).load(tmp_path / "save")
 
 

@@ -50,7 +50,7 @@ def _thinwire(*words, expect=0) -> str:
 
 
 def _ab(out, *more) -> list:
-    words = ["run", "digits", "--method", "ab", "--workers", 2, "--group-size", 1, "--steps", STEPS]
+    words = ["run", "digits", "--method", "ab-paper", "--workers", 2, "--group-size", 1, "--steps", STEPS]
     return [*words, "--save-every", SAVE_EVERY, "--out", out, *more]
 
 
@@ -93,7 +93,7 @@ def unbroken(tmp_path_factory) -> tuple[Path, str]:
 
 def _compare_as_workers(rank: int, out: str, port: int) -> str:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    return _thinwire("compare", "digits", "--methods", "allreduce,ab", *COMPARED, "--out", out)
+    return _thinwire("compare", "digits", "--methods", "allreduce,ab-paper", *COMPARED, "--out", out)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_run_writes_records_summary_and_model(unbroken):
     summary = json.loads(printed)
     assert summary == json.loads((out / "summary.json").read_text())
     assert not [field for field in SUMMARY_FIELDS.split() if field not in summary]
-    assert (summary["method"], summary["steps"], summary["groups"]) == ("ab", STEPS, [[0], [1]])
+    assert (summary["method"], summary["steps"], summary["groups"]) == ("ab-paper", STEPS, [[0], [1]])
     assert 0.5 < summary["accuracy"] <= 1
     assert {"slow_bytes", "fast_bytes", "slow_calls", "by_phase", "by_purpose"} <= summary["traffic"].keys()
     records = _records(out)
@@ -198,10 +198,10 @@ def test_the_package_is_a_command():
 def test_compare_sets_methods_side_by_side(compared):
     out, printed = compared
     rows = json.loads((out / "comparison.json").read_text())
-    assert [row["method"] for row in rows] == ["allreduce", "ab"]
+    assert [row["method"] for row in rows] == ["allreduce", "ab-paper"]
     assert not [field for field in ROW_FIELDS.split() if field not in rows[0]]
     assert rows[0]["traffic_vs_allreduce_fp32"] == 1.0 > rows[1]["traffic_vs_allreduce_fp32"]
-    assert {path.name for path in out.iterdir()} >= {"allreduce-seed0", "ab-seed0", "comparison.png"}
+    assert {path.name for path in out.iterdir()} >= {"allreduce-seed0", "ab-paper-seed0", "comparison.png"}
     assert "allreduce" in printed and f"picture: {out / 'comparison.png'}" in printed
 
 
@@ -209,15 +209,17 @@ def test_compare_sets_methods_side_by_side(compared):
 def test_compare_keeps_variants_of_a_method_apart(tmp_path):
     words = ["compare", "digits", "--workers", "1", "--steps", "12", "--set", "every=4", "--no-model"]
     words += ["--seeds", "2", "--out", str(tmp_path)]
-    result = CliRunner().invoke(main, [*words, "--methods", "allreduce,ab:cutoff=0.2,ab:cutoff=0.5"])
+    result = CliRunner().invoke(main, [*words, "--methods", "allreduce,ab-paper:cutoff=0.2,ab-paper:cutoff=0.5"])
     assert result.exit_code == 0, result.output
-    folders = [f"{name}-seed{seed}" for name in ("allreduce", "ab-cutoff-0.2", "ab-cutoff-0.5") for seed in (0, 1)]
+    folders = [
+        f"{name}-seed{seed}" for name in ("allreduce", "ab-paper-cutoff-0.2", "ab-paper-cutoff-0.5") for seed in (0, 1)
+    ]
     assert {path.name for path in tmp_path.iterdir()} == {*folders, "comparison.json", "comparison.png"}
     rows = json.loads((tmp_path / "comparison.json").read_text())
     assert [(row["method"], row["label"], row["seeds"]) for row in rows] == [
         ("allreduce", "allreduce", [0, 1]),
-        ("ab", "ab:cutoff=0.2", [0, 1]),
-        ("ab", "ab:cutoff=0.5", [0, 1]),
+        ("ab-paper", "ab-paper:cutoff=0.2", [0, 1]),
+        ("ab-paper", "ab-paper:cutoff=0.5", [0, 1]),
     ]
     assert rows[1]["compression_mean"] < rows[2]["compression_mean"]
     assert all(row["label"] in result.output for row in rows)
@@ -227,11 +229,11 @@ def test_compare_keeps_variants_of_a_method_apart(tmp_path):
 
 def test_compare_resumed_runs_nothing_twice(compared):
     out, _ = compared
-    before = (out / "ab-seed0" / "summary.json").stat().st_mtime_ns
-    words = ["compare", "digits", "--methods", "allreduce,ab", "--workers", "2", *COMPARED, "--out", str(out)]
+    before = (out / "ab-paper-seed0" / "summary.json").stat().st_mtime_ns
+    words = ["compare", "digits", "--methods", "allreduce,ab-paper", "--workers", "2", *COMPARED, "--out", str(out)]
     result = CliRunner().invoke(main, [*words, "--resume", "--json"])
     assert result.exit_code == 0 and len(json.loads(result.stdout)) == 2
-    assert (out / "ab-seed0" / "summary.json").stat().st_mtime_ns == before
+    assert (out / "ab-paper-seed0" / "summary.json").stat().st_mtime_ns == before
     for other in (["--set", "cutoff=0.3"], ["--workers", "3"]):
         result = CliRunner().invoke(main, [*words, *other, "--resume", "--json"])
         assert result.exit_code == 2 and "holds a finished run with" in result.output
@@ -246,7 +248,9 @@ def test_report_and_export_read_folders(compared, unbroken, tmp_path):
     program = torch.export.load(tmp_path / "model" / "program.pt2").module()
     assert program(torch.zeros(5, 1, 8, 8)).shape == (5, 10)
     assert "not empty" in _thinwire(*export, expect=2)
-    assert "without `--no-model`" in _thinwire("export", compared[0] / "ab-seed0", "--out", tmp_path / "x", expect=2)
+    assert "without `--no-model`" in _thinwire(
+        "export", compared[0] / "ab-paper-seed0", "--out", tmp_path / "x", expect=2
+    )
 
 
 @pytest.mark.slow
@@ -292,11 +296,11 @@ def test_a_picture_never_costs_a_result(tmp_path, monkeypatch):
     _without_matplotlib(monkeypatch)
     words = ["--workers", 1, "--steps", 12, "--set", "every=4", "--stability", 4]
     missing = "thinwire: no picture: plotting needs matplotlib: pip install 'thinwire[plot]'"
-    told = _thinwire("run", "digits", "--method", "ab", *words, "--out", tmp_path / "run")
+    told = _thinwire("run", "digits", "--method", "ab-paper", *words, "--out", tmp_path / "run")
     assert told.count(missing) == 1 and "summary.json and model/ are in" in told
     told = _thinwire("export", tmp_path / "run", "--out", tmp_path / "small")
     assert "model.safetensors" in told and not (tmp_path / "small" / "spectrum.png").exists()
-    told = _thinwire("compare", "digits", "--methods", "ab", *words, "--no-model", "--out", tmp_path / "c")
+    told = _thinwire("compare", "digits", "--methods", "ab-paper", *words, "--no-model", "--out", tmp_path / "c")
     assert told.count(missing) == 1 and "accuracy" in told and "picture: " not in told.replace(missing, "")
     rows = (tmp_path / "c" / "comparison.json").read_text()
     (tmp_path / "c" / "comparison.json").unlink()
@@ -315,42 +319,45 @@ def test_help_says_where_data_comes_from_and_that_schedules_can_be_chosen():
 
 def test_data_may_be_a_file_where_the_source_takes_one(tmp_path):
     (tmp_path / "text").write_text("any")
-    result = CliRunner().invoke(main, ["run", "digits", "--method", "ab", "--data", str(tmp_path / "text")])
+    result = CliRunner().invoke(main, ["run", "digits", "--method", "ab-paper", "--data", str(tmp_path / "text")])
     assert result.exit_code == 2 and f"no `digits8x8.npz` in `{tmp_path / 'text'}`" in result.output
 
 
 def test_list_knows_recipes_and_methods():
     text = CliRunner().invoke(main, ["list"]).output
-    for name in ("digits", "shakespeare", "allreduce", "ab"):
+    for name in ("digits", "shakespeare", "allreduce", "ab-paper"):
         assert name in text
 
 
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        ("run mnist --method ab", "unknown recipe 'mnist', choose from: "),
-        ("run digits --method adam", "unknown method 'adam', choose from: ab, allreduce"),
-        ("run digits --method ab:cutof=0.1", "unknown field of AB 'cutof', choose from"),
-        ("run digits --method ab:cutoff", "must be FIELD=VALUE"),
-        ("run digits --method ab,allreduce", "must be one method; `thinwire compare --methods` takes several"),
+        ("run mnist --method ab-paper", "unknown recipe 'mnist', choose from: "),
+        ("run digits --method adam", "unknown method 'adam', choose from: ab"),
+        ("run digits --method ab-paper:cutof=0.1", "unknown field of PaperAB 'cutof', choose from"),
+        ("run digits --method ab-paper:cutoff", "must be FIELD=VALUE"),
+        ("run digits --method ab-paper,allreduce", "must be one method; `thinwire compare --methods` takes several"),
         ("run digits --method ", "names no method, choose from: "),
-        ("compare digits --methods ab,adam", "unknown method 'adam'"),
+        ("compare digits --methods ab-paper,adam", "unknown method 'adam'"),
         (
-            "run digits --method ab --workers 2 --group-size 3",
+            "run digits --method ab-paper --workers 2 --group-size 3",
             "`group_size`=3 exceeds the world of 2 workers",
         ),
-        ("run digits --method ab --group-size many", "must be a whole number of workers"),
-        ("run digits --method ab --steps 3", "`total_steps`=3 is too small"),
-        ("run digits --method ab --set cutoff=1.5", "`cutoff`=1.5"),
-        ("run digits --method ab --set cutof=0.1", "unknown field of AB 'cutof', choose from"),
-        ("run digits --method ab --set cutoff", "must be FIELD=VALUE"),
-        ("run digits --method ab --set zz.cutoff=0.1", "unknown method 'zz'"),
-        ("compare digits --methods allreduce,ab --set ab.cutof=0.1", "unknown field of AB 'cutof'"),
-        ("compare digits --methods ab,ab:cutof=0.1", "unknown field of AB 'cutof'"),
-        ("compare digits --methods ab,ab:cutoff=0.15", "`ab` and `ab:cutoff=0.15` have the same settings"),
-        ("run digits --method ab --data no/such/place", "no `digits8x8.npz` in `no/such/place`"),
-        ("run digits --method ab --workers 65", "a batch of 64 cannot be shared by 65 workers"),
-        ("run digits --method ab --steps 0", "Invalid value for '--steps'"),
+        ("run digits --method ab-paper --group-size many", "must be a whole number of workers"),
+        ("run digits --method ab-paper --steps 3", "`total_steps`=3 is too small"),
+        ("run digits --method ab-paper --set cutoff=1.5", "`cutoff`=1.5"),
+        ("run digits --method ab-paper --set cutof=0.1", "unknown field of PaperAB 'cutof', choose from"),
+        ("run digits --method ab-paper --set cutoff", "must be FIELD=VALUE"),
+        ("run digits --method ab-paper --set zz.cutoff=0.1", "unknown method 'zz'"),
+        ("compare digits --methods allreduce,ab-paper --set ab-paper.cutof=0.1", "unknown field of PaperAB 'cutof'"),
+        ("compare digits --methods ab-paper,ab-paper:cutof=0.1", "unknown field of PaperAB 'cutof'"),
+        (
+            "compare digits --methods ab-paper,ab-paper:cutoff=0.15",
+            "`ab-paper` and `ab-paper:cutoff=0.15` have the same settings",
+        ),
+        ("run digits --method ab-paper --data no/such/place", "no `digits8x8.npz` in `no/such/place`"),
+        ("run digits --method ab-paper --workers 65", "a batch of 64 cannot be shared by 65 workers"),
+        ("run digits --method ab-paper --steps 0", "Invalid value for '--steps'"),
         ("export .", None),
         ("report .", "no finished run"),
     ],

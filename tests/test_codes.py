@@ -29,7 +29,7 @@ def every_method(code: str, warmup_code: str) -> dict[str, Any]:
         "localsgd": LocalSGD(**groups, **both),
         "diloco": DiLoCo(**{**groups, "every": 4}, fragments=2, overlap=2, **both),
         "daso": DASO(total_steps=STEPS, warmup=2, cooldown=2, every=3, overlap=2, group_size=2, **both),
-        "ab": AB(**cycle, group_size=2, **both),
+        "ab-paper": AB.paper(**cycle, group_size=2, **both),
         "oialr": OIALR(total_steps=STEPS, factor_at=4, redecompose=4, cutoff=0.3, group_size=2, **both),
         "powersgd": PowerSGD(rank=2, **warmed),
         "topk": TopK(density=0.1, **warmed),
@@ -160,7 +160,9 @@ def test_the_residual_of_a_warm_up_is_dropped_at_its_end() -> None:
             *_, before, at_the_end, _ = left
             assert max(before, default=1.0) > 0, name  # the second member of a group here carries nothing
             assert not any(at_the_end), name
-            assert (sent == 0) == (name in ("localsgd", "diloco", "ab")), name  # groups that train apart send none
+            assert (sent == 0) == (name in ("localsgd", "diloco", "ab-paper")), (
+                name
+            )  # groups that train apart send none
 
 
 def test_momentum_that_would_be_applied_twice_is_refused_before_the_warm_up() -> None:

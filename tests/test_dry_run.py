@@ -52,10 +52,10 @@ def thinwire(*words, expect=0) -> str:
 
 @pytest.mark.slow
 def test_real_workers_take_a_step_and_the_rest_is_planned(place):
-    words = ["run", "digits", "--method", "ab", *SETTINGS, "--workers", 2, "--out", place / "mine"]
+    words = ["run", "digits", "--method", "ab-paper", *SETTINGS, "--workers", 2, "--out", place / "mine"]
     told = json.loads(thinwire(*words, "--dry-run", "--json"))
     assert not [*place.glob("thinwire*"), *place.glob("mine")]
-    plan = json.loads(thinwire("plan", "digits", "--methods", "ab", *SETTINGS, "--json", "--compute", "1s"))
+    plan = json.loads(thinwire("plan", "digits", "--methods", "ab-paper", *SETTINGS, "--json", "--compute", "1s"))
     (row,) = plan["methods"]
     traffic, step, run = told["traffic"], told["step"], told["run"]
     for name in ("slow_bytes", "slow_bytes_range", "slow_bytes_per_step", "traffic_vs_allreduce_fp32"):
@@ -109,12 +109,12 @@ def test_it_reads_well_and_leaves_a_run_alone(place):
 
 
 def test_errors_are_those_of_a_run(tmp_path):
-    run = ["run", "vgg16bn-cifar10", "--method", "ab"]
+    run = ["run", "vgg16bn-cifar10", "--method", "ab-paper"]
     for words in (
         [*run],
         [*run, "--data", tmp_path / "nowhere"],
-        ["run", "digits", "--method", "ab", "--set", "warmpu=3"],
-        ["run", "digits", "--method", "ab", "--workers", 65],
+        ["run", "digits", "--method", "ab-paper", "--set", "warmpu=3"],
+        ["run", "digits", "--method", "ab-paper", "--workers", 65],
     ):
         assert thinwire(*words, "--dry-run", expect=2) == thinwire(*words, expect=2)
 

@@ -17,8 +17,8 @@ from thinwire.factor import moments
 from thinwire.factor.matrix import view_of
 
 METHODS: dict[str, Callable[[], Any]] = {
-    "ab carry": lambda: small.ab(moments="carry"),
-    "ab average": lambda: small.ab(moments="average", merge="trained"),
+    "ab-paper carry": lambda: small.ab(moments="carry"),
+    "ab-paper average": lambda: small.ab(moments="average", merge="trained"),
     "ab bf16": lambda: small.ab(moments="carry", wire="bf16"),
     "oialr": lambda: thinwire.OIALR(total_steps=small.STEPS, factor_at=4, redecompose=5, cutoff=0.3),
     "localsgd": lambda: thinwire.LocalSGD(every=4, moments="average"),

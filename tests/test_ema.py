@@ -17,7 +17,7 @@ from thinwire.errors import ConfigError, ThinwireError
 
 METHODS: dict[str, Callable[[], Any]] = {
     "allreduce": thinwire.AllReduce,
-    "ab": small.ab,
+    "ab-paper": small.ab,
     "oialr": lambda: thinwire.OIALR(total_steps=small.STEPS, factor_at=4, redecompose=5, cutoff=0.3),
     "localsgd": lambda: thinwire.LocalSGD(every=4),
 }
@@ -86,7 +86,7 @@ def test_an_average_follows_every_method_through_save_and_finish(tmp_path: Path)
         assert mine["resumed"] and there[name]["resumed"], name
         assert mine["keys"] and mine["finite"] and mine["sizes"][0] == mine["sizes"][1]
         # Groups that trained apart have averages of their own until the end.
-        assert (mine["own"] != there[name]["own"]) == (name in ("ab", "localsgd"))
+        assert (mine["own"] != there[name]["own"]) == (name in ("ab-paper", "localsgd"))
         assert mine["booked"] > 0
 
 

@@ -348,7 +348,7 @@ def run(tmp_path_factory) -> SimpleNamespace:
 
 def test_an_unfinished_run_is_merged_and_cut_as_it_would_have_been(run, tmp_path):
     text = export(run.folder / "unfinished", "--out", tmp_path / "small")
-    assert "saved at step 17 of 21 by ab, in a group phase: this is the mean of 2 groups' copies" in text
+    assert "saved at step 17 of 21 by ab-paper, in a group phase: this is the mean of 2 groups' copies" in text
     assert f"parameters {run.parameters:,} of 226,794" in text and "cut at 0.5 of" in text
     program = torch.export.load(tmp_path / "small" / "program.pt2").module()
     close(said(program, heldout()), run.output)
@@ -544,7 +544,9 @@ def own(tmp_path, monkeypatch) -> nn.Module:
     Path("full").mkdir()
     Path("full", "here").write_text("")
     Path("run").mkdir()
-    Path("run", "summary.json").write_text(json.dumps({"recipe": "tiny", "method": "ab", "config": {}, "steps": 3}))
+    Path("run", "summary.json").write_text(
+        json.dumps({"recipe": "tiny", "method": "ab-paper", "config": {}, "steps": 3})
+    )
     Path("run", "model").mkdir()
     return model
 

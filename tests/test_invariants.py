@@ -61,7 +61,7 @@ def test_alone_it_trains_bit_for_bit_as_the_bare_optimizer(config: Any, steps: i
         assert train_step(bare, bare_optimizer, step, 0) == train_step(replica, optimizer, step, 0)
         if step < steps - 1:
             assert values(bare) == values(replica)
-    assert replica.phase == {thinwire.AB: "groups", thinwire.OIALR: "lowrank"}.get(type(config), "train")
+    assert replica.phase == {thinwire.config.PaperAB: "groups", thinwire.OIALR: "lowrank"}.get(type(config), "train")
 
 
 # Invariant 3: AllReduce is DistributedDataParallel.
@@ -327,7 +327,7 @@ class Attention(nn.Module):
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["ab", "oialr"],
+    ids=["ab-paper", "oialr"],
 )
 def test_the_exported_model_is_the_finished_one(config: Any, tmp_path: Any) -> None:
     torch.manual_seed(0)
@@ -420,7 +420,7 @@ WIRES = {
     "small buckets": (thinwire.AllReduce(), {"bucket_cap_mb": 0.2}),
     "unused": (thinwire.AllReduce(), {"find_unused_parameters": True}),
     "bf16": (thinwire.AllReduce(wire="bf16"), None),
-    "ab": (ab(cutoff=0.5), None),
+    "ab-paper": (ab(cutoff=0.5), None),
     "ab without groups": (ab(cutoff=0.5, group_size="world"), None),
 }
 

@@ -41,7 +41,7 @@ def test_uneven_workers_and_unreachable_hosts():
 def test_a_job_of_two_hosts_has_two_nodes():
     hosts = (HostSpec(address="10.0.0.1"), HostSpec(address="10.0.0.2"))
     with pytest.raises(ConfigError, match="splits the node"):
-        Job(recipe="digits", method="ab", out=Path("x"), workers=4, group_size="3", hosts=hosts).check()
+        Job(recipe="digits", method="ab-paper", out=Path("x"), workers=4, group_size="3", hosts=hosts).check()
 
 
 def test_a_failing_prefix_ends_the_job_with_its_output():
@@ -235,7 +235,7 @@ def test_workers_load_it_too_and_their_error_is_printed_once(tmp_path, monkeypat
     monkeypatch.setenv("PYTHONPATH", str(Path(thinwire.__file__).parents[1]))  # whole, as the folder changes
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(MY_RECIPE)
-    words = ["run", "mine.py:tiny", "--method", "ab", "--set", "every=2", "--set", "keep=*"]
+    words = ["run", "mine.py:tiny", "--method", "ab-paper", "--set", "every=2", "--set", "keep=*"]
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 2 and "nothing to factor" in result.output
     assert "Traceback" not in result.output and result.output.count("thinwire: ") <= 2

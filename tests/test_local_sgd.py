@@ -440,7 +440,7 @@ def change_flags(rank: int, config: Any, folder: str) -> list[str]:
     model[1].requires_grad_(False)
     said.append(said_by(lambda: small.step(replica, optimizer, rank, 2)))
     replica.detach()
-    if not isinstance(config, thinwire.AB):  # which leaves its factors behind
+    if not isinstance(config, thinwire.config.PaperAB):  # which leaves its factors behind
         replica = thinwire.attach(model, optimizer, config)
         before = model[1].weight.clone()
         for number in range(4):

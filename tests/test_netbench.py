@@ -37,10 +37,10 @@ needs_hosts = needs_root(hosts.why_not())
 # The ledger meets the counters.
 
 # Every method there is, every other wire it has, and settings under which the thrifty ones send more than a little.
-EXTRA = """allreduce:wire=bf16 allreduce:wire=int8 ab:wire=bf16 powersgd:rank=16 localsgd:every=6:wire=bf16
+EXTRA = """allreduce:wire=bf16 allreduce:wire=int8 ab-paper:wire=bf16 powersgd:rank=16 localsgd:every=6:wire=bf16
     diloco:every=6:wire=int8 daso:every=4 daso:wire=int8:every=4:overlap=2:sharded=true topk:density=0.2"""
 VARIANTS = [*BUILT_IN, *(label for label in EXTRA.split() if label.split(":")[0] in BUILT_IN)]
-QUICK = ("ab",)
+QUICK = ("ab-paper",)
 STEPS = 16
 
 
@@ -112,12 +112,12 @@ def test_a_flat_ring_over_pairs_puts_one_and_a_half_of_the_gradients_on_every_li
 def test_the_command_measures_and_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(SOURCES))
     monkeypatch.setattr(compute, "_LEAST_S", 0.1)
-    words = ["--methods", "ab", "--rates", "1Gbit", "--steps", "20", "--name", f"twbench{os.getpid()}"]
+    words = ["--methods", "ab-paper", "--rates", "1Gbit", "--steps", "20", "--name", f"twbench{os.getpid()}"]
     result = CliRunner().invoke(main, ["netbench", "digits", "--out", str(tmp_path), *words])
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "netbench.json").read_text())
     (row,) = found["rates"][0]["methods"]
-    assert row["method"] == "ab" and "ab" in result.output
+    assert row["method"] == "ab-paper" and "ab-paper" in result.output
     assert row["planned"]["steps_by_phase"] and row["planned"]["seconds_per_step"] > 0
     # Counters of the hosts themselves hold every phase, and starting and ending the job.
     outside = [host["sent_bytes"] for host in row["hosts"]]

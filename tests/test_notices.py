@@ -32,12 +32,13 @@ def test_ab_says_what_it_factors_what_stays_full_and_what_came_of_it(caplog: pyt
     replica = run(small.ab())
     first, last = caplog.messages
     assert first == (
-        "AB on one worker: 2,538 parameters to train, 2 weights to factor; full: stem (first layer); head (last layer)"
+        "PaperAB on one worker: 2,538 parameters to train, 2 weights to factor; "
+        "full: stem (first layer); head (last layer)"
     )
     after = sum(p.numel() for p in replica.parameters())
     assert after < 2538
     assert last.startswith(
-        f"AB finished after 21 steps: 2,538 parameters are now {after:,} ({2538 / after:.2f} : 1), 2 "
+        f"PaperAB finished after 21 steps: 2,538 parameters are now {after:,} ({2538 / after:.2f} : 1), 2 "
     )
     assert last.endswith("; full: stem (first layer); head (last layer)")
 
@@ -74,7 +75,7 @@ def listen(rank: int) -> tuple[str, str, str]:
 def test_rank_0_speaks_for_all_and_the_ledger_is_a_table() -> None:
     (said, table, short), (silent, *_) = gang.run(listen, 2)
     assert silent == ""
-    assert "AB on 2 workers in 2 groups: 2,538 parameters to train" in said
+    assert "PaperAB on 2 workers in 2 groups: 2,538 parameters to train" in said
     assert "left this node, 0." in said and "of fp32 all-reduce's 2" in said
     lines = table.splitlines()
     assert lines[0].split() == ["phase", "purpose", "slow", "link", "fast", "link", "calls"]

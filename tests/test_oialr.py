@@ -620,9 +620,9 @@ class OutOfOrder(nn.Module):
     [
         oialr(factor_at=0, updates_from=4, cutoff=0.3, layer_fraction=0.3),
         oialr(cutoff=0.3, layer_fraction=0.3),
-        thinwire.AB(total_steps=STEPS, warmup=0, every=8, rebound=4, cutoff=0.5),
+        thinwire.AB.paper(total_steps=STEPS, warmup=0, every=8, rebound=4, cutoff=0.5),
     ],
-    ids=["at once", "after a delay", "AB"],
+    ids=["at once", "after a delay", "PaperAB"],
 )
 def test_layers_are_found_again_as_they_were_found(config: Any, tmp_path: Path) -> None:
     """Without a warm-up layers are factored before anyone knows in which order they are used."""
@@ -736,7 +736,7 @@ def test_closures_train_alike() -> None:
     assert len(set(ends)) == 1
 
 
-@pytest.mark.parametrize("config", [oialr(), thinwire.AB(total_steps=STEPS, warmup=2, every=8, cutoff=0.5)])
+@pytest.mark.parametrize("config", [oialr(), thinwire.AB.paper(total_steps=STEPS, warmup=2, every=8, cutoff=0.5)])
 def test_an_order_that_nobody_knew_yet_is_learnt_after_a_load(config: Any, tmp_path: Path) -> None:
     replica, optimizer = attached(config, adamw, OutOfOrder(0))
     replica.save(tmp_path / "save")

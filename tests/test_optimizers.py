@@ -21,8 +21,8 @@ from thinwire.errors import ConfigError, ThinwireError
 METHODS: dict[str, Callable[[], Any]] = {
     "allreduce": thinwire.AllReduce,
     "int8": lambda: thinwire.AllReduce(wire="int8"),
-    "ab": lambda: small.ab(moments="carry"),
-    "ab reset": lambda: small.ab(merge="trained"),
+    "ab-paper": lambda: small.ab(moments="carry"),
+    "ab-paper reset": lambda: small.ab(merge="trained"),
     "oialr": lambda: thinwire.OIALR(total_steps=small.STEPS, factor_at=4, redecompose=5, cutoff=0.3),
     "daso": lambda: thinwire.DASO(total_steps=small.STEPS, warmup=5, cooldown=5),
     "localsgd": lambda: thinwire.LocalSGD(every=4, moments="average"),

@@ -120,14 +120,14 @@ EXACT = {
     "allreduce": (2, thinwire.AllReduce()),
     "allreduce, pairs": (4, thinwire.AllReduce(group_size=2)),
     "bf16": (3, thinwire.AllReduce(wire="bf16")),
-    "ab": (2, ab(cutoff=0.3)),
-    "ab, three": (3, ab(cutoff=0.3)),
-    "ab, pairs": (4, ab(cutoff=0.3, group_size=2)),
-    "ab, world": (2, ab(cutoff=0.3, group_size="world")),
-    "ab, bf16, average": (2, ab(cutoff=0.3, wire="bf16", moments="average")),
-    "ab, carry, trained": (2, ab(cutoff=0.3, moments="carry", merge="trained", warmup=0)),
-    "ab, weighted": (2, ab(cutoff=0.3, merge="weighted", lr_rebound=0)),
-    "ab, no rebound": (4, ab(cutoff=0.3, rebound=0, group_size=2)),
+    "ab-paper": (2, ab(cutoff=0.3)),
+    "ab-paper, three": (3, ab(cutoff=0.3)),
+    "ab-paper, pairs": (4, ab(cutoff=0.3, group_size=2)),
+    "ab-paper, world": (2, ab(cutoff=0.3, group_size="world")),
+    "ab-paper, bf16, average": (2, ab(cutoff=0.3, wire="bf16", moments="average")),
+    "ab-paper, carry, trained": (2, ab(cutoff=0.3, moments="carry", merge="trained", warmup=0)),
+    "ab-paper, weighted": (2, ab(cutoff=0.3, merge="weighted", lr_rebound=0)),
+    "ab-paper, no rebound": (4, ab(cutoff=0.3, rebound=0, group_size=2)),
     "oialr": (2, oialr(cutoff=0.3, wire="bf16")),
     "oialr, pairs": (4, oialr(cutoff=0.3, group_size=2, max_shrink=1.0)),
     "oialr, at once": (3, oialr(cutoff=0.3, factor_at=0, updates_from=4)),
@@ -140,7 +140,7 @@ EXACT = {
     "powersgd": (3, thinwire.PowerSGD(warmup=4, group_size=2)),
     "topk": (4, thinwire.TopK(density=0.05, warmup=3, ramp=8, clip=1.0, group_size=2)),
     "onebit": (3, thinwire.OneBit(warmup=4)),
-    "ab, codes": (2, ab(cutoff=0.3, wire="int4", warmup_wire="lowrank:2")),
+    "ab-paper, codes": (2, ab(cutoff=0.3, wire="int4", warmup_wire="lowrank:2")),
     "oialr, codes": (3, oialr(cutoff=0.3, wire="topk:0.1", warmup_wire="int2", group_size=2)),
     "localsgd, codes": (
         3,
@@ -159,8 +159,8 @@ EXACT = {
         ),
     ),
     "awkward": (2, thinwire.AllReduce()),
-    "awkward ab": (2, ab(cutoff=0.6, keep_first=False, keep_last=False)),
-    "awkward ab, pairs": (4, ab(cutoff=0.6, group_size=2, moments="average", rebound=0)),
+    "awkward ab-paper": (2, ab(cutoff=0.6, keep_first=False, keep_last=False)),
+    "awkward ab-paper, pairs": (4, ab(cutoff=0.6, group_size=2, moments="average", rebound=0)),
     "awkward oialr": (2, oialr(cutoff=0.6, keep_last=False)),
     "awkward powersgd": (2, thinwire.PowerSGD(rank=2)),
     "awkward topk": (2, thinwire.TopK(density=0.05)),
@@ -199,22 +199,22 @@ def really_sent(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
 @pytest.mark.parametrize("name", slow_but([name for name in EXACT if is_quick(name)], EXACT))
 def test_a_plan_says_what_the_ledger_then_counts(name: str, really_sent: Any) -> None:
     (workers, config), (folder, found) = EXACT[name], really_sent(name)
-    ranks = folder / name if isinstance(config, thinwire.AB | thinwire.OIALR) else None
+    ranks = folder / name if isinstance(config, thinwire.config.PaperAB | thinwire.OIALR) else None
     plan = planned(recipe_of(name), config, workers, ranks)
     assert without_seconds(plan) == without_seconds(found)
 
 
 def test_steps_that_are_alike_count_as_if_they_were_taken() -> None:
     """A method whose every step may differ is simulated step by step, with the same result."""
-    from thinwire.methods.ab import ABMethod
+    from thinwire.methods.ab_paper import PaperABMethod
 
     quick = simulate(workload(), ab(), arrange(0, [0, 0], None), predicted.typical)
-    kept = ABMethod.next_event
-    ABMethod.next_event = property(lambda self: self.step + 1)  # type: ignore[assignment]
+    kept = PaperABMethod.next_event
+    PaperABMethod.next_event = property(lambda self: self.step + 1)  # type: ignore[assignment]
     try:
         slow = simulate(workload(), ab(), arrange(0, [0, 0], None), predicted.typical)
     finally:
-        ABMethod.next_event = kept  # type: ignore[method-assign]
+        PaperABMethod.next_event = kept  # type: ignore[method-assign]
     assert without_seconds(quick.ledger.summary()) == without_seconds(slow.ledger.summary())
     assert quick.steps == slow.steps and quick.calls == slow.calls and quick.exchanges == slow.exchanges
 
@@ -287,7 +287,7 @@ def test_on_a_slow_link_time_is_bytes() -> None:
     what = workload()
     plan = make_plan(
         what,
-        {"allreduce": thinwire.AllReduce(), "ab": ab()},
+        {"allreduce": thinwire.AllReduce(), "ab-paper": ab()},
         Layout(workers=2, nodes=2),
         Links(bandwidth=1e4, latency=0, overhead=0),
         stopwatch=Stopwatch(what, given(1e-6)),
@@ -320,14 +320,14 @@ def test_plans_reach_a_thousand_nodes() -> None:
     what = workload(steps=24)
     plan = make_plan(
         what,
-        {"allreduce": thinwire.AllReduce(), "ab": ab(group_size=None)},
+        {"allreduce": thinwire.AllReduce(), "ab-paper": ab(group_size=None)},
         Layout(workers=4, nodes=2),
         Links(),
         stopwatch=Stopwatch(what, given(0.01)),
     )
     table = over_nodes(plan, [2, 1024])
     assert set(table) == {2, 1024} and all(v > 0 for row in table.values() for v in row.values())
-    assert table[2]["ab"] == pytest.approx(plan.rows[1].speedup(plan.baseline, plan.links))
+    assert table[2]["ab-paper"] == pytest.approx(plan.rows[1].speedup(plan.baseline, plan.links))
 
 
 def test_compute_is_measured_in_the_shape_of_each_phase() -> None:
@@ -350,7 +350,7 @@ def test_values_are_drawn_only_to_time_a_step() -> None:
         return built[-1]
 
     what = of_recipe(plain.replace(model=model), 2)
-    make_plan(what, {"ab": ab()}, Layout(workers=2), Links(), stopwatch=Stopwatch(what, given(0.1))).as_dict()
+    make_plan(what, {"ab-paper": ab()}, Layout(workers=2), Links(), stopwatch=Stopwatch(what, given(0.1))).as_dict()
     assert [next(each.parameters()).is_meta for each in built] == [True]
     assert measure(what).seconds > 0
     assert [next(each.parameters()).is_meta for each in built] == [True, False]
@@ -532,7 +532,7 @@ def test_the_command_draws_and_tells(tiny: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ("--model", f"{tiny}:build", "--steps", "50", "--compute", "5ms", "--workers", "4", "--nodes", "2")
     said = plan_command(
-        *words, "--methods", "allreduce,allreduce:wire=bf16,ab", "--bandwidth", "10Mbit", "--out", str(out)
+        *words, "--methods", "allreduce,allreduce:wire=bf16,ab-paper", "--bandwidth", "10Mbit", "--out", str(out)
     )
     assert "allreduce:wire=bf16" in said and "typical run" in said and "Compute as given" in said
     told = json.loads((out / "plan.json").read_text())
@@ -557,7 +557,7 @@ def test_inputs_may_have_names(tiny: str) -> None:
     assert told["compute_measured"]
 
 
-@pytest.mark.parametrize("method", ["ab", "oialr"])
+@pytest.mark.parametrize("method", ["ab-paper", "oialr"])
 def test_a_recipe_and_the_ranks_of_its_run(method: str, tmp_path: Path) -> None:
     words = ["digits", "--steps", "30"]
     run = ["run", *words, "--method", method, "--workers", "1", "--no-model", "--quiet", "--out", str(tmp_path / "run")]

@@ -50,7 +50,7 @@ def every_method(steps: int = STEPS, group_size: Any = None) -> dict[str, Any]:
     own = {"group_size": group_size}
     return {
         "allreduce": thinwire.AllReduce(**own),
-        "ab": thinwire.AB(total_steps=steps, **own),
+        "ab-paper": thinwire.AB.paper(total_steps=steps, **own),
         "oialr": thinwire.OIALR(total_steps=steps, **own),
         "daso": thinwire.DASO(total_steps=steps, **own),
         "localsgd": thinwire.LocalSGD(**own),
@@ -73,13 +73,13 @@ CODED = {
     "allreduce, int8": thinwire.AllReduce(wire="int8"),
     "daso, int8": thinwire.DASO(total_steps=60, wire="int8", overlap=3),
     "diloco, int8": thinwire.DiLoCo(every=7, fragments=2, overlap=3, wire="int8"),
-    "ab, int4": thinwire.AB(total_steps=60, wire="int4", warmup_wire="lowrank:2"),
+    "ab-paper, int4": thinwire.AB.paper(total_steps=60, wire="int4", warmup_wire="lowrank:2"),
     "oialr, topk": thinwire.OIALR(total_steps=60, wire="topk:0.1", warmup_wire="bit"),
     "localsgd, lowrank": thinwire.LocalSGD(warmup=9, every=7, wire="lowrank:2", warmup_wire="topk:0.1"),
 }
 
 
-@pytest.mark.parametrize("name", slow_but(("allreduce", "ab", "localsgd", "topk"), [*every_method(60), *CODED]))
+@pytest.mark.parametrize("name", slow_but(("allreduce", "ab-paper", "localsgd", "topk"), [*every_method(60), *CODED]))
 def test_a_worker_stands_for_those_that_do_the_same(name: str) -> None:
     """Even nodes, ragged groups, and groups of several nodes."""
     config = {**every_method(60), **CODED}[name]
@@ -129,7 +129,7 @@ def _counting_steps(what: Workload, config: Any, view: Any, monkeypatch: pytest.
 
 def test_other_numbers_of_nodes_are_as_if_planned_by_themselves() -> None:
     what = workload(steps=40, inputs=())
-    configs = {name: every_method(40)[name] for name in ("ab", "daso", "topk", "onebit")}
+    configs = {name: every_method(40)[name] for name in ("ab-paper", "daso", "topk", "onebit")}
     watch = Stopwatch(what, given(0.01))
     plan = make_plan(what, configs, Layout(workers=4, nodes=2), Links(), stopwatch=watch)
     table = over_nodes(plan, [2, 8])

@@ -59,7 +59,7 @@ def test_recipes_of_other_packages_are_found_beside_our_own(package, tmp_path):
     assert json.loads(thinwire("run", "small", "--method", "topk", "--workers", 1, "--json", "--out", tmp_path / "run"))
     told = " ".join(thinwire("list").split())
     assert "of another package, 1" in told and "`broken` (`elsewhere:nothing`) cannot be imported: Attrib" in told
-    assert "cannot be imported" in thinwire("run", "broken", "--method", "ab", expect=2)
+    assert "cannot be imported" in thinwire("run", "broken", "--method", "ab-paper", expect=2)
 
 
 def test_two_recipes_of_one_name_are_refused(package):
@@ -106,8 +106,8 @@ def test_workers_are_given_the_same(tmp_path):
 
 def test_values_reach_the_optimizer_of_every_method():
     own = MethodOverrides(optimizer=partial(SGD, lr=0.1, momentum=0.9))
-    recipe = digits().replace(suited={"ab": own}).with_optimizer(lr=0.5, weight_decay=0.0)
-    for method, name in (("ab", "SGD"), ("topk", "AdamW")):
+    recipe = digits().replace(suited={"ab-paper": own}).with_optimizer(lr=0.5, weight_decay=0.0)
+    for method, name in (("ab-paper", "SGD"), ("topk", "AdamW")):
         known = describe_optimizer(recipe.suited_to(method).optimizer)
         assert [known[f"optimizer{key}"] for key in ("", ".lr", ".weight_decay")] == [name, 0.5, 0.0]
     typed, made = (make([torch.zeros(1)]) for make in (recipe.optimizer, partial(AdamW, lr=0.5, weight_decay=0.0)))

@@ -83,7 +83,7 @@ from torch.optim import SGD
 from thinwire.recipes import MethodOverrides, digits
 STEPPER = partial(SGD, lr={rate}, momentum=0.9)
 def tuned():
-    suited = {{"ab": MethodOverrides({{"cutoff": 0.3, "every": 5, "nosuch": 1}}, optimizer=STEPPER, clip=0.5)}}
+    suited = {{"ab-paper": MethodOverrides({{"cutoff": 0.3, "every": 5, "nosuch": 1}}, optimizer=STEPPER, clip=0.5)}}
     return replace(digits(), name="tuned", steps=20, suited=suited)
 def unknown():
     return replace(digits(), suited={{"adam": MethodOverrides()}})
@@ -101,12 +101,12 @@ def _job(recipe, method, *settings, **more):
 
 
 def test_what_suits_a_method_holds_beneath_what_is_typed(tuned):
-    own = _job(tuned, "ab").config
+    own = _job(tuned, "ab-paper").config
     assert (own.cutoff, own.every, own.total_steps) == (0.3, 5, 20)
-    typed = _job(tuned, "ab", "ab.cutoff=0.2", steps=30, group_size="1").config
+    typed = _job(tuned, "ab-paper", "ab-paper.cutoff=0.2", steps=30, group_size="1").config
     assert (typed.cutoff, typed.every, typed.total_steps, typed.group_size) == (0.2, 5, 30, 1)
     assert _job(tuned, "allreduce").config == config.AllReduce()
-    words = [tuned, "--methods", "ab,ab:every=4", "--compute", "1ms", "--json"]
+    words = [tuned, "--methods", "ab-paper,ab-paper:every=4", "--compute", "1ms", "--json"]
     result = CliRunner().invoke(main, ["plan", *words])
     rows = [row["config"] for row in json.loads(result.output)["methods"]]
     assert [(row["cutoff"], row["every"], row["total_steps"]) for row in rows] == [(0.3, 5, 20), (0.3, 4, 20)]
@@ -114,11 +114,11 @@ def test_what_suits_a_method_holds_beneath_what_is_typed(tuned):
 
 def test_the_optimizer_and_the_clipping_that_suit_a_method_are_its_own(tuned):
     plain = named(tuned)
-    own = plain.suited_to("ab")
+    own = plain.suited_to("ab-paper")
     assert (type(own.optimizer([torch.zeros(1)])), own.clip) == (torch.optim.SGD, 0.5)
-    assert own.usual_optimizer is plain.optimizer and own.suited_to("ab") == own
+    assert own.usual_optimizer is plain.optimizer and own.suited_to("ab-paper") == own
     assert plain.suited_to("allreduce") == plain
-    assert _job(tuned, "ab").trained.clip == 0.5 and _job(tuned, "allreduce").trained.clip == 1.0
+    assert _job(tuned, "ab-paper").trained.clip == 0.5 and _job(tuned, "allreduce").trained.clip == 1.0
     # A method with clipping of its own is given the recipe's.
     assert from_strings(config.TopK, {}, **plain.defaults("topk")).clip == plain.clip == 1.0
     assert from_strings(config.TopK, {"clip": "none"}, **plain.defaults("topk")).clip is None
@@ -126,7 +126,19 @@ def test_the_optimizer_and_the_clipping_that_suit_a_method_are_its_own(tuned):
 
 def test_a_run_tells_its_optimizer_and_is_not_resumed_with_another(tuned, tmp_path):
     out = tmp_path / "run"
-    words = ["run", tuned, "--method", "ab", "--workers", "1", "--out", str(out), "--save-every", "8", "--no-model"]
+    words = [
+        "run",
+        tuned,
+        "--method",
+        "ab-paper",
+        "--workers",
+        "1",
+        "--out",
+        str(out),
+        "--save-every",
+        "8",
+        "--no-model",
+    ]
     result = CliRunner().invoke(main, [*words, "--json"])
     assert result.exit_code == 0, result.output
     summary = json.loads(result.stdout)
@@ -187,7 +199,7 @@ def test_a_run_with_another_setting_is_neither_gone_on_with_nor_taken_for_finish
 
 
 def test_a_plan_has_the_optimizer_that_suits_a_method(tuned):
-    words = [tuned, "--methods", "ab:moments=average,allreduce", "--compute", "1ms", "--json"]
+    words = [tuned, "--methods", "ab-paper:moments=average,allreduce", "--compute", "1ms", "--json"]
     ours, usual = json.loads(CliRunner().invoke(main, ["plan", *words]).output)["methods"]
     plain = json.loads(CliRunner().invoke(main, ["plan", "digits", "--steps", "20", *words[1:]]).output)["methods"]
     assert usual["memory_bytes"] == plain[1]["memory_bytes"] > ours["memory_bytes"]  # SGD keeps one moment, not two

@@ -49,13 +49,13 @@ def _write_run(
 def folder(tmp_path):
     for seed, whole in ((0, 1000_000), (1, 2000_000)):
         _write_run(tmp_path / f"allreduce-seed{seed}", "allreduce", seed, slow=whole, accuracy=0.99)
-        _write_run(tmp_path / f"ab-seed{seed}", "ab", seed, slow=300_000, accuracy=0.97 + seed / 100)
+        _write_run(tmp_path / f"ab-paper-seed{seed}", "ab-paper", seed, slow=300_000, accuracy=0.97 + seed / 100)
     return tmp_path
 
 
 def test_ratios_are_against_the_measured_run_of_the_same_seed(folder):
     baseline, other = compare(read_runs(folder))
-    assert (baseline["method"], other["method"]) == ("allreduce", "ab")
+    assert (baseline["method"], other["method"]) == ("allreduce", "ab-paper")
     assert baseline["traffic_vs_allreduce_fp32"] == 1.0
     assert other["traffic_vs_allreduce_fp32"] == pytest.approx((0.3 + 0.15) / 2)
     assert other["seeds"] == [0, 1] and other["slow_bytes_mean"] == 300_000
@@ -66,7 +66,7 @@ def test_ratios_are_against_the_measured_run_of_the_same_seed(folder):
 
 def test_without_a_measured_fp32_run_the_reckoned_ratio_stands(tmp_path):
     _write_run(tmp_path / "a", "allreduce", 0, slow=500, accuracy=0.9, config={"wire": "bf16"})
-    _write_run(tmp_path / "b", "ab", 0, slow=100, accuracy=0.9)
+    _write_run(tmp_path / "b", "ab-paper", 0, slow=100, accuracy=0.9)
     assert [row["traffic_vs_allreduce_fp32"] for row in compare(read_runs(tmp_path))] == [0.9, 0.9]
 
 
@@ -82,12 +82,12 @@ def test_variants_of_a_method_are_rows_of_their_own(tmp_path):
         for seed in (0, 1):
             fields = {"every": every, "warmup": 0.05, "moments": "keep"}
             _write_run(tmp_path / f"l{every}{seed}", "localsgd", seed, slow=1000 // every, accuracy=0.9, config=fields)
-    _write_run(tmp_path / "a", "ab", 0, slow=400, accuracy=0.9, config={"wire": "bf16"})
+    _write_run(tmp_path / "a", "ab-paper", 0, slow=400, accuracy=0.9, config={"wire": "bf16"})
     rows = compare(read_runs(tmp_path))
     assert [(row["method"], row["label"], row["seeds"]) for row in rows] == [
         ("allreduce", "allreduce:wire=fp32", [0]),
         ("allreduce", "allreduce:wire=bf16", [0]),
-        ("ab", "ab", [0]),
+        ("ab-paper", "ab-paper", [0]),
         ("localsgd", "localsgd:every=4", [0, 1]),
         ("localsgd", "localsgd:every=24", [0, 1]),
     ]
@@ -102,10 +102,10 @@ def test_a_label_names_every_field_that_differs_as_it_is_typed(tmp_path):
         {"cutoff": 0.2, "keep": [], "wire": "fp32", "keep_last": False, "group_size": 2},
     ]
     for number, config in enumerate(configs):
-        _write_run(tmp_path / f"{number}", "ab", 0, slow=9, accuracy=0.9, config=config)
+        _write_run(tmp_path / f"{number}", "ab-paper", 0, slow=9, accuracy=0.9, config=config)
     assert _labels(tmp_path) == [
-        "ab:keep=head*,keep_last=true,group_size=none",
-        "ab:keep=,keep_last=false,group_size=2",
+        "ab-paper:keep=head*,keep_last=true,group_size=none",
+        "ab-paper:keep=,keep_last=false,group_size=2",
     ]
 
 
@@ -115,19 +115,19 @@ def test_the_baseline_has_the_same_steps_and_if_it_can_the_same_layout(tmp_path)
         fields = {"config": {"wire": "fp32", "group_size": each}, "nodes": nodes, "steps": 10}
         _write_run(tmp_path / f"all{each}", "allreduce", 0, slow=slow, accuracy=0.9, **fields)
         fields = {"config": {"group_size": each}, "nodes": nodes, "steps": 10}
-        _write_run(tmp_path / f"ab{each}", "ab", 0, slow=400, accuracy=0.9, **fields)
+        _write_run(tmp_path / f"ab{each}", "ab-paper", 0, slow=400, accuracy=0.9, **fields)
     _write_run(tmp_path / "long", "localsgd", 0, slow=400, accuracy=0.9, nodes=four, steps=20)
     ratios = {row["label"]: row["traffic_vs_allreduce_fp32"] for row in compare(read_runs(tmp_path))}
-    assert ratios["ab:group_size=1"] == 0.4 and ratios["ab:group_size=2"] == 0.5
+    assert ratios["ab-paper:group_size=1"] == 0.4 and ratios["ab-paper:group_size=2"] == 0.5
     assert ratios["localsgd"] == 0.9  # as it reckoned itself
 
 
 def test_another_optimizer_than_the_usual_one_is_in_the_label(tmp_path):
     for seed in (0, 1):
-        _write_run(tmp_path / f"usual{seed}", "ab", seed, slow=9, accuracy=0.9)
+        _write_run(tmp_path / f"usual{seed}", "ab-paper", seed, slow=9, accuracy=0.9)
         _write_run(tmp_path / f"other{seed}", "topk", seed, slow=9, accuracy=0.9, optimizer=("SGD", 0.1))
         _write_run(tmp_path / f"rate{seed}", "onebit", seed, slow=9, accuracy=0.9, optimizer=("AdamW", 0.001))
-    assert _labels(tmp_path) == ["ab", "onebit (AdamW, lr 0.001)", "topk (SGD)"]
+    assert _labels(tmp_path) == ["ab-paper", "onebit (AdamW, lr 0.001)", "topk (SGD)"]
     _write_run(tmp_path / "again", "topk", 0, slow=9, accuracy=0.9)
     _write_run(tmp_path / "faster", "topk", 0, slow=9, accuracy=0.9, optimizer=("SGD", 0.2))
     assert set(_labels(tmp_path)[2:]) == {"topk (AdamW, lr 0.003)", "topk (SGD, lr 0.1)", "topk (SGD, lr 0.2)"}
@@ -135,13 +135,13 @@ def test_another_optimizer_than_the_usual_one_is_in_the_label(tmp_path):
 
 def test_runs_that_do_not_tell_their_optimizer_are_shown_without_one(tmp_path):
     for seed in (0, 1):
-        _write_run(tmp_path / f"{seed}", "ab", seed, slow=9, accuracy=0.9)
+        _write_run(tmp_path / f"{seed}", "ab-paper", seed, slow=9, accuracy=0.9)
         path = tmp_path / f"{seed}" / "summary.json"
         summary = json.loads(path.read_text())
         for field in ("optimizer", "lr", "usual_optimizer", "usual_lr"):
             del summary[field]
         path.write_text(json.dumps(summary))
-    assert _labels(tmp_path) == ["ab"]
+    assert _labels(tmp_path) == ["ab-paper"]
 
 
 @pytest.fixture
@@ -206,8 +206,8 @@ def test_what_is_not_there_is_said(tmp_path):
         read_runs(tmp_path)
     with pytest.raises(ConfigError, match=r"no `summary.json`"):
         read_run(tmp_path)
-    _write_run(tmp_path / "a", "ab", 0, slow=1, accuracy=0.9)
-    _write_run(tmp_path / "b", "ab", 1, slow=1, accuracy=5.0, metric="perplexity")
+    _write_run(tmp_path / "a", "ab-paper", 0, slow=1, accuracy=0.9)
+    _write_run(tmp_path / "b", "ab-paper", 1, slow=1, accuracy=5.0, metric="perplexity")
     with pytest.raises(ConfigError, match="different metrics"):
         compare(read_runs(tmp_path))
 

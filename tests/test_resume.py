@@ -21,8 +21,8 @@ STEPS = 22
 STOPS = (2, 4, 7, 10, 13, 20)
 METHODS = {
     "allreduce": thinwire.AllReduce(),
-    "ab": ab(total_steps=STEPS),
-    "ab carry": ab(total_steps=STEPS, moments="carry", wire="bf16"),
+    "ab-paper": ab(total_steps=STEPS),
+    "ab-paper carry": ab(total_steps=STEPS, moments="carry", wire="bf16"),
     "oialr": thinwire.OIALR(total_steps=STEPS, factor_at=4, redecompose=3, cutoff=0.2, layer_fraction=0.5),
 }
 PHASES = {"allreduce": {"train"}, "oialr": {"warmup", "lowrank"}}
@@ -234,7 +234,7 @@ def test_a_save_of_something_else_is_refused(tmp_path: Path) -> None:
     advance(replica, optimizer, scheduler, 0, 3, 0)
     replica.save(tmp_path / "save")
     other, _, _ = build(thinwire.AllReduce())
-    with pytest.raises(ConfigError, match="method 'ab', attached is 'allreduce'"):
+    with pytest.raises(ConfigError, match="method 'ab-paper', attached is 'allreduce'"):
         other.load(tmp_path / "save")
     changed, _, _ = build(ab(group_size=None, cutoff=0.3))
     with pytest.raises(ConfigError, match=r"cutoff=0\.2 there, 0\.3 here"):

@@ -343,7 +343,7 @@ def _records(run: Path, kind: str) -> list[dict]:
 
 def test_the_command_line_looks_draws_and_compares(tmp_path):
     run, layers = tmp_path / "run", ["features.0", "features.4", "features.7", "hidden", "head"]
-    said = _run(run, "--method", "ab", "--set", "every=2", "--stability", 2, "--save-every", 4)
+    said = _run(run, "--method", "ab-paper", "--set", "every=2", "--stability", 2, "--save-every", 4)
     picture = run / "stability.png"
     assert f"picture: {picture}" in said
     records = _records(run, "stability")

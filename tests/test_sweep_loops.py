@@ -337,7 +337,7 @@ def attached_again_when_finished(rank: int, way: str) -> Trace:
         pass
     model = replica.finish()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    fields = {"keep_first": False, "keep_last": False} if "ab" in way.split() or way == "oialr" else {}
+    fields = {"keep_first": False, "keep_last": False} if "ab-paper" in way.split() or way == "oialr" else {}
     again = thinwire.attach(model, optimizer, WAYS[way].config(**fields))
     return ended(again, [look(again, [optimizer]) for _ in walk(again, optimizer, rank)])
 
@@ -368,7 +368,7 @@ def known(name: str, why: str, *ways: str) -> None:
     KNOWN.update({(name, way): why for way in ways or WAYS})
 
 
-AB = ("ab", "ab carry", "ab average")
+AB = ("ab-paper", "ab-paper carry", "ab-paper average")
 known("a_weight_that_is_clamped", "what is written into a factored layer's weight is lost", *AB, "oialr")
 
 

@@ -55,10 +55,10 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
-def ab(**changes: Any) -> thinwire.AB:
+def ab(**changes: Any) -> thinwire.config.PaperAB:
     """Warm-up 4, then groups 5 and rebound 2 in turn, 24 steps: three cycles less a step or two."""
     settings = {"total_steps": 24, "warmup": 4, "every": 5, "rebound": 2, "lr_rebound": 2}
-    return thinwire.AB(**{**settings, "cutoff": 0.2, "group_size": 1, **changes})
+    return thinwire.AB.paper(**{**settings, "cutoff": 0.2, "group_size": 1, **changes})
 
 
 def values(model: nn.Module) -> int:

@@ -154,7 +154,9 @@ _CODED = ("allreduce int8", "powersgd", "topk", "onebit")
 shape("complex parameters", refused=dict.fromkeys(_CODED, "cannot carry the gradient of the complex"))(Complex)
 
 
-ONE_LAYER = {name: why for name, why in NOTHING.items() if name != "ab average"} | {"diloco streaming": "`fragments`=2"}
+ONE_LAYER = {name: why for name, why in NOTHING.items() if name != "ab-paper average"} | {
+    "diloco streaming": "`fragments`=2"
+}
 
 
 @shape("one bare layer", refused=ONE_LAYER)

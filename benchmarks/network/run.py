@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-METHODS = "allreduce,allreduce:wire=bf16,ab"
+METHODS = "allreduce,allreduce:wire=bf16,ab-paper"
 RATES = "100Mbit,1Gbit,unshaped"
 LAYOUTS = ((2, 2), (2, 4), (4, 4))  # hosts, workers
 SHOWN = ("link", "method", "a step", "planned", "off", "speed-up", "planned", "wire")
@@ -21,7 +21,11 @@ HEADINGS = (*SHOWN, "ledger", "kernel", "headers", "left", "stolen")
 RECIPES = {
     "digits": ("digits", 90, ()),
     "shakespeare": ("shakespeare", 30, ()),
-    "vgg16": (f"{HERE / 'vgg16.py'}:vgg16", 8, ("ab.warmup=2", "ab.every=4", "ab.rebound=1", "ab.lr_rebound=1")),
+    "vgg16": (
+        f"{HERE / 'vgg16.py'}:vgg16",
+        8,
+        ("ab-paper.warmup=2", "ab-paper.every=4", "ab-paper.rebound=1", "ab-paper.lr_rebound=1"),
+    ),
 }
 
 

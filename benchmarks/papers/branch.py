@@ -25,7 +25,7 @@ def branch(saved: Path, job: Job) -> int:
     (place / "position.json").write_text(json.dumps(position))
     file = newest(place / "replica") / "state.json"
     state = json.loads(file.read_text())
-    if state["method_name"] != "ab" or state["method"]["phase"] != "warmup":
+    if state["method_name"] != "ab-paper" or state["method"]["phase"] != "warmup":
         raise ConfigError(f"{saved} is of {state['method_name']} in phase {state['method']['phase']}, not AB's warm-up")
     state |= {"method_name": job.method, "config": _plain(describe(job.config))}
     if job.method == "allreduce":

@@ -1,6 +1,6 @@
 """VGG16 on CIFAR-10 with crops that are stretched, as timm's defaults have them: perhaps what was published with.
 
-thinwire run benchmarks/papers/cifar_resized.py:vgg16 --data DIR --method ab --workers 4
+thinwire run benchmarks/papers/cifar_resized.py:vgg16 --data DIR --method ab-paper --workers 4
 """
 
 from typing import Any

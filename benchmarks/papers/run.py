@@ -88,17 +88,19 @@ def vgg16(bench: Bench, recipe: str = "vgg16-cifar10", name: str = "vgg16") -> N
     warm, merged = _marks(bench, recipe)
     length: tuple[str, ...] = ("--epochs", str(epochs), "--eval-every", str(bench.given.eval_every))
     fields = {"epochs": epochs}
-    bench.train(f"{name}-ab", recipe, "ab", 1, *length, "--until", str(warm))
-    bench.part(f"{name}-ab", f"{name}-allreduce", recipe, "allreduce", **fields)
-    bench.part(f"{name}-ab", f"{name}-ab-world", recipe, "ab", group_size="world", **fields)
+    bench.train(f"{name}-ab-paper", recipe, "ab-paper", 1, *length, "--until", str(warm))
+    bench.part(f"{name}-ab-paper", f"{name}-allreduce", recipe, "allreduce", **fields)
+    bench.part(f"{name}-ab-paper", f"{name}-ab-paper-world", recipe, "ab-paper", group_size="world", **fields)
 
     def groups() -> None:
-        bench.train(f"{name}-ab", recipe, "ab", WORKERS, *length, "--resume", "--until", str(merged))
-        bench.train(f"{name}-ab", recipe, "ab", 1, *length, "--resume")
+        bench.train(f"{name}-ab-paper", recipe, "ab-paper", WORKERS, *length, "--resume", "--until", str(merged))
+        bench.train(f"{name}-ab-paper", recipe, "ab-paper", 1, *length, "--resume")
 
     together(
         groups,
-        lambda: bench.train(f"{name}-ab-world", recipe, "ab", 1, *length, "--resume", "--group-size", "world"),
+        lambda: bench.train(
+            f"{name}-ab-paper-world", recipe, "ab-paper", 1, *length, "--resume", "--group-size", "world"
+        ),
         lambda: bench.train(f"{name}-allreduce", recipe, "allreduce", 1, *length, "--resume"),
     )
 
@@ -120,20 +122,22 @@ def vgg16_bn(bench: Bench) -> None:
     def run(name: str, method: str, *words: str) -> None:
         bench.train(f"vgg16bn-{name}", recipe, method, WORKERS, *length, *words)
 
-    run("ab", "ab", "--until", str(early))
-    bench.part("vgg16bn-ab", "vgg16bn-ab-guideline", recipe, "ab", settings=("schedule=guideline",), **fields)
+    run("ab-paper", "ab-paper", "--until", str(early))
+    bench.part(
+        "vgg16bn-ab-paper", "vgg16bn-ab-paper-guideline", recipe, "ab-paper", settings=("schedule=guideline",), **fields
+    )
 
     def by_table() -> None:
-        run("ab", "ab", "--resume", "--until", str(warm))
-        bench.part("vgg16bn-ab", "vgg16bn-allreduce", recipe, "allreduce", **fields)
-        bench.part("vgg16bn-ab", "vgg16bn-ab-world", recipe, "ab", group_size="world", **fields)
+        run("ab-paper", "ab-paper", "--resume", "--until", str(warm))
+        bench.part("vgg16bn-ab-paper", "vgg16bn-allreduce", recipe, "allreduce", **fields)
+        bench.part("vgg16bn-ab-paper", "vgg16bn-ab-paper-world", recipe, "ab-paper", group_size="world", **fields)
         together(
-            lambda: run("ab", "ab", "--resume"),
-            lambda: run("ab-world", "ab", "--resume", "--group-size", "world"),
+            lambda: run("ab-paper", "ab-paper", "--resume"),
+            lambda: run("ab-paper-world", "ab-paper", "--resume", "--group-size", "world"),
             lambda: run("allreduce", "allreduce", "--resume"),
         )
 
-    together(by_table, lambda: run("ab-guideline", "ab", "--resume", *guideline))
+    together(by_table, lambda: run("ab-paper-guideline", "ab-paper", "--resume", *guideline))
 
 
 def gpt(bench: Bench) -> None:
@@ -141,7 +145,7 @@ def gpt(bench: Bench) -> None:
     together(
         *(
             lambda method=method: bench.train(f"gpt-{method}", "gpt-wikitext2", method, WORKERS)
-            for method in ("allreduce", "localsgd", "ab")
+            for method in ("allreduce", "localsgd", "ab-paper")
         )
     )
 
@@ -163,7 +167,7 @@ def autoformer(bench: Bench) -> None:
 
 def _marks(bench: Bench, recipe: str) -> tuple[int, int]:
     """A step shortly before the first decomposition, and one after the last merge."""
-    job = Job(recipe=bench.recipe(recipe), method="ab", out=Path(), epochs=bench.given.epochs)
+    job = Job(recipe=bench.recipe(recipe), method="ab-paper", out=Path(), epochs=bench.given.epochs)
     config = job.config
     cycle = config.group_length + config.rebound_length
     cycles = (job.trained.steps - config.warmup_length - config.group_length) // cycle + 1
@@ -171,7 +175,7 @@ def _marks(bench: Bench, recipe: str) -> tuple[int, int]:
 
 
 def _warmup(bench: Bench, recipe: str, *settings: str) -> int:
-    job = Job(recipe=bench.recipe(recipe), method="ab", out=Path(), epochs=bench.given.epochs, settings=settings)
+    job = Job(recipe=bench.recipe(recipe), method="ab-paper", out=Path(), epochs=bench.given.epochs, settings=settings)
     return job.config.warmup_length
 
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from run import WORKERS
 
-from thinwire.config import AB
+from thinwire.config import PaperAB
 from thinwire.plan import compute
 from thinwire.plan.forecast import Layout
 from thinwire.plan.links import Links
@@ -91,7 +91,7 @@ def _bytes(run: Run, given: argparse.Namespace) -> str:
         return f"{told['traffic_vs_allreduce_fp32']:.4f}"
     if told["method"] == "allreduce":
         return "1"
-    if told["method"] != "ab" or given.cifar is None or _is_narrow(run):
+    if told["method"] != "ab-paper" or given.cifar is None or _is_narrow(run):
         return "–"
     return f"{_planned(run, given.cifar)['traffic_vs_allreduce_fp32']:.4f}, planned"
 
@@ -101,9 +101,11 @@ def _planned(run: Run, data: Path) -> dict[str, Any]:
     # Of a recipe with another augmentation the bytes are those of the usual one.
     recipe = named(told["recipe"].removesuffix("-resized"), steps=told["steps"], eval_every=told["steps"])
     workload = of_recipe(recipe, WORKERS, data)
-    config = AB(**{**told["config"], "keep": tuple(told["config"]["keep"])})
+    config = PaperAB(**{**told["config"], "keep": tuple(told["config"]["keep"])})
     watch = Stopwatch(workload, compute.given(0.1))
-    plan = make_plan(workload, {"ab": config}, Layout(workers=WORKERS), Links(), stopwatch=watch, ranks=run.folder)
+    plan = make_plan(
+        workload, {"ab-paper": config}, Layout(workers=WORKERS), Links(), stopwatch=watch, ranks=run.folder
+    )
     return plan.as_dict()["methods"][0]
 
 

@@ -44,7 +44,7 @@ class Setting(NamedTuple):
 def grid() -> list[Setting]:
     """What is tried."""
     found = [Setting("allreduce", (f"wire={wire}",)) for wire in ("fp32", "bf16", "int8")]
-    found += [Setting("ab"), Setting("ab", ("merge=trained",))]
+    found += [Setting("ab-paper"), Setting("ab-paper", ("merge=trained",))]
     found += [
         Setting("oialr", (f"factor_at={d}", f"cutoff={c}"))
         for d, c in product((0.1, 0.2, 0.333), (0.05, 0.1, 0.2, 0.3))

@@ -167,10 +167,10 @@ def test_it_can_be_exported() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        thinwire.AB(total_steps=4, warmup=0, every=0.5, cutoff=0.6),
+        thinwire.AB.paper(total_steps=4, warmup=0, every=0.5, cutoff=0.6),
         thinwire.OIALR(total_steps=4, factor_at=1, redecompose=1, layer_fraction=0.5),
     ],
-    ids=["ab", "oialr"],
+    ids=["ab-paper", "oialr"],
 )
 def test_it_trains_at_low_rank(config: Any) -> None:
     model = small(dropout=0.0)

@@ -59,7 +59,7 @@ SHIPPED = ("digits", "shakespeare")
 STEPS = 3
 BATCH = 4
 SETTINGS = {
-    "ab": ("warmup=1", "every=1", "rebound=1", "lr_rebound=1", "cutoff=0.95"),
+    "ab-paper": ("warmup=1", "every=1", "rebound=1", "lr_rebound=1", "cutoff=0.95"),
     "oialr": ("factor_at=1", "redecompose=1"),
     "daso": ("warmup=0", "cooldown=0", "every=1", "overlap=1"),
     "localsgd": ("every=1", "warmup=1"),
@@ -69,7 +69,7 @@ SETTINGS = {
     "onebit": ("warmup=1",),
 }
 """Whole steps, so that three of them see all that a method does; first values that are orthogonal are cut late."""
-EXPORTED = {(name, "ab") for name in ("vgg16-cifar10", "vgg16bn-cifar10", "minivit-cifar10", "gpt-wikitext2")} | {
+EXPORTED = {(name, "ab-paper") for name in ("vgg16-cifar10", "vgg16bn-cifar10", "minivit-cifar10", "gpt-wikitext2")} | {
     ("resnet50-imagenet-local", "oialr"),
     ("autoformer-ettm2-96", "oialr"),
 }
@@ -158,9 +158,9 @@ def check(run: dict[str, Any], recipe: Recipe, method: str) -> None:
     assert (summary["recipe"], summary["method"], summary["metric"]) == (recipe.name, method, metric), method
     assert math.isfinite(summary[metric]) and math.isfinite(summary["loss"]), method
     assert all(torch.isfinite(p).all() for p in run["model"].parameters()), method
-    if method in ("ab", "oialr"):
+    if method in ("ab-paper", "oialr"):
         phases = [record["phase"] for record in records(run["out"], "step")]
-        assert phases == ["warmup", *{"ab": ["groups", "rebound"], "oialr": ["lowrank"] * 2}[method]], method
+        assert phases == ["warmup", *{"ab-paper": ["groups", "rebound"], "oialr": ["lowrank"] * 2}[method]], method
         assert any(record["ranks"] for record in records(run["out"], "ranks")), method
 
 
@@ -168,7 +168,11 @@ def check(run: dict[str, Any], recipe: Recipe, method: str) -> None:
 
 ALIKE: dict[str, dict[str, Any]] = {"vgg16-cifar10": {}, "vitb16-imagenet-oialr": {"dropout": 0.0}}
 """Models without BatchNorm, here without dropout too: a batch's loss is the mean of its parts' losses."""
-SHARED = {"vgg16-cifar10": BUILT_IN, "vitb16-imagenet-oialr": ["allreduce"], "autoformer-ettm2-96": ["ab", "daso"]}
+SHARED = {
+    "vgg16-cifar10": BUILT_IN,
+    "vitb16-imagenet-oialr": ["allreduce"],
+    "autoformer-ettm2-96": ["ab-paper", "daso"],
+}
 """Methods that two workers train by."""
 
 
@@ -292,7 +296,7 @@ def misled(**other: Any) -> Recipe:
     )
 
 
-ENDING = {"allreduce": thinwire.AllReduce(), "ab": small.ab(total_steps=40)}
+ENDING = {"allreduce": thinwire.AllReduce(), "ab-paper": small.ab(total_steps=40)}
 
 
 def ends_early(rank: int, out: Path) -> dict[str, Any]:
@@ -399,5 +403,5 @@ def test_pieces_on_the_command_line(tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
         said.append(json.loads(result.stdout))
     assert said[:2] == [{"stopped_at": 2, "steps": 4}] * 2 and said[2]["steps"] == 4
-    arguments = Job(recipe="digits", method="ab", out=tmp_path, until=7).arguments()
+    arguments = Job(recipe="digits", method="ab-paper", out=tmp_path, until=7).arguments()
     assert arguments[arguments.index("--until") + 1] == "7"

@@ -70,11 +70,11 @@ def test_over_keeps_the_epochs_length() -> None:
 # Schedules of methods.
 
 
-def ab(recipe: str, *settings: str, method: str = "ab", **more: Any) -> Any:
+def ab(recipe: str, *settings: str, method: str = "ab-paper", **more: Any) -> Any:
     return Job(recipe=recipe, method=method, out=Path("unused"), settings=settings, **more).config
 
 
-def lengths(found: config.AB) -> list[int]:
+def lengths(found: config.PaperAB) -> list[int]:
     return [found.warmup_length, found.group_length, found.rebound_length, found.lr_rebound_length]
 
 
@@ -91,7 +91,7 @@ def test_vgg16_has_the_published_counts() -> None:
 def test_a_schedule_is_chosen_by_its_name() -> None:
     guided = ab("vgg16-cifar10", "schedule=guideline")
     assert (guided.warmup, guided.every, guided.rebound, guided.lr_rebound) == (0.20, 0.0333, 0.25, 0.5)
-    assert ab("vgg16-cifar10", "ab.schedule=guideline") == guided
+    assert ab("vgg16-cifar10", "ab-paper.schedule=guideline") == guided
     assert ab("vgg16-cifar10", "schedule=table") == ab("vgg16-cifar10") != guided
     typed = ab("vgg16-cifar10", "schedule=table", "warmup=100")
     assert lengths(typed)[0] == 100 and lengths(typed)[1:] == lengths(ab("vgg16-cifar10"))[1:]
@@ -101,9 +101,13 @@ def test_a_schedule_is_chosen_by_its_name() -> None:
 @pytest.mark.parametrize(
     ("recipe", "method", "said"),
     [
-        ("vgg16-cifar10", "ab", "unknown schedule of ab on vgg16-cifar10 'paper', choose from: guideline, table"),
+        (
+            "vgg16-cifar10",
+            "ab-paper",
+            "unknown schedule of ab-paper on vgg16-cifar10 'paper', choose from: guideline, table",
+        ),
         ("vgg16-cifar10", "daso", "the recipe vgg16-cifar10 has no schedules for daso"),
-        ("digits", "ab", "the recipe digits has no schedules for ab to choose from"),
+        ("digits", "ab-paper", "the recipe digits has no schedules for ab-paper to choose from"),
     ],
 )
 def test_a_schedule_that_is_not_there(recipe: str, method: str, said: str) -> None:
@@ -115,10 +119,10 @@ def test_a_schedule_that_is_not_there(recipe: str, method: str, said: str) -> No
 
 def test_a_comparison_deals_schedules_to_those_who_have_some(tmp_path: Path) -> None:
     scheduled = named("vgg16-cifar10").scheduled
-    assert scheduled == {"ab"}
+    assert scheduled == {"ab-paper"}
     dealt = {v.method: v.settings for v in variants(None, ("schedule=guideline",), scheduled)}
-    assert dealt.pop("ab") == ("schedule=guideline",) and set(dealt.values()) == {()}
-    own = variants("ab,ab:schedule=guideline", (), scheduled)
+    assert dealt.pop("ab-paper") == ("schedule=guideline",) and set(dealt.values()) == {()}
+    own = variants("ab-paper,ab-paper:schedule=guideline", (), scheduled)
     assert [v.settings for v in own] == [(), ("schedule=guideline",)]
     # With nobody to take it, it goes to all, and the check says so.
     words = ["compare", "digits", "--methods", "allreduce", "--set", "schedule=table", "--out", str(tmp_path / "c")]
@@ -133,11 +137,11 @@ def test_imagenet_goes_by_the_number_of_workers(kind: str, table: dict[int, Any]
         assert recipe.batch == 256 * workers
         assert recipe.steps == round(150 * 1_281_167 / recipe.batch)
         assert nearest(table, recipe.batch) is table[column]
-        assert recipe.defaults("ab")["warmup"] == table[column].warmup / (150 * table[column].epoch)
+        assert recipe.defaults("ab-paper")["warmup"] == table[column].warmup / (150 * table[column].epoch)
         shared = named(f"{kind}-imagenet-global", workers=workers)
         assert (shared.batch, shared.steps) == (4096, round(150 * 1_281_167 / 4096))
-        assert shared.defaults("ab")["every"] == table[4096].group / (150 * table[4096].epoch)
-    job = Job(recipe=f"{kind}-imagenet-local", method="ab", out=Path("unused"), workers=16)
+        assert shared.defaults("ab-paper")["every"] == table[4096].group / (150 * table[4096].epoch)
+    job = Job(recipe=f"{kind}-imagenet-local", method="ab-paper", out=Path("unused"), workers=16)
     assert job.trained.batch == 4096 and lengths(job.config)[:2] == pytest.approx(table[4096][:2], rel=0.05)
 
 
@@ -406,7 +410,7 @@ def test_ab_has_the_published_counts() -> None:
     known["VGG16"] = VGG16
     assert {name: row._asdict() for name, row in known.items()} == PUBLISHED
     for name, told in PUBLISHED.items():
-        found = config.AB(total_steps=int(150 * told["epoch"]), **known[name].fields())
+        found = config.PaperAB(total_steps=int(150 * told["epoch"]), **known[name].fields())
         assert lengths(found) == list(told.values())[:4], name
     for name in ("vgg16-cifar10", "vgg16bn-cifar10", "resnet50-imagenet-global", "vitb16-imagenet-global"):
         found = ab(name)

@@ -49,7 +49,7 @@ def vgg16(**sizes: Any) -> Recipe:
         clip=1.0,
         eval_every=_steps(2),
         suited={
-            "ab": tables.ab(tables.VGG16),
+            "ab-paper": tables.ab(tables.VGG16),
             "daso": MethodOverrides({"warmup": 4 / 30, "cooldown": 4 / 30, "compensate": True}),
             "localsgd": MethodOverrides({"every": 24, "warmup": 0.05}),
             "diloco": MethodOverrides({"every": 24, "outer": Nesterov(0.7, 0.5), "warmup": 0.05}),
@@ -98,7 +98,7 @@ def mini_vit(**sizes: Any) -> Recipe:
         autocast=True,
         eval_every=_steps(5),
         suited={
-            "ab": MethodOverrides({"merge": "trained"}),
+            "ab-paper": MethodOverrides({"merge": "trained"}),
             "oialr": MethodOverrides(
                 {"factor_at": 4000 / _steps(125), "redecompose": 1000 / _steps(125), "cutoff": 0.2}
             ),

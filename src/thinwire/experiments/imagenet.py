@@ -118,7 +118,7 @@ def _scaling(
         autocast=True,
         clip=1.0,
         eval_every=round(steps / epochs),
-        suited={"ab": tables.ab(counts)},
+        suited={"ab-paper": tables.ab(counts)},
     )
 
 

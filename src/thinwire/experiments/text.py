@@ -60,7 +60,7 @@ def _wikitext2(name: str, summary: str, sizes: dict[str, Any], *, lr: float, epo
         clip=1.0,
         eval_every=max(1, steps // 20),
         suited={
-            "ab": MethodOverrides({"merge": "trained"}),
+            "ab-paper": MethodOverrides({"merge": "trained"}),
             "oialr": MethodOverrides({"factor_at": 0.5, "layer_fraction": 0.25}),
             "localsgd": MethodOverrides({"every": 8, "warmup": 0.05}),
             "diloco": MethodOverrides({"every": 12, "outer": Nesterov(0.7, 0.5), "warmup": 0.05}),

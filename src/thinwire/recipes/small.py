@@ -70,7 +70,7 @@ def shakespeare(**sizes: Any) -> Recipe:
         clip=1.0,
         eval_every=100,
         suited={
-            "ab": MethodOverrides({"merge": "trained"}),
+            "ab-paper": MethodOverrides({"merge": "trained"}),
             "oialr": MethodOverrides({"factor_at": 0.8, "layer_fraction": 0.25}),
             "daso": MethodOverrides({"warmup": 4 / 30, "cooldown": 4 / 30, "compensate": True}),
             "powersgd": MethodOverrides({"rank": 16, "warmup": 0.05}),
