@@ -6,7 +6,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-from thinwire.config.outer import Nesterov
+from thinwire.config.outer import Nesterov, Radial
 from thinwire.config.renamed import refuse
 from thinwire.errors import ConfigError, unknown
 
@@ -70,6 +70,8 @@ def _parse_as(hint: Any, text: str) -> Any:
         return hint(text)
     if hint is str:
         return text
+    if hint is Radial and text.lower() == "radial":
+        return Radial()
     if hint is Nesterov:
         lr, _, momentum = text.partition("/")
         return Nesterov(float(lr), float(momentum))
@@ -87,6 +89,7 @@ def _describe(hint: Any) -> str:
         return "names separated by commas"
     names = {
         Nesterov: "an outer step as LR/MOMENTUM, such as 1.0/0.5",
+        Radial: "radial",
         str: "text",
         int: "a whole number",
         float: "a number",

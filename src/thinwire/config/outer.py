@@ -23,5 +23,12 @@ class Nesterov:
 class Radial:
     """The mean change of groups, made longer: a mean of changes that partly cancel is shorter than they are.
 
-    Each tensor's mean change is multiplied by mean‖Δᵢ‖ / ‖mean Δ‖, at most √G for G groups.
+    Each tensor's mean change is multiplied by mean‖Δᵢ‖ / ‖mean Δ‖.
     """
+
+    most: float | None = None
+    """The largest factor; None is √G for G groups, which is what unrelated changes give."""
+
+    def __post_init__(self) -> None:
+        if self.most is not None and not (is_number(self.most) and self.most >= 1):
+            raise ConfigError(f"`outer.most`={self.most!r} must be a number from 1 on, or None for √groups")

@@ -54,10 +54,7 @@ class Agreement:
         self._note(fragments, lengths, means, step)
         gains = (lengths / means).nan_to_num(1.0, 1.0, 1.0).clamp(1.0, math.sqrt(count))
         parts = gains.split([len(length) for length in own if length is not None])
-        return [
-            part if isinstance(fragment.outer, Radial) else None
-            for fragment, part in zip(fragments, parts, strict=True)
-        ]
+        return [_radial(fragment.outer, part) for fragment, part in zip(fragments, parts, strict=True)]
 
     def _note(self, fragments: Sequence[AveragedTensors], lengths: Tensor, means: Tensor, step: int) -> None:
         names = {id(p): name for name, p in self.model.named_parameters()}
@@ -83,3 +80,9 @@ class Agreement:
                 "`every`), lower the learning rate, or use larger batches per group",
                 *(_PATIENCE, self.ratio, step, limit),
             )
+
+
+def _radial(outer: object, gains: Tensor) -> Tensor | None:
+    if not isinstance(outer, Radial):
+        return None
+    return gains if outer.most is None else gains.clamp(max=outer.most)

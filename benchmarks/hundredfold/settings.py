@@ -1,0 +1,58 @@
+"""What is compared, by sets."""
+
+from typing import NamedTuple
+
+
+class Setting(NamedTuple):
+    """A method with its fields."""
+
+    name: str
+    method: str
+    fields: tuple[str, ...] = ()
+    workers: int = 4
+    recipe: str = "vgg16bn-cifar10"
+    epochs: int | None = None
+    eval_every: int = 195
+
+
+def ab(name: str, *fields: str, **more: object) -> Setting:
+    return Setting(f"ab-{name}", "ab", fields, **more)  # type: ignore[arg-type]
+
+
+CHEAP = ("warmup=0.05", "warmup_wire=lowrank:16")
+
+SETS: dict[str, list[Setting]] = {
+    "allreduce": [Setting("allreduce", "allreduce")],
+    "search": [
+        ab("default"),
+        ab("full", "factor_at=none"),
+        ab("match", "match_rate=true"),
+        ab("moments", "moments=average"),
+        ab("match-moments", "match_rate=true", "moments=average"),
+        ab("both", "train=both"),
+        ab("split", "train=split"),
+        ab("every12", "every=12"),
+        ab("int4", "wire=int4"),
+        ab("at50", "factor_at=0.5"),
+        ab("at75", "factor_at=0.75"),
+        ab("target5", "target=5"),
+        ab("recut8", "redecompose=8"),
+        ab("grow", "every_max=96"),
+        ab("radial", "outer=radial"),
+        ab("none", "outer=none"),
+        ab("overlap4", "overlap=4"),
+        ab("start", "factor_at=0.05"),
+        ab("both-match", "train=both", "match_rate=true"),
+    ],
+    "rivals": [
+        Setting("localsgd-24-int4", "localsgd", ("every=24", "wire=int4", *CHEAP)),
+        Setting("localsgd-24-int2", "localsgd", ("every=24", "wire=int2", *CHEAP)),
+        Setting("localsgd-12-int2", "localsgd", ("every=12", "wire=int2", *CHEAP)),
+        Setting("diloco-48-int2", "diloco", ("every=48", "wire=int2", "outer=1.0/0.5", *CHEAP)),
+        Setting("diloco-24-int2-paper", "diloco", ("every=24", "wire=int2", "outer=0.7/0.9", *CHEAP)),
+        Setting("powersgd-4", "powersgd", ("rank=4", *CHEAP)),
+        Setting("powersgd-2", "powersgd", ("rank=2", *CHEAP)),
+        Setting("topk-0.001", "topk", ("density=0.001", *CHEAP)),
+        Setting("topk-0.003", "topk", ("density=0.003", *CHEAP)),
+    ],
+}
