@@ -23,6 +23,7 @@ from thinwire.errors import ThinwireError
 from thinwire.factor.export import to_plain
 from thinwire.factor.layers import mark_as_read, weight_was_read
 from thinwire.guards import agree_on_buffers, attached, check_parameters, refuse_attached, refuse_wrappers, sign_as
+from thinwire.methods.agreement import Agreement
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext
 from thinwire.methods.registry import make, name_of
@@ -302,6 +303,18 @@ class Replica(nn.Module):
         """The ranks that layers had after the last decomposition."""
         return self._method.found_ranks
 
+    @property
+    def agreement(self) -> Agreement | None:
+        """How far groups agreed at the last average, where they average parameters."""
+        return getattr(self._method, "agreement", None)
+
+    def factor_now(self) -> None:
+        """Make factors of the weights at the next average, for AB runs whose length is not known; collective."""
+        factor = getattr(self._method, "factor_now", None)
+        if factor is None:
+            raise ThinwireError(f"factor_now() is for thinwire.AB, not for {type(self._method.config).__name__}")
+        factor()
+
     def ranks(self) -> dict[str, int]:
         """The rank of each layer that is factored now, by its label."""
         return {layer.label: layer.rank for layer in self._method.layers if layer.is_factored and layer.rank}
@@ -314,6 +327,7 @@ class Replica(nn.Module):
             "groups": [list(group) for group in self.topology.groups],
             "nodes": [list(node) for node in self.topology.nodes],
             "events": self._method.events,
+            "agreement": self.agreement.summary() if self.agreement is not None else None,
             "kept_full": [{"layer": kept.name, "why": kept.why} for kept in self._method.kept],
             "parameters_full": self._full,
             "trainable_full": self._trained,

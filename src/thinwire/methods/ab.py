@@ -128,6 +128,10 @@ class ABMethod(Factoring, LocalTraining):
             return self._is_time_to_factor
         return (self.rounds + 1) % self.config.redecompose == 0
 
+    @property
+    def _next_change(self) -> int | None:
+        return self.config.factor_step if self.phase == "local" else self.config.total_steps
+
     def _turns(self) -> list[list[AveragedTensors]]:
         """Everything that groups trained, at the end of each round; a lone group has rounds too."""
         return [[fragment for fragment in self.fragments if self._was_trained(fragment)]]

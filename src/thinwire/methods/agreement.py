@@ -9,6 +9,7 @@ average makes no more progress than noise does.
 import logging
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,21 @@ class Agreement:
         self.ratios: dict[str, float] = {}
         """Of each weight of two dimensions or more."""
         self._noisy = 0
+        self._sum = self._highest = 0.0
+
+    def summary(self) -> dict[str, float | int | None] | None:
+        """Over all averages so far; None if there were none."""
+        if not self.averages:
+            return None
+        mean = self._sum / self.averages
+        return {"averages": self.averages, "mean": mean, "highest": self._highest, "last": self.ratio}
+
+    def state_dict(self) -> dict[str, Any]:
+        names = ("averages", "ratio", "_sum", "_highest", "_noisy")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
 
     def measure(self, fragments: Sequence[AveragedTensors], step: int) -> list[Tensor | None]:
         """Measure what has arrived, for a few bytes per tensor; what a radial step multiplies each tensor by."""
@@ -66,8 +82,10 @@ class Agreement:
             if t.dim() > 1 and b > 0 and id(t) in names
         }
         whole = math.hypot(*both[1])
-        self.ratio = math.hypot(*both[0]) / whole if whole > 0 else None
+        self.ratio = math.hypot(*both[0]) / whole if whole > 0 else 1.0
         self.averages += 1
+        self._sum += self.ratio
+        self._highest = max(self._highest, self.ratio)
         self._warn(step)
 
     def _warn(self, step: int) -> None:

@@ -167,7 +167,12 @@ class LocalTraining(Method):
         return None
 
     def _end_round(self) -> None:
-        self.round.begin(self.step)
+        self.round.begin(self.step, self._next_change)
+
+    @property
+    def _next_change(self) -> int | None:
+        """A step that rounds must not pass over by growing."""
+        return None
 
     def _arrive(self, fragments: Sequence[AveragedTensors]) -> None:
         """Apply averages; everything else is averaged with the last fragment of each round."""
@@ -256,7 +261,7 @@ class LocalTraining(Method):
         self._settle()
         state, fragments = super().state_dict(), [fragment.state_dict() for fragment in self.fragments]
         state["shared"] |= {"buffers_at": self.buffers_at, "fragments": [f["shared"] for f in fragments]}
-        state["shared"]["round"] = self.round.state_dict()
+        state["shared"] |= {"round": self.round.state_dict(), "agreement": self.agreement.state_dict()}
         state["local"] |= {"fragments": [f["local"] for f in fragments]}
         return state
 
@@ -268,6 +273,7 @@ class LocalTraining(Method):
         shared, local = saved.shared, saved.local
         self.buffers_at, self.fragments = shared["buffers_at"], []
         self.round.load_state_dict(shared["round"])
+        self.agreement.load_state_dict(shared["agreement"])
         if self.phase != "warmup":
             self._make_fragments()
         for i, (fragment, kept) in enumerate(zip(self.fragments, shared["fragments"], strict=False)):

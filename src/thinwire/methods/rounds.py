@@ -21,14 +21,16 @@ class Round:
         self.highest_rate = 0.0
         """The highest learning rate at the beginning of a round so far."""
 
-    def begin(self, step: int) -> None:
-        """A new round, as long on all workers."""
+    def begin(self, step: int, until: int | None = None) -> None:
+        """A new round, as long on all workers; one that has grown ends at step `until` if it would pass over it."""
         self.start, self.period = step, self.config.every
         if self.config.every_max is None:
             return
         rate = max(float(group["lr"]) for _, group in self.optimizers.groups)
         self.highest_rate = max(rate, self.highest_rate)
         own = self.config.every_max
+        if until is not None and until > step:
+            own = max(self.config.every, min(own, until - step))
         if rate * rate > 0:
             own = min(own, int(self.config.every * (self.highest_rate / rate) ** 2))
         self.period = int(min(row[0] for row in self.wire.all_gather_scalars([float(own)], "control")))

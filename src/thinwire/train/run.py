@@ -58,6 +58,8 @@ class Run:
     started: float = dataclasses.field(default_factory=time.monotonic)
     decompositions: int = 0
     """Decompositions recorded so far."""
+    averages: int = 0
+    """Averages recorded so far."""
     counts: Counts = dataclasses.field(default_factory=Counts)
     """Steps by the model's size."""
     shape: tuple[str, int] | None = None
@@ -70,6 +72,14 @@ class Run:
         if self.decompositions != self.replica.decompositions:
             self.decompositions = self.replica.decompositions
             self.recorder.write("ranks", step=self.replica.step, ranks=self.replica.found_ranks)
+
+    def note_agreement(self) -> None:
+        """Record how far groups agreed at each average."""
+        found = self.replica.agreement
+        if found is not None and found.averages != self.averages:
+            self.averages = found.averages
+            layers = {name: round(ratio, 4) for name, ratio in found.ratios.items()}
+            self.recorder.write("agreement", step=self.replica.step, ratio=found.ratio, layers=layers)
 
     def note_precision(self) -> None:
         """Log, on rank 0, if the recipe asks for bf16 and this device computes in fp32."""

@@ -73,6 +73,7 @@ def summarise(
         "ranks": _final_ranks(replica, about["kept_full"]),
         "kept_full": about["kept_full"],
         "events": about["events"],
+        "agreement": about["agreement"],
         "identity": identity,
         "versions": _versions(),
     }
