@@ -49,7 +49,7 @@ class AB(Averaged):
     """What to do with the mean change of groups: None applies it, Nesterov(lr=1.0, momentum=0.5) is an outer step,
     Radial() makes it as long as the changes it is the mean of."""
 
-    factor_at: float | None = 0.6
+    factor_at: float | None = 0.75
     """When weights become factors: at the first average from there on. The end of the warm-up factors from the start,
     None only when `replica.factor_now()` is called."""
 
