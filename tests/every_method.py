@@ -40,7 +40,17 @@ def _averaged(step: int) -> bool:
     return step > 2 and (step - 2) % 4 == 0
 
 
-_AB_PHASES = frozenset({"warmup", "groups", "rebound", "final"})
+def _merged(step: int) -> bool:
+    """When AB averages here: every third step after the warm-up."""
+    return step > 2 and (step - 2) % 3 == 0
+
+
+_PAPER_PHASES = frozenset({"warmup", "groups", "rebound", "final"})
+_AB_PHASES = frozenset({"warmup", "local", "factored"})
+_AB = {
+    "total_steps": STEPS, "warmup": 2, "warmup_wire": "lowrank:2", "every": 3, "factor_at": 5, "redecompose": 2,
+    "cutoff": 0.6,
+}  # fmt: skip
 _LOCAL = {"parameters": _averaged, "buffers": _averaged, "phases": frozenset({"warmup", "local"})}
 _WARMED = frozenset({"warmup", "train"})
 
@@ -48,11 +58,22 @@ WAYS: dict[str, Way] = {
     "allreduce": Way(config=thinwire.AllReduce),
     "allreduce bf16": Way(config=_of(thinwire.AllReduce, wire="bf16")),
     "allreduce int8": Way(config=_of(thinwire.AllReduce, wire="int8")),
-    "ab-paper": Way(config=_ab(), phases=_AB_PHASES),
-    "ab-paper carry": Way(
-        config=_ab(moments="carry", merge="trained", wire="bf16", warmup_wire="bf16"), phases=_AB_PHASES
+    "ab": Way(config=_of(thinwire.AB, **_AB), parameters=_merged, buffers=_merged, phases=_AB_PHASES),
+    "ab split": Way(
+        config=_of(thinwire.AB, **{**_AB, "train": "split", "wire": "fp32", "outer": None, "moments": "average"}),
+        parameters=_merged,
+        buffers=_merged,
+        phases=_AB_PHASES,
     ),
-    "ab-paper average": Way(config=_ab(moments="average", keep_first=False, keep_last=False), phases=_AB_PHASES),
+    "ab both": Way(
+        config=_of(thinwire.AB, **{**_AB, "train": "both", "wire": "int4", "overlap": 1, "match_rate": True}),
+        phases=_AB_PHASES,
+    ),
+    "ab-paper": Way(config=_ab(), phases=_PAPER_PHASES),
+    "ab-paper carry": Way(
+        config=_ab(moments="carry", merge="trained", wire="bf16", warmup_wire="bf16"), phases=_PAPER_PHASES
+    ),
+    "ab-paper average": Way(config=_ab(moments="average", keep_first=False, keep_last=False), phases=_PAPER_PHASES),
     "oialr": Way(
         config=_of(thinwire.OIALR, total_steps=STEPS, factor_at=4, redecompose=3, cutoff=0.3, layer_fraction=0.5),
         phases=frozenset({"warmup", "lowrank"}),

@@ -21,6 +21,7 @@ from thinwire.comm.rotating import Rotating
 from thinwire.config.outer import Nesterov, Radial
 from thinwire.errors import ConfigError, DivergedError
 from thinwire.methods.merging import restored
+from thinwire.methods.sketch import sketch
 
 Tensors = Callable[[], Sequence[Tensor]]
 
@@ -78,7 +79,10 @@ class AveragedTensors:
         self._is_flat = isinstance(made.turns[0] if isinstance(made, Rotating) else made, Exact)
         self.aggregator: Aggregator = made
         self.lengths: Tensor | None = None
-        """How far each tensor of this group had come when it was last sent; None where values are averaged."""
+        """How far each tensor of this group had come when it was last sent, times the group's weight; None where values
+        are averaged."""
+        self.sketches: Tensor | None = None
+        """The same of sketches of these changes, whose sums over groups show how far the mean has come."""
         self._offload = offload
         self.to_cpu()
 
@@ -112,7 +116,7 @@ class AveragedTensors:
         self.pending = PendingAverage(step, overlap, own=flat.clone() if keep_own else None)
         if self.agreed is not None:
             flat.sub_(self.agreed)
-            self.lengths = torch.stack(torch._foreach_norm(_views(flat, self._shapes)))
+            self._describe(flat, weights)
         if weights is not None and len(self.wire.topology.groups) > 1:
             self._weigh(flat, weights)
         if last:
@@ -126,6 +130,13 @@ class AveragedTensors:
             topology = self.wire.topology
             weights = [weight * topology.world_size / len(topology.group) for weight in weights]
         torch._foreach_mul_(_views(flat, self._shapes), list(weights))
+
+    def _describe(self, flat: Tensor, weights: Sequence[float] | None) -> None:
+        topology, changes = self.wire.topology, _views(flat, self._shapes)
+        share = len(topology.group) / topology.world_size
+        weight = flat.new_tensor(weights) if weights is not None and not flat.is_meta else share
+        self.lengths = torch.stack(torch._foreach_norm(changes)) * weight
+        self.sketches = torch.stack([sketch(change) for change in changes], dim=1) * weight  # (sketch, tensors)
 
     @property
     def turn(self) -> int | None:
