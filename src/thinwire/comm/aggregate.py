@@ -63,6 +63,9 @@ class Aggregator(ABC):
         self.begin(tensors, healthy=healthy, again=again)
         return self.end(tensors)
 
+    def choose_senders(self, groups: Sequence[int] | None) -> None:  # noqa: B027
+        """From now on only these groups have anything but zeros, and need not send; None is all of them."""
+
     def refine(self) -> bool:
         """Use a finer code from now on, so that next to nothing is left out; False if this one is as fine as any."""
         return False

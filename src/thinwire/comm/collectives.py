@@ -119,15 +119,21 @@ class Wire:
         finally:
             self.topology = before
 
-    def all_to_all(self, parts: Tensor, purpose: str) -> Pending:
+    def all_to_all(self, parts: Tensor, purpose: str, senders: Sequence[int] | None = None) -> Pending:
         """Row g of `parts` to group g, from each member that carries a share to the one there that carries the same.
 
-        All workers call it, to count it; those that carry no share send and receive nothing.
+        All workers call it, to count it; those that carry no share send and receive nothing. Where only some groups
+        are `senders`, there is a row for each of these.
         """
-        topology, received = self.topology, torch.empty_like(parts)
-        each = [topology.mesh(topology.crossing(j), size_of(parts[0])) for j in range(topology.shares)]
+        topology, count = self.topology, len(self.topology.groups)
+        sends = list(range(count)) if senders is None else list(senders)
+        received = parts.new_empty(len(sends), *parts.shape[1:])
+        given = parts if topology.group_index in sends else parts[:0]
+        sizes = [int(g in sends) for g in range(count)], [int(topology.group_index in sends)] * count
+        sending = None if senders is None else tuple(senders)
+        each = [topology.mesh(topology.crossing(j), size_of(parts[0]), sending) for j in range(topology.shares)]
         return self._begin(
-            lambda: dist.all_to_all_single(received, parts, group=self._cross, async_op=True),
+            lambda: dist.all_to_all_single(received, given, *sizes, group=self._cross, async_op=True),
             received,
             all_in_parallel(each),
             purpose,

@@ -53,7 +53,13 @@ class CompressedSum:
         """What takes their place when the sum under way is committed."""
         self.size = starts[-1]
         """Values in all rows."""
+        self.senders: Sequence[int] | None = None
+        """The groups that have something to send; None is all of them."""
         self._pending: Pending | None = None
+
+    @property
+    def _sends(self) -> bool:
+        return self.senders is None or self.wire.topology.group_index in self.senders
 
     def add(self, values: Sequence[Tensor], places: Sequence[slice], again: bool = False) -> None:
         """Add values to this worker's share of what was left out; `again` to the share that was sent last."""
@@ -66,11 +72,11 @@ class CompressedSum:
         sent = torch.zeros(self.groups, self.length, dtype=torch.uint8, device=self.residual.device)
         if not healthy:
             sent[:, -_FLAG:] = 1
-        elif not sent.is_meta:
+        elif not sent.is_meta and self._sends:
             for g, values in enumerate(self._split(self.next_residual)):
                 if g != self.wire.topology.group_index:  # its own part it adds exactly
                     self.quantizer.encode(values, self.mine[g], sent[g])
-        self._pending = self.wire.all_to_all(sent, self.purpose)
+        self._pending = self.wire.all_to_all(sent, self.purpose, self.senders)
 
     def middle(self, again: bool = False) -> None:
         """Add up the part this worker owns, and send it on."""
@@ -79,14 +85,15 @@ class CompressedSum:
         part = self.mine[topology.group_index]
         if not again:
             self.next_owned.copy_(self.owned)
-        for g, group in enumerate(topology.groups) if not received.is_meta else ():
-            weight = len(group) / topology.world_size
+        sends = range(self.groups) if self.senders is None else self.senders
+        for row, g in zip(received, sends, strict=True) if not received.is_meta else ():
+            weight = len(topology.groups[g]) / topology.world_size
             if g == topology.group_index:
                 own = self._split(self.next_residual)[g]
                 self.next_owned.add_(own, alpha=weight)
                 own.zero_()
             else:
-                self.quantizer.decode(received[g], part, self.next_owned, weight)
+                self.quantizer.decode(row, part, self.next_owned, weight)
         out = torch.zeros(self.length, dtype=torch.uint8, device=self.owned.device)
         self.quantizer.encode(self.next_owned, part, out)
         out[-_FLAG:] = received[:, -_FLAG:].amax(0)

@@ -41,12 +41,12 @@ def by_view(views: Sequence[Sent]) -> SentByView:
     return SentByView(**vars(views[0]), views=tuple(views))
 
 
-def _from_each_view(count: Callable[[Topology, Ranks, int], Sent]) -> Callable[..., Sent]:
+def _from_each_view(count: Callable[..., Sent]) -> Callable[..., Sent]:
     """The same arithmetic for every view, with that view's members."""
 
-    def counted(self: "LayoutViews", members: Ranks, size: int) -> Sent:
-        key = (count.__name__, members, size)
-        return self._seen(key, lambda view: count(view, self._members_of(view, members), size))
+    def counted(self: "LayoutViews", members: Ranks, size: int, *more: Any) -> Sent:
+        key = (count.__name__, members, size, *more)
+        return self._seen(key, lambda view: count(view, self._members_of(view, members), size, *more))
 
     return counted
 

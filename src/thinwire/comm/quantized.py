@@ -80,6 +80,11 @@ class Quantized(Aggregator):
         whole = self.sum is not None and out.numel() == self.sum.size
         return whole and out.is_contiguous() and out.dtype == torch.float32
 
+    def choose_senders(self, groups: Sequence[int] | None) -> None:
+        """The others keep what they left out before."""
+        if self.sum is not None:
+            self.sum.senders = groups
+
     def refine(self) -> bool:
         """Both errors travel in int8."""
         return self.sum is not None and self.sum.refine(quantizer("int8"))

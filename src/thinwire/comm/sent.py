@@ -83,13 +83,14 @@ PATTERNS: dict[str, Callable[[Ranks], Iterable[tuple[int, int]]]] = {
 """Who sends to whom."""
 
 
-def count_edges(pattern: str, members: Ranks, node_of: Mapping[int, int]) -> Edges:
-    """The messages of one pattern, by the node that sends them."""
+def count_edges(pattern: str, members: Ranks, node_of: Mapping[int, int], senders: Ranks | None = None) -> Edges:
+    """The messages of one pattern, by the node that sends them; in a mesh perhaps only some are `senders`."""
     leaving, staying = Counter[int](), Counter[int]()
     if pattern == "mesh":  # too many pairs to look at each
+        sending = Counter(node_of[rank] for rank in (members if senders is None else senders))
         for node, here in Counter(node_of[rank] for rank in members).items():
-            leaving[node] = here * (len(members) - here)
-            staying[node] = here * (here - 1)
+            leaving[node] = sending[node] * (len(members) - here)
+            staying[node] = sending[node] * (here - 1)
     else:
         for source, target in PATTERNS[pattern](members):
             node = node_of[source]

@@ -145,9 +145,10 @@ class Topology:
         inner = size if fast else 0
         return Sent(slow * size, fast * size, queue, inner, 2 * bool(queue), 2 * bool(inner))
 
-    def mesh(self, members: Ranks, size: int) -> Sent:
-        """Each member sends every other one a part of `size` bytes."""
-        edges, rounds = self._edges("mesh", members), len(members) - 1
+    def mesh(self, members: Ranks, size: int, senders: tuple[int, ...] | None = None) -> Sent:
+        """Each member, or only those at the places `senders`, sends every other one a part of `size` bytes."""
+        sending = None if senders is None else tuple(members[place] for place in senders)
+        edges, rounds = self._edges("mesh", members, sending), len(members) - 1
         slow, fast = self._own(edges)
         inner = size * rounds if fast else 0
         queue = edges.busiest * size
@@ -184,18 +185,18 @@ class Topology:
         queues = edges.busiest * each, each if fast else 0
         return Sent(slow * each, fast * each, *queues, *waits)
 
-    def _edges(self, pattern: str, members: Ranks) -> Edges:
+    def _edges(self, pattern: str, members: Ranks, senders: Ranks | None = None) -> Edges:
         """Counted once: a run repeats a few patterns a thousand times."""
-        if (pattern, members) not in self._counted:
-            self._counted[pattern, members] = count_edges(pattern, members, self._node_of)
-        return self._counted[pattern, members]
+        if (pattern, members, senders) not in self._counted:
+            self._counted[pattern, members, senders] = count_edges(pattern, members, self._node_of, senders)
+        return self._counted[pattern, members, senders]
 
     def _own(self, edges: Edges) -> tuple[int, int]:
         """Messages that leave this worker's node, and that stay in it."""
         return edges.leaving.get(self._own_node, 0), edges.staying.get(self._own_node, 0)
 
     @cached_property
-    def _counted(self) -> dict[tuple[str, Ranks], Edges]:
+    def _counted(self) -> dict[tuple[str, Ranks, Ranks | None], Edges]:
         return {}
 
 

@@ -248,17 +248,24 @@ class ABMethod(Factoring, LocalTraining):
             raise ConfigError("merge='weighted' needs losses: call replica.observe(loss) after each backward pass")
         return [loss / count for loss, count in sums]
 
+    def _senders(self, fragment: AveragedTensors) -> Sequence[int] | None:
+        """The groups that trained this factor in this round, where groups train different ones."""
+        kind = self._kind(fragment)
+        if self.config.train != "split" or not kind:
+            return None
+        first = "ab"[self.rounds % 2] == kind
+        return [i for i in range(len(self.topology.groups)) if (i < _half(self.topology)) == first]
+
     def _weights(self, fragment: AveragedTensors) -> Sequence[float] | None:
         """By workers, by loss too where that is asked for, and only groups that trained it."""
-        split = self.config.train == "split" and self._kind(fragment) != ""
-        if self._losses is None and not split:
+        senders = self._senders(fragment)
+        if self._losses is None and senders is None:
             return None
         sizes = [float(len(group)) for group in self.topology.groups]
         if self._losses is not None:
             sizes = [size / max(loss, 1e-8) for size, loss in zip(sizes, self._losses, strict=True)]
-        if split:
-            first = "ab"[self.rounds % 2] == self._kind(fragment)
-            sizes = [size if (i < _half(self.topology)) == first else 0.0 for i, size in enumerate(sizes)]
+        if senders is not None:
+            sizes = [size if i in senders else 0.0 for i, size in enumerate(sizes)]
         return [sizes[self.topology.group_index] / sum(sizes)] * len(fragment.tensors())
 
     # Shapes.

@@ -103,12 +103,14 @@ class AveragedTensors:
         *,
         keep_own: bool = False,
         weights: Sequence[float] | None = None,
+        senders: Sequence[int] | None = None,
         last: bool = False,
     ) -> None:
         """Send this group's values or change; the mean is due `overlap` steps later.
 
         `weights` are this group's for each tensor and add up to 1 over groups; by default by its number of workers.
-        The `last` time a finer code takes along what is still unsent.
+        Groups that are not among `senders` have changed nothing, and have no weight. The `last` time a finer code takes
+        along what is still unsent.
         """
         self._check_size()
         self._to_device()
@@ -119,6 +121,7 @@ class AveragedTensors:
             self._describe(flat, weights)
         if weights is not None and len(self.wire.topology.groups) > 1:
             self._weigh(flat, weights)
+        self.aggregator.choose_senders(senders)
         if last:
             self.aggregator.refine()
         self.aggregator.begin(self._parts, healthy=self._is_flat or all_finite([flat]), steps=overlap)

@@ -158,12 +158,18 @@ class LocalTraining(Method):
 
     def _send(self, fragments: Sequence[AveragedTensors], overlap: int, *, last: bool = False) -> None:
         for fragment in fragments:
-            fragment.send(self.step, overlap, weights=self._weights(fragment), last=last)
+            # What the others left out earlier travels with the last one too.
+            senders = None if last else self._senders(fragment)
+            fragment.send(self.step, overlap, weights=self._weights(fragment), senders=senders, last=last)
         if overlap == 0:
             self._arrive(fragments)
 
     def _weights(self, fragment: AveragedTensors) -> Sequence[float] | None:
         """This group's weight in the mean of each tensor; None for that of its workers."""
+        return None
+
+    def _senders(self, fragment: AveragedTensors) -> Sequence[int] | None:
+        """The groups that trained it; None for all."""
         return None
 
     def _end_round(self) -> None:
@@ -227,7 +233,8 @@ class LocalTraining(Method):
                 self._apply(fragment)
         apart = [f for f in self.fragments if self._is_apart(f) or (last and f.aggregator.refine())]
         for fragment in apart:
-            fragment.send(self.step, 0, weights=self._weights(fragment), last=last)
+            senders = None if last else self._senders(fragment)
+            fragment.send(self.step, 0, weights=self._weights(fragment), senders=senders, last=last)
         for fragment in apart:
             self._receive(fragment)
             fragment.agree(outer=False)
