@@ -1,43 +1,97 @@
 """Accuracy against bytes for every method and composition: runs of real workers, many side by side on one GPU.
 
-    python benchmarks/hundredfold/run.py --data CIFAR_DIR --out OUT --set headline --seeds 0,1,2
+    python benchmarks/hundredfold/run.py --data CIFAR_DIR --out OUT --set defaults,rivals --seeds 0,1,2 --save-every 300
     python benchmarks/hundredfold/run.py --data CIFAR_DIR --out OUT --set search --validate
     python benchmarks/hundredfold/tables.py OUT
 
-A run that has its summary is not repeated, so a call that was cut short is continued by calling it again. With
-`--limit` no run begins after that many seconds. Where a GPU is shared, start `nvidia-cuda-mps-control -d` first.
+A run that has its summary is not repeated, and one that has a save is resumed, so a call that was cut short is
+continued by calling it again. With `--limit` no run begins after that many seconds. Where a GPU is shared, start
+`nvidia-cuda-mps-control -d` first; it admits 48 processes.
 """
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import NamedTuple
 
 from settings import SETS, Setting
 
+from thinwire.train import checkpoint
+
+
+class Job(NamedTuple):
+    """One run."""
+
+    setting: Setting
+    seed: int
+    recipe: str
+    epochs: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.setting.name}-seed{self.seed}"
+
+    @property
+    def length(self) -> int:
+        """How long it takes, roughly: workers share the GPU, and each has its own steps to start and to average."""
+        return self.epochs * self.setting.workers
+
 
 def main() -> None:
+    given = arguments()
+    given.out.mkdir(parents=True, exist_ok=True)
+    jobs = [job for job in wanted(given) if not (given.out / job.name / "summary.json").is_file()]
+    if too_wide := [job.name for job in jobs if job.setting.workers > given.workers_total]:
+        sys.exit(f"--workers-total {given.workers_total} is too few for {', '.join(too_wide)}")
+    start = time.monotonic()
+    running: dict[Future[None], int] = {}
+    with ThreadPoolExecutor(given.workers_total) as pool:
+        while jobs or running:
+            late = time.monotonic() - start > given.limit
+            while not late and (job := next_fitting(jobs, given.workers_total - sum(running.values()))):
+                jobs.remove(job)
+                running[pool.submit(train, given, job, start)] = job.setting.workers
+            if not running:
+                break
+            for ended in wait(running, return_when=FIRST_COMPLETED).done:
+                del running[ended]
+                ended.result()
+    if jobs:
+        print(f"not started within the limit: {', '.join(job.name for job in jobs)}")
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--set", required=True, help=f"names of {', '.join(SETS)}, by comma, each may be SET/NAME")
     parser.add_argument("--seeds", default="0")
-    parser.add_argument("--recipe", help="another recipe for all, with its own number of epochs")
-    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--recipe", help="another recipe for all")
+    parser.add_argument("--epochs", type=int, default=40, help="for settings that have no epochs of their own")
     parser.add_argument("--validate", action="store_true")
-    parser.add_argument("--together", type=int, default=10, help="workers that run side by side, divided by four")
-    parser.add_argument("--limit", type=float, default=float("inf"))
+    parser.add_argument("--save-every", type=int, metavar="STEPS")
+    parser.add_argument("--workers-total", type=int, default=40, help="most workers at once, over all runs")
+    parser.add_argument("--limit", type=float, default=float("inf"), metavar="SECONDS")
     given = parser.parse_args()
     if not given.data.is_dir() or not any(given.data.iterdir()):
         sys.exit(f"there is no data in {given.data}")
-    given.out.mkdir(parents=True, exist_ok=True)
-    jobs = [(setting, int(seed)) for seed in given.seeds.split(",") for setting in chosen(given.set)]
-    start = time.monotonic()
-    with ThreadPoolExecutor(given.together) as pool:
-        list(pool.map(lambda job: train(given, *job, start), jobs))
+    return given
+
+
+def wanted(given: argparse.Namespace) -> list[Job]:
+    """The jobs of all seeds, each once, the longest first: the GPU is not left to a single long run at the end."""
+    jobs = {
+        (setting.name, seed): Job(setting, int(seed), given.recipe or setting.recipe, setting.epochs or given.epochs)
+        for seed in given.seeds.split(",")
+        for setting in chosen(given.set)
+    }
+    return sorted(jobs.values(), key=lambda job: -job.length)
 
 
 def chosen(names: str) -> list[Setting]:
@@ -45,34 +99,49 @@ def chosen(names: str) -> list[Setting]:
     found = []
     for name in names.split(","):
         group, _, one = name.partition("/")
-        found += [s for s in SETS[group] if not one or s.name == one]
+        settings = [s for s in SETS.get(group, ()) if not one or s.name == one]
+        if not settings:
+            known = [s.name for s in SETS[group]] if group in SETS else list(SETS)
+            sys.exit(f"there is no {name}, choose from: {', '.join(known)}")
+        found += settings
     return found
 
 
-def train(given: argparse.Namespace, setting: Setting, seed: int, start: float) -> None:
-    """One run, unless it is there already or it is too late."""
-    recipe, epochs = given.recipe or setting.recipe, setting.epochs or given.epochs
-    folder = given.out / f"{setting.name}-seed{seed}"
-    now = time.monotonic() - start
-    if (folder / "summary.json").is_file() or now > given.limit:
-        return
-    settings = [word for field in setting.fields for word in ("--set", field)]
-    command = [
-        *("run", recipe, "--method", setting.method, *settings, "--data", given.data, "--out", folder),
-        *("--workers", setting.workers, "--seed", seed, "--epochs", epochs, "--eval-every", setting.eval_every),
-        *("--quiet", "--no-model", "--overwrite"),
-        *(["--validate"] if given.validate else []),
-    ]
-    with (given.out / f"{setting.name}-seed{seed}.log").open("w") as log:
+def next_fitting(jobs: Sequence[Job], free: int) -> Job | None:
+    """The first job that has no more workers than are free."""
+    return next((job for job in jobs if job.setting.workers <= free), None)
+
+
+def train(given: argparse.Namespace, job: Job, start: float) -> None:
+    """One run, from the beginning or from its last save."""
+    folder, now = given.out / job.name, time.monotonic() - start
+    saved = checkpoint.find(folder / "checkpoint")
+    with (given.out / f"{job.name}.log").open("a" if saved else "w") as log:
         ended = subprocess.run(
-            [sys.executable, "-m", "thinwire.cli", *map(str, command)],
+            [sys.executable, "-m", "thinwire.cli", *command(given, job, folder, resume=saved is not None)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-    took = time.monotonic() - start - now
-    print(f"{now:6.0f} s  {folder.name}  {took:.0f} s{'' if ended.returncode == 0 else '  FAILED'}", flush=True)
+    if (folder / "summary.json").is_file():
+        shutil.rmtree(folder / "checkpoint", ignore_errors=True)  # gigabytes, of no use any more
+    took, note = time.monotonic() - start - now, "  resumed" if saved else ""
+    failed = "" if ended.returncode == 0 else "  FAILED"
+    print(f"{now:6.0f} s  {job.name}  {took:.0f} s{note}{failed}", flush=True)
+
+
+def command(given: argparse.Namespace, job: Job, folder: Path, *, resume: bool) -> list[str]:
+    """The arguments of `thinwire`."""
+    setting = job.setting
+    words: list[object] = ["run", job.recipe, "--method", setting.method, "--data", given.data, "--out", folder]
+    words += [word for field in setting.fields for word in ("--set", field)]
+    words += ["--workers", setting.workers, "--seed", job.seed, "--epochs", job.epochs]
+    words += ["--eval-every", setting.eval_every, "--quiet", "--resume" if resume else "--overwrite"]
+    words += [] if setting.keeps_model else ["--no-model"]
+    words += ["--validate"] if given.validate else []
+    words += ["--save-every", given.save_every] if given.save_every else []
+    return [str(word) for word in words]
 
 
 if __name__ == "__main__":

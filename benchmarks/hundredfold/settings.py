@@ -13,19 +13,42 @@ class Setting(NamedTuple):
     recipe: str = "vgg16bn-cifar10"
     epochs: int | None = None
     eval_every: int = 195
+    keeps_model: bool = False
 
 
 def ab(name: str, *fields: str, **more: object) -> Setting:
     return Setting(f"ab-{name}", "ab", fields, **more)  # type: ignore[arg-type]
 
 
+def long(setting: Setting, epochs: int) -> Setting:
+    """The same over so many epochs, with as many evaluations."""
+    name = f"{setting.name}-{epochs}epochs"
+    return setting._replace(name=name, epochs=epochs, eval_every=round(4.88 * epochs), keeps_model=False)
+
+
+def by(setting: Setting, workers: int) -> Setting:
+    """The same by so many workers."""
+    return setting._replace(name=f"{setting.name}-{workers}workers", workers=workers)
+
+
+def of_resnet18(setting: Setting) -> Setting:
+    """The same on another model, over that recipe's own epochs."""
+    name, recipe = f"resnet18-{setting.name}", "resnet18-cifar10"
+    return setting._replace(name=name, recipe=recipe, epochs=30, eval_every=146, keeps_model=False)
+
+
+ALLREDUCE = Setting("allreduce", "allreduce", keeps_model=True)
+DEFAULT = ab("default")
+FULL = ab("full", "factor_at=none", keeps_model=True)
+PAPER = Setting("ab-paper", "ab-paper")
 CHEAP = ("warmup=0.05", "warmup_wire=lowrank:16")
 
 SETS: dict[str, list[Setting]] = {
-    "allreduce": [Setting("allreduce", "allreduce")],
+    "allreduce": [ALLREDUCE],
+    "defaults": [DEFAULT, FULL],
     "search": [
-        ab("default"),
-        ab("full", "factor_at=none"),
+        DEFAULT,
+        FULL,
         ab("match", "match_rate=true"),
         ab("moments", "moments=average"),
         ab("match-moments", "match_rate=true", "moments=average"),
@@ -55,4 +78,7 @@ SETS: dict[str, list[Setting]] = {
         Setting("topk-0.001", "topk", ("density=0.001", *CHEAP)),
         Setting("topk-0.003", "topk", ("density=0.003", *CHEAP)),
     ],
+    "resnet18": [of_resnet18(ALLREDUCE), of_resnet18(DEFAULT)],
+    "groups": [DEFAULT, *(by(DEFAULT, workers) for workers in (8, 16, 32)), PAPER, by(PAPER, 16)],
+    "length": [long(setting, epochs) for epochs in (20, 80) for setting in (DEFAULT, ALLREDUCE)],
 }

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import gang
 import small
 import thinwire
-from thinwire.experiments.models import GPT, VGG16, VGG16BN, ResNet50, ViT, library
+from thinwire.experiments.models import GPT, VGG16, VGG16BN, ResNet18, ResNet50, ViT, library
 from thinwire.experiments.models.vit import DropPath
 from thinwire.train.models import CharGPT, DigitNet, initial
 
@@ -25,6 +25,7 @@ SMALL_GPT = {"vocabulary": 40, "block": 16, "width": 24, "depth": 2, "heads": 3}
 NARROW: dict[str, Callable[[], nn.Module]] = {
     "VGG16": lambda: VGG16(width=1 / 16),
     "VGG16BN": lambda: VGG16BN(width=1 / 8),
+    "ResNet18": lambda: ResNet18(width=1 / 16),
     "ResNet50": lambda: ResNet50(classes=10, width=1 / 16, dropout=0.1),
     "ViT": lambda: ViT(classes=10, **{**MINI_VIT, "width": 48, "depth": 2}, dropout=0.1),
     "GPT": lambda: GPT(**SMALL_GPT, dropout=0.1),
@@ -40,6 +41,7 @@ def count(model: nn.Module) -> int:
     [
         (VGG16, 134_301_514),
         (VGG16BN, 15_249_354),
+        (ResNet18, 11_173_962),
         (ResNet50, 25_557_032),
         (ViT, 86_567_656),
         (lambda: ViT(classes=10, **MINI_VIT), 42_684_682),
@@ -58,6 +60,7 @@ def test_shapes_of_what_they_give(side: int) -> None:
     images = torch.randn(2, 3, side, side)
     with torch.no_grad():
         assert VGG16(classes=7, width=1 / 32)(images).shape == (2, 7)
+        assert ResNet18(classes=7, width=1 / 16)(images).shape == (2, 7)
         assert ResNet50(classes=7, width=1 / 16)(images).shape == (2, 7)
         assert ViT(**{**SMALL_VIT, "image": side, "patch": 16})(images).shape == (2, 7)
     assert VGG16BN(classes=7, width=1 / 16)(images[..., :32, :32]).shape == (2, 7)
@@ -122,22 +125,36 @@ def test_as_transformers_vit() -> None:
     agree(ViT(**SMALL_VIT), theirs, state, torch.randn(3, 3, 16, 16))
 
 
+RESNET_NAMES = {
+    r"resnet\.embedder\.embedder\.convolution": "conv1",
+    r"resnet\.embedder\.embedder\.normalization": "bn1",
+    **{rf"resnet\.encoder\.stages\.{i}\.layers": f"layer{i + 1}" for i in range(4)},
+    r"shortcut\.convolution": "downsample.0",
+    r"shortcut\.normalization": "downsample.1",
+    **{rf"layer\.{i}\.convolution": f"conv{i + 1}" for i in range(3)},
+    **{rf"layer\.{i}\.normalization": f"bn{i + 1}" for i in range(3)},
+    r"classifier\.1": "fc",
+}
+
+
 def test_as_transformers_resnet() -> None:
     transformers = pytest.importorskip("transformers")
     widths = {"embedding_size": 4, "hidden_sizes": [16, 32, 64, 128], "depths": [3, 4, 6, 3], "num_labels": 7}
     config = transformers.ResNetConfig(**widths, layer_type="bottleneck", downsample_in_bottleneck=False)
     theirs = varied(transformers.ResNetForImageClassification(config))
-    names = {
-        r"resnet\.embedder\.embedder\.convolution": "conv1",
-        r"resnet\.embedder\.embedder\.normalization": "bn1",
-        **{rf"resnet\.encoder\.stages\.{i}\.layers": f"layer{i + 1}" for i in range(4)},
-        r"shortcut\.convolution": "downsample.0",
-        r"shortcut\.normalization": "downsample.1",
-        **{rf"layer\.{i}\.convolution": f"conv{i + 1}" for i in range(3)},
-        **{rf"layer\.{i}\.normalization": f"bn{i + 1}" for i in range(3)},
-        r"classifier\.1": "fc",
-    }
-    agree(ResNet50(classes=7, width=1 / 16), theirs, renamed(theirs.state_dict(), names), torch.randn(3, 3, 64, 64))
+    agree(
+        ResNet50(classes=7, width=1 / 16), theirs, renamed(theirs.state_dict(), RESNET_NAMES), torch.randn(3, 3, 64, 64)
+    )
+
+
+def test_resnet18_as_transformers_with_the_stem_for_small_images() -> None:
+    transformers = pytest.importorskip("transformers")
+    widths = {"embedding_size": 4, "hidden_sizes": [4, 8, 16, 32], "depths": [2, 2, 2, 2], "num_labels": 7}
+    theirs = transformers.ResNetForImageClassification(transformers.ResNetConfig(**widths, layer_type="basic"))
+    embedder = theirs.resnet.embedder
+    embedder.embedder.convolution, embedder.pooler = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.Identity()
+    ours = ResNet18(classes=7, width=1 / 16)
+    agree(ours, varied(theirs), renamed(theirs.state_dict(), RESNET_NAMES), torch.randn(3, 3, 32, 32))
 
 
 LIBRARY = {

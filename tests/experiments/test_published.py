@@ -177,6 +177,7 @@ digits                    3e-3    3.0    0.9,0.999  1.0   0          64     30  
 shakespeare               6e-3    0.03   0.9,0.95   1.0   0          32     30      800     -         no
 vgg16-cifar10             3e-3    0.1    0.9,0.999  1.0   0.1        1024   150     7324    -         yes
 vgg16bn-cifar10           3e-3    0.1    0.9,0.999  1.0   0.1        1024   150     7324    -         yes
+resnet18-cifar10          3e-3    0.1    0.9,0.999  1.0   0.1        1024   30      1465    -         yes
 minivit-cifar10           1e-4    0.01   0.9,0.999  -     0.1        1024   125     6104    -         yes
 minivit-cifar10-tuned     2e-4    0.01   0.9,0.999  -     0.1        1024   125     6104    -         yes
 minivit-cifar100          1e-3    0.05   0.9,0.999  -     0.1        1024   125     6104    -         yes
@@ -201,6 +202,7 @@ digits                    1.5            -          3e-5    1        warm-up
 shakespeare               1.5            -          6e-5    1        warm-up
 vgg16-cifar10             10             -          0       1        start
 vgg16bn-cifar10           10             -          0       1        start
+resnet18-cifar10          2              -          0       1        start
 minivit-cifar10           10             1e-5       1e-5    1        start
 minivit-cifar10-tuned     17             8e-5       8e-4    0.4      start
 minivit-cifar100          10             -          1e-5    1        warm-up
@@ -274,6 +276,7 @@ SHOWN = read("""
 recipe                    mean_of   scale    rand_augment  pad  flip  erase  crop  crop_pct  area
 vgg16-cifar10             0.491400  -        -             4    yes   0      -     -         -
 vgg16bn-cifar10           0.491400  -        -             4    yes   0      -     -         -
+resnet18-cifar10          0.491400  -        -             4    yes   0      -     -         -
 minivit-cifar10           0.491400  0.8,1.0  9             0    yes   0.25   -     -         -
 minivit-cifar10-tuned     0.491400  0.8,1.0  9             0    yes   0.25   -     -         -
 minivit-cifar100          0.507075  0.8,1.0  9             0    yes   0.25   -     -         -

@@ -3,7 +3,7 @@
 Nothing else in the package imports this one; its recipes are found by name, as those of any other package are.
 """
 
-from thinwire.experiments.cifar import mini_vit, mini_vit_tuned, small_vit, vgg16, vgg16_bn
+from thinwire.experiments.cifar import mini_vit, mini_vit_tuned, resnet18, small_vit, vgg16, vgg16_bn
 from thinwire.experiments.imagenet import resnet50_global, resnet50_local, vit_b16_global, vit_b16_local, vit_b16_oialr
 from thinwire.experiments.series import autoformer, autoformer_tuned
 from thinwire.experiments.text import gpt, gpt_124m
@@ -15,6 +15,7 @@ __all__ = [
     "gpt_124m",
     "mini_vit",
     "mini_vit_tuned",
+    "resnet18",
     "resnet50_global",
     "resnet50_local",
     "small_vit",
