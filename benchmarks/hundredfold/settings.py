@@ -1,6 +1,9 @@
 """What is compared, by sets."""
 
+from pathlib import Path
 from typing import NamedTuple
+
+HERE = Path(__file__).parent
 
 
 class Setting(NamedTuple):
@@ -18,6 +21,16 @@ class Setting(NamedTuple):
 
 def ab(name: str, *fields: str, **more: object) -> Setting:
     return Setting(f"ab-{name}", "ab", fields, **more)  # type: ignore[arg-type]
+
+
+def six(name: str, *fields: str) -> Setting:
+    """Factored at 60 % of the run, so that what happens afterwards is seen for longer."""
+    return ab(name, "factor_at=0.6", *fields)
+
+
+def at_constant_rate(setting: Setting) -> Setting:
+    """The same without annealing."""
+    return setting._replace(name=f"{setting.name}-constant", recipe=f"{HERE / 'constant.py'}:vgg16_bn", epochs=20)
 
 
 def long(setting: Setting, epochs: int) -> Setting:
@@ -47,26 +60,27 @@ SETS: dict[str, list[Setting]] = {
     "allreduce": [ALLREDUCE],
     "defaults": [DEFAULT, FULL],
     "search": [
-        DEFAULT,
         FULL,
-        ab("match", "match_rate=true"),
-        ab("moments", "moments=average"),
-        ab("match-moments", "match_rate=true", "moments=average"),
-        ab("both", "train=both"),
-        ab("split", "train=split"),
-        ab("every12", "every=12"),
-        ab("int4", "wire=int4"),
+        six("at60"),
         ab("at50", "factor_at=0.5"),
         ab("at75", "factor_at=0.75"),
-        ab("target5", "target=5"),
-        ab("recut8", "redecompose=8"),
-        ab("grow", "every_max=96"),
-        ab("radial", "outer=radial"),
-        ab("none", "outer=none"),
-        ab("overlap4", "overlap=4"),
         ab("start", "factor_at=0.05"),
-        ab("both-match", "train=both", "match_rate=true"),
+        six("match", "match_rate=true"),
+        six("moments", "moments=average"),
+        six("match-moments", "match_rate=true", "moments=average"),
+        six("both", "train=both"),
+        six("both-match", "train=both", "match_rate=true"),
+        six("split", "train=split"),
+        six("every12", "every=12"),
+        six("int4", "wire=int4"),
+        six("target5", "target=5"),
+        six("recut8", "redecompose=8"),
+        six("grow", "every_max=96"),
+        six("radial", "outer=radial"),
+        six("none", "outer=none"),
+        six("overlap4", "overlap=4"),
     ],
+    "constant": [at_constant_rate(s) for s in (six("at60"), six("split", "train=split"), six("both", "train=both"))],
     "rivals": [
         Setting("localsgd-24-int4", "localsgd", ("every=24", "wire=int4", *CHEAP)),
         Setting("localsgd-24-int2", "localsgd", ("every=24", "wire=int2", *CHEAP)),
