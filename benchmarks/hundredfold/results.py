@@ -1,0 +1,112 @@
+"""One row per finished run, compact enough to be kept: tables and pictures need nothing else."""
+
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from thinwire.methods.registry import METHODS
+from thinwire.report.records import read_records, read_run
+
+Row = dict[str, Any]
+
+_OF_THE_RUN = ("total_steps", "group_size", "clip")
+"""Fields of a config that follow from the recipe and the workers."""
+
+
+def read(folders: Iterable[Path]) -> dict[str, Any]:
+    """The finished runs in these folders, and the defaults that their settings differ from."""
+    rows: dict[tuple[str, ...], Row] = {}
+    for path in [path for folder in folders for path in sorted(folder.glob("*/summary.json"))]:
+        row = _row(path.parent)
+        key = (row["name"], row["recipe"], row["split"], str(row["steps"]), str(row["seed"]))
+        if key in rows:
+            sys.exit(f"{path.parent} and another folder hold the same run, {' '.join(key)}; give one of them")
+        rows[key] = row
+    if not rows:
+        sys.exit("there is no finished run")
+    methods = sorted({row["method"] for row in rows.values()})
+    return {"defaults": {method: _defaults(method) for method in methods}, "runs": list(rows.values())}
+
+
+def write(path: Path, results: dict[str, Any]) -> None:
+    """As JSON, one line per run."""
+    lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in results["runs"])
+    path.write_text(f'{{"defaults":{json.dumps(results["defaults"])},\n"runs":[\n{lines}\n]}}\n', encoding="utf-8")
+
+
+def _row(folder: Path) -> Row:
+    summary, records = read_run(folder).summary, read_records(folder / "records.jsonl")
+    evaluations = [r for r in records if r["kind"] == "evaluation" and r["model"] != "finished"]
+    averages = [[r["step"], round(r["ratio"], 4)] for r in records if r["kind"] == "agreement"]
+    same = ("method", "recipe", "split", "seed", "steps", "accuracy", "accuracy_before_truncation", "compression")
+    traffic = summary["traffic"]
+    return {
+        "name": re.sub(r"-seed\d+$", "", folder.name),
+        **{field: summary[field] for field in same},
+        "workers": summary["world_size"],
+        "groups": len(summary["groups"]),
+        "config": _differences(summary["method"], summary["config"]),
+        "bytes": summary["traffic_vs_allreduce_fp32"],
+        "ideal": summary["traffic_vs_ideal_fp32"],
+        "sent": traffic["slow_bytes"] - traffic["by_purpose"].get("evaluate", {}).get("slow_bytes", 0),
+        "parameters_final": summary["parameters_final"],
+        "wall_s": round(summary["wall_s"]),
+        "phases": _phases(records),
+        "curve": [[r["step"], r["phase"], r["accuracy"]] for r in evaluations],
+        "agreement": averages,
+    }
+
+
+def _phases(records: Iterable[Row]) -> list[list[Any]]:
+    """The first step of each stretch of steps in one phase."""
+    found: list[list[Any]] = []
+    for record in records:
+        if record["kind"] == "step" and (not found or found[-1][1] != record["phase"]):
+            found.append([record["step"], record["phase"]])
+    return found
+
+
+def _defaults(method: str) -> dict[str, Any]:
+    """The fields of a method's config that have a default, as plain values."""
+    found = {}
+    for field in dataclasses.fields(METHODS[method].config):
+        if field.name not in _OF_THE_RUN and field.default is not dataclasses.MISSING:
+            value = field.default
+            value = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
+            found[field.name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def _differences(method: str, config: dict[str, Any]) -> dict[str, Any]:
+    usual = _defaults(method)
+    return {name: value for name, value in config.items() if name in usual and value != usual[name]}
+
+
+def by_name(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows of each setting, in order of appearance, all-reduce first."""
+    groups: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row["method"] != "allreduce"):
+        groups.setdefault(row["name"], []).append(row)
+    return groups
+
+
+def differences(own: Iterable[Row], rows: Iterable[Row]) -> list[float]:
+    """Accuracy less that of all-reduce with the same seed, recipe, length and data."""
+    alike = ("recipe", "split", "steps", "seed")
+    known = {tuple(row[field] for field in alike): row["accuracy"] for row in rows if _is_fp32_allreduce(row)}
+    keys = [(tuple(row[field] for field in alike), row["accuracy"]) for row in own]
+    return [accuracy - known[key] for key, accuracy in keys if key in known]
+
+
+def mean_and_spread(values: list[float]) -> tuple[float, float]:
+    """The mean, and the standard deviation if there are several."""
+    return fmean(values), stdev(values) if len(values) > 1 else 0.0
+
+
+def _is_fp32_allreduce(row: Row) -> bool:
+    return row["method"] == "allreduce" and not row["config"]
