@@ -71,26 +71,38 @@ class ABMethod(Factoring, LocalTraining):
     def attach(self) -> None:
         """Begin with the warm-up; one of no steps is over at once."""
         super().attach()
-        if self.config.target is not None:
-            least = smallest_size(self.full_size, self.layers)
-            if self.must_factor and self.full_size / least < self.config.target:
-                raise ConfigError(
-                    f"`target`={self.config.target!r} cannot be reached: with rank 1 in every layer that can be "
-                    f"factored the model is {math.floor(100 * self.full_size / least) / 100:g} times smaller; use at "
-                    "most that, or keep fewer layers full"
-                )
+        if self.must_factor:
+            self._check_target()
         self._separate_if_due()
 
     def after_step(self) -> None:
         """Exchange what is due, and change shapes where that is due too."""
+        if self.usage.is_watching and self.phase != "factored":
+            self.agree_on_order()
+            self.find_layers()
+            if self.must_factor:
+                self._check_target()  # now, not when most of the run is over
         super().after_step()
         LocalTraining.after_step(self)
         self.warn_past_end()
 
     def factor_now(self) -> None:
         """Make factors of the weights at the next average; collective."""
+        self.wire.barrier("factor_now()")
         self.check_counters()
+        self.refuse_nothing_to_factor()
+        self._check_target()
         self.requested = True
+
+    def _check_target(self) -> None:
+        """Refuse a target that the layers, as they are known now, do not allow."""
+        least = smallest_size(self.full_size, self.layers)
+        if self.config.target is not None and self.full_size / least < self.config.target:
+            raise ConfigError(
+                f"`target`={self.config.target!r} cannot be reached: with rank 1 in every layer that can be "
+                f"factored the model is {math.floor(100 * self.full_size / least) / 100:g} times smaller; use at "
+                "most that, or keep fewer layers full"
+            )
 
     def finish(self, cutoff: float | None) -> None:
         """One model again; cut it once more if it has factors, or where a cutoff is given."""
@@ -234,7 +246,7 @@ class ABMethod(Factoring, LocalTraining):
     def _scale(self, p: nn.Parameter, other: nn.Parameter) -> Tensor | None:
         if not self.rates.is_normalised(p):
             return None
-        return math.sqrt(max(other.shape)) / other.detach().norm()
+        return (math.sqrt(max(other.shape)) / other.detach().norm()).nan_to_num(posinf=1.0)
 
     # Weights of groups.
 
@@ -298,9 +310,7 @@ class ABMethod(Factoring, LocalTraining):
     def _to_factors(self, layer: Layer, a: Tensor, b: Tensor) -> None:
         """Give a layer these factors; their optimizer state is this group's own, transformed."""
         old, states = layer.parameters, [self.optimizers.state_of(p) for p in layer.parameters]
-        if not all(states):  # never trained yet
-            carried: tuple[dict[str, Any], ...] = ({}, {})
-        elif layer.is_factored:
+        if layer.is_factored:
             carried = moments.recut_factors(states, [p.detach() for p in old], (a, b))
         else:
             carried = moments.factors_from_full(states[0], layer.view, a, b)
