@@ -174,7 +174,7 @@ class ABMethod(Factoring, LocalTraining):
         super()._end_round()
 
     def _merge(self, *, last: bool = False) -> None:
-        self._losses = self._observed_losses()
+        self._losses = self._observed_losses(out_of_turn=True)
         super()._merge(last=last)
 
     # Which factor is trained.
@@ -250,12 +250,14 @@ class ABMethod(Factoring, LocalTraining):
 
     # Weights of groups.
 
-    def _observed_losses(self) -> list[float] | None:
-        """Each group's mean loss, where groups are weighted by it."""
+    def _observed_losses(self, *, out_of_turn: bool = False) -> list[float] | None:
+        """Each group's mean loss, where groups are weighted by it; there may be none yet since the last average."""
         if self.config.merge != "weighted" or self.in_sync:
             return None
         reports = refuse_diverged(self.wire, self.model, self.observed, self.step)
         sums = [[sum(reports[rank][i] for rank in group) for i in (0, 1)] for group in self.topology.groups]
+        if out_of_turn and not any(count for _, count in sums):
+            return None
         if not all(count for _, count in sums):
             raise ConfigError("merge='weighted' needs losses: call replica.observe(loss) after each backward pass")
         return [loss / count for loss, count in sums]
