@@ -434,13 +434,14 @@ def test_rounds_grow_as_the_rate_falls_and_all_workers_agree_on_them(name: str) 
     workers = [worker[name] for worker in found(growing)]
     periods = [row[1] for row in workers[0][0]]
     assert all([row[1] for row in seen] == periods for seen, _ in workers)
-    assert periods == sorted(periods) and periods[0] < periods[-1] <= 9
+    assert periods[0] < max(periods) <= 9
+    assert name == "ab" or periods == sorted(periods), "AB's are shorter just before weights become factors"
     assert alike(bits for _, bits in workers)
     if name != "diloco":
-        agreed = [step for step in range(1, 33) if alike(seen[step - 1][0] for seen, _ in workers)]
+        agreed = [step for step in range(1, 28) if alike(seen[step - 1][0] for seen, _ in workers)]
         assert [b - a for a, b in itertools.pairwise(agreed)] == [
             periods[step - 1] for step in agreed[:-1]
-        ], "averages are as far apart as rounds are long"
+        ], "averages are as far apart as rounds are long; at a rate of zero all steps are alike"
     if name == "ab":
         assert [row[2] for row in workers[0][0]].index("factored") == 19
 
