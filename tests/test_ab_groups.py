@@ -132,12 +132,17 @@ def exact(rank: int, folder: Path) -> Any:
     """Weights that each worker would have had, and those that it had after the average, at steps 8 and 14."""
     rows = []
     for group_size, train in ((1, "alternate"), (2, "alternate"), (1, "split")):
-        replica, optimizer, model = start(ab(**EXACT, group_size=group_size, train=train, redecompose=9), make=plain_sgd)
+        replica, optimizer, model = start(
+            ab(**EXACT, group_size=group_size, train=train, redecompose=9), make=plain_sgd
+        )
         for number in range(STEPS):
             x, y = small.batch(rank, number)
             optimizer.zero_grad()
             F.cross_entropy(replica(x), y).backward()
-            moved = {n: p.detach() - 0.1 * p.grad if p.grad is not None else p.detach().clone() for n, p in model.named_parameters()}
+            moved = {
+                n: p.detach() - 0.1 * p.grad if p.grad is not None else p.detach().clone()
+                for n, p in model.named_parameters()
+            }
             optimizer.step()
             if number in (7, 13):
                 rows.append((group_size, train, moved, small.clone(model)))
@@ -174,7 +179,9 @@ def every_step(rank: int, folder: Path) -> Any:
             for _ in small.walk(replica, optimizer, rank, 6):
                 pass
             models.append(model)
-        pairs.append(max(float((p - q).detach().abs().max()) for p, q in zip(*(m.parameters() for m in models), strict=True)))
+        pairs.append(
+            max(float((p - q).detach().abs().max()) for p, q in zip(*(m.parameters() for m in models), strict=True))
+        )
     return pairs
 
 
@@ -195,7 +202,9 @@ def refined(rank: int, folder: Path) -> Any:
             pass
         first = small.clone(model)
         rows.append((wire, first, small.clone(replica.finish())))
-        replica, optimizer, model = start(ab(wire=wire, every=9, warmup=0, factor_at=8, outer=None, group_size=group_size))
+        replica, optimizer, model = start(
+            ab(wire=wire, every=9, warmup=0, factor_at=8, outer=None, group_size=group_size)
+        )
         method, seen = replica._method, []
         honest_send, honest_factor = method._send, method._factor
         method._send = lambda *a, **k: (seen.append(small.clone(model)), honest_send(*a, **k))  # noqa: B023
@@ -347,7 +356,9 @@ def test_where_agreed_values_are_held_changes_nothing() -> None:
 @case
 def weighted(rank: int, folder: Path) -> Any:
     """Losses 1, 2 and 4 by worker; and nobody reports any."""
-    replica, optimizer, model = start(ab(**EXACT, merge="weighted", group_size=1, warmup=0, factor_at=None), make=plain_sgd)
+    replica, optimizer, model = start(
+        ab(**EXACT, merge="weighted", group_size=1, warmup=0, factor_at=None), make=plain_sgd
+    )
     for number in range(3):
         x, y = small.batch(rank, number)
         optimizer.zero_grad()
@@ -420,7 +431,7 @@ def growing(rank: int, folder: Path) -> Any:
     }
     for name, config in kinds.items():
         replica, optimizer, model = start(config)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: max(0.0, 1 - s / (30 - (rank == 1))))  # noqa: B023
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: max(0.0, 1 - s / (30 - (rank == 1))))
         seen = []
         for _ in small.walk(replica, optimizer, rank, 32):
             schedule.step()
@@ -439,9 +450,9 @@ def test_rounds_grow_as_the_rate_falls_and_all_workers_agree_on_them(name: str) 
     assert alike(bits for _, bits in workers)
     if name != "diloco":
         agreed = [step for step in range(1, 28) if alike(seen[step - 1][0] for seen, _ in workers)]
-        assert [b - a for a, b in itertools.pairwise(agreed)] == [
-            periods[step - 1] for step in agreed[:-1]
-        ], "averages are as far apart as rounds are long; at a rate of zero all steps are alike"
+        assert [b - a for a, b in itertools.pairwise(agreed)] == [periods[step - 1] for step in agreed[:-1]], (
+            "averages are as far apart as rounds are long; at a rate of zero all steps are alike"
+        )
     if name == "ab":
         assert [row[2] for row in workers[0][0]].index("factored") == 19
 

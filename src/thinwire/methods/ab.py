@@ -61,6 +61,7 @@ class ABMethod(Factoring, LocalTraining):
         """Averages since weights became factors."""
         self._losses: list[float] | None = None
         self.rates = RateMatching(context, self._scales)
+        context.on_release.append(self._unfreeze)
 
     @classmethod
     def role(cls, config: AB, topology: Topology) -> Hashable:
@@ -226,6 +227,11 @@ class ABMethod(Factoring, LocalTraining):
                 factor.requires_grad_(kind in trained)
                 factor.grad = None
 
+    def _unfreeze(self) -> None:
+        for layer in self.factored:
+            for factor in layer.factors:
+                factor.requires_grad_(True)
+
     def _change_sides(self) -> None:
         """Train other factors from now on, and average their gradients inside the group."""
         self._freeze()
@@ -284,7 +290,8 @@ class ABMethod(Factoring, LocalTraining):
             self.find_layers()
         self.free_memory()
         for layer, factors in self._find_factors():
-            self._to_factors(layer, *factors)
+            if self.wire.is_simulated or factors[0].any():  # factors of zeros have no gradients
+                self._to_factors(layer, *factors)
         if first and self.config.target is None:
             self.warn_if_nothing_factored(self.config.cutoff)
         if self.config.moments == "average":
