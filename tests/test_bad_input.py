@@ -19,7 +19,7 @@ from torch import nn
 import gang
 import small
 import thinwire
-from thinwire import AllReduce, ConfigError, DisagreementError, DivergedError
+from thinwire import AllReduce, ConfigError, DisagreementError, DivergedError, ThinwireError
 from thinwire.comm.topology import place
 from thinwire.config import PaperAB
 from thinwire.recipes import named
@@ -120,6 +120,88 @@ def test_switches_are_true_or_false(field: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         PaperAB(total_steps=100, **{field: value})
     assert says(str(caught.value), f"`{field}`={value!r}", "True or False")
+
+
+AB_REFUSES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "factors in the warm-up": (
+        {"warmup": 20, "factor_at": 10},
+        ("`factor_at`=10 is step 10, before the warm-up ends at step 20", "use factor_at=20"),
+    ),
+    "as a share": ({"warmup": 0.2, "factor_at": 0.1}, ("`factor_at`=0.1 is step 10", "use factor_at=20")),
+    "factors beyond the end": ({"factor_at": 150}, ("`factor_at`=150 is step 150", "use at most 76, or None")),
+    "factors at the end": ({"factor_at": 100}, ("`total_steps`=100", "use at most 76, or None")),
+    "factors for less than a round": ({"factor_at": 77}, ("less than `every`=24", "use at most 76, or None")),
+    "negative": ({"factor_at": -1}, ("`factor_at`=-1", "a fraction from 0 to below 1, or a whole number of steps")),
+    "half a step": ({"factor_at": 5.5}, ("`factor_at`=5.5", "a whole number of steps")),
+    "not a number": ({"factor_at": "late"}, ("`factor_at`='late'", "a whole number of steps")),
+    "a switch": ({"factor_at": True}, ("`factor_at`=True", "a whole number of steps")),
+    "rounds too long": ({"every": 96}, ("`every`=96", "`total_steps`=100", "use every=95 or less")),
+    "all warm-up": ({"warmup": 100}, ("`warmup`=100", "shorten the warm-up")),
+    "no rounds": ({"every": 0}, ("`every`=0 must be a whole number from 1 on",)),
+    "shorter than short": ({"every_max": 5}, ("`every_max`=5 must be a whole number from 24 on",)),
+    "never cut": ({"redecompose": 0}, ("`redecompose`=0 must be a whole number from 1 on",)),
+    "half a cut": ({"redecompose": 1.5}, ("`redecompose`=1.5 must be a whole number",)),
+    "a target of 1": ({"target": 1}, ("`target`=1 must be above 1", "try 5")),
+    "a target below": ({"target": 0.2}, ("`target`=0.2 must be above 1", "try 5")),
+    "no number as a target": ({"target": math.nan}, ("`target`=nan must be above 1",)),
+    "an unknown side": ({"train": "A"}, ("`train`='A' is not known, choose from: alternate, split, both",)),
+    "merge": ({"merge": "trained"}, ("`merge`='trained'", "choose from: mean, weighted")),
+    "moments": ({"moments": "reset"}, ("`moments`='reset'", "choose from: keep, average")),
+    "outer": ({"outer": 0.5}, ("`outer`=0.5 must be None", "thinwire.Radial()")),
+    "overlap": ({"overlap": 24}, ("`overlap`=24 must be below `every`=24",)),
+    "offload": ({"offload": "cpu"}, ("`offload`='cpu' must be True or False",)),
+    "total": ({"total_steps": 0}, ("`total_steps`=0 must be a whole number from 1 on",)),
+    "cutoff": ({"cutoff": 1}, ("`cutoff`=1 must be between 0 and 1",)),
+    "an old name": ({"group_steps": 5}, ("group_steps", "every")),
+    "of the paper": ({"rebound": 5}, ("rebound", "AB.paper(rebound=…)")),
+}
+
+
+@pytest.mark.parametrize("what", AB_REFUSES)
+def test_ab_says_what_it_was_given_and_what_to_do(what: str) -> None:
+    fields, parts = AB_REFUSES[what]
+    with pytest.raises((ConfigError, TypeError)) as caught:
+        thinwire.AB(**{"total_steps": 100, **fields})
+    message = str(caught.value)
+    assert says(message, *parts), message
+    assert "\n" not in message and not message.endswith("."), "one sentence"
+
+
+class Turned(nn.Module):
+    """A network whose outputs are multiplied by complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.phase = small.mlp(), nn.Parameter(torch.zeros(10, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        return x + (x * self.phase).real + self.phase.imag
+
+
+def carries_complex(rank: int) -> list[str]:
+    """By code of the warm-up; those of averages carry both parts as numbers."""
+    found = []
+    for code in ("lowrank:2", "int8", "fp32"):
+        model = Turned()
+        optimizer = small.sgd(model)
+        config = thinwire.AB(total_steps=20, warmup=2, every=3, warmup_wire=code, group_size=1, cutoff=0.6)
+        try:
+            replica = thinwire.attach(model, optimizer, config)
+            for _ in small.walk(replica, optimizer, rank, 6):
+                pass
+            assert model.phase.abs().sum() > 0
+            found.append("")
+        except ThinwireError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_code_that_cannot_carry_complex_numbers_is_refused_at_once() -> None:
+    for messages in gang.run(carries_complex, 2):
+        for code, message in zip(("lowrank:2", "int8"), messages, strict=False):
+            assert says(message, f"'{code}' cannot carry", "complex parameter 'phase'", "use 'fp32' or 'bf16'")
+        assert not messages[2], messages[2]
 
 
 def test_configs_are_frozen_and_by_keyword() -> None:

@@ -63,8 +63,9 @@ def recut_factors(states: Sequence[State], old: Sequence[Tensor], new: Sequence[
     """
     (a, b), (new_a, new_b) = ([wide(t) for t in pair] for pair in (old, new))
     sigma = new_a.square().sum(0)  # (k',)
-    d = (new_a.t() @ a) / sigma[:, None]  # (k', m) @ (m, k)
-    c = (b @ new_b.t()) / sigma  # (k, n) @ (n, k')
+    inverse = torch.where(sigma > 0, 1 / sigma, 0.0)  # weights of zeros have no direction to follow
+    d = (new_a.t() @ a) * inverse[:, None]  # (k', m) @ (m, k)
+    c = (b @ new_b.t()) * inverse  # (k, n) @ (n, k')
     state_a = transport(states[0], lambda moment, power: moment @ power(d).t())
     return state_a, transport(states[1], lambda moment, power: power(c).t() @ moment)
 

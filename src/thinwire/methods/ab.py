@@ -61,6 +61,7 @@ class ABMethod(Factoring, LocalTraining):
         """Averages since weights became factors."""
         self._losses: list[float] | None = None
         self.rates = RateMatching(context, self._scales)
+        context.on_release.append(self._unfreeze)
 
     @classmethod
     def role(cls, config: AB, topology: Topology) -> Hashable:
@@ -71,26 +72,38 @@ class ABMethod(Factoring, LocalTraining):
     def attach(self) -> None:
         """Begin with the warm-up; one of no steps is over at once."""
         super().attach()
-        if self.config.target is not None:
-            least = smallest_size(self.full_size, self.layers)
-            if self.must_factor and self.full_size / least < self.config.target:
-                raise ConfigError(
-                    f"`target`={self.config.target!r} cannot be reached: with rank 1 in every layer that can be "
-                    f"factored the model is {math.floor(100 * self.full_size / least) / 100:g} times smaller; use at "
-                    "most that, or keep fewer layers full"
-                )
+        if self.must_factor:
+            self._check_target()
         self._separate_if_due()
 
     def after_step(self) -> None:
         """Exchange what is due, and change shapes where that is due too."""
+        if self.usage.is_watching and self.phase != "factored":
+            self.agree_on_order()
+            self.find_layers()
+            if self.must_factor:
+                self._check_target()  # now, not when most of the run is over
         super().after_step()
         LocalTraining.after_step(self)
         self.warn_past_end()
 
     def factor_now(self) -> None:
         """Make factors of the weights at the next average; collective."""
+        self.wire.barrier("factor_now()")
         self.check_counters()
+        self.refuse_nothing_to_factor()
+        self._check_target()
         self.requested = True
+
+    def _check_target(self) -> None:
+        """Refuse a target that the layers, as they are known now, do not allow."""
+        least = smallest_size(self.full_size, self.layers)
+        if self.config.target is not None and self.full_size / least < self.config.target:
+            raise ConfigError(
+                f"`target`={self.config.target!r} cannot be reached: with rank 1 in every layer that can be "
+                f"factored the model is {math.floor(100 * self.full_size / least) / 100:g} times smaller; use at "
+                "most that, or keep fewer layers full"
+            )
 
     def finish(self, cutoff: float | None) -> None:
         """One model again; cut it once more if it has factors, or where a cutoff is given."""
@@ -162,7 +175,7 @@ class ABMethod(Factoring, LocalTraining):
         super()._end_round()
 
     def _merge(self, *, last: bool = False) -> None:
-        self._losses = self._observed_losses()
+        self._losses = self._observed_losses(out_of_turn=True)
         super()._merge(last=last)
 
     # Which factor is trained.
@@ -214,6 +227,11 @@ class ABMethod(Factoring, LocalTraining):
                 factor.requires_grad_(kind in trained)
                 factor.grad = None
 
+    def _unfreeze(self) -> None:
+        for layer in self.factored:
+            for factor in layer.factors:
+                factor.requires_grad_(True)
+
     def _change_sides(self) -> None:
         """Train other factors from now on, and average their gradients inside the group."""
         self._freeze()
@@ -234,16 +252,18 @@ class ABMethod(Factoring, LocalTraining):
     def _scale(self, p: nn.Parameter, other: nn.Parameter) -> Tensor | None:
         if not self.rates.is_normalised(p):
             return None
-        return math.sqrt(max(other.shape)) / other.detach().norm()
+        return (math.sqrt(max(other.shape)) / other.detach().norm()).nan_to_num(posinf=1.0)
 
     # Weights of groups.
 
-    def _observed_losses(self) -> list[float] | None:
-        """Each group's mean loss, where groups are weighted by it."""
+    def _observed_losses(self, *, out_of_turn: bool = False) -> list[float] | None:
+        """Each group's mean loss, where groups are weighted by it; there may be none yet since the last average."""
         if self.config.merge != "weighted" or self.in_sync:
             return None
         reports = refuse_diverged(self.wire, self.model, self.observed, self.step)
         sums = [[sum(reports[rank][i] for rank in group) for i in (0, 1)] for group in self.topology.groups]
+        if out_of_turn and not any(count for _, count in sums):
+            return None
         if not all(count for _, count in sums):
             raise ConfigError("merge='weighted' needs losses: call replica.observe(loss) after each backward pass")
         return [loss / count for loss, count in sums]
@@ -277,7 +297,8 @@ class ABMethod(Factoring, LocalTraining):
             self.find_layers()
         self.free_memory()
         for layer, factors in self._find_factors():
-            self._to_factors(layer, *factors)
+            if self.wire.is_simulated or factors[0].any():  # factors of zeros have no gradients
+                self._to_factors(layer, *factors)
         if first and self.config.target is None:
             self.warn_if_nothing_factored(self.config.cutoff)
         if self.config.moments == "average":
@@ -305,9 +326,7 @@ class ABMethod(Factoring, LocalTraining):
     def _to_factors(self, layer: Layer, a: Tensor, b: Tensor) -> None:
         """Give a layer these factors; their optimizer state is this group's own, transformed."""
         old, states = layer.parameters, [self.optimizers.state_of(p) for p in layer.parameters]
-        if not all(states):  # never trained yet
-            carried: tuple[dict[str, Any], ...] = ({}, {})
-        elif layer.is_factored:
+        if layer.is_factored:
             carried = moments.recut_factors(states, [p.detach() for p in old], (a, b))
         else:
             carried = moments.factors_from_full(states[0], layer.view, a, b)

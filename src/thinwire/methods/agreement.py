@@ -95,6 +95,8 @@ class Agreement:
 
     def _warn(self, step: int) -> None:
         limit = math.sqrt(len(self.wire.topology.groups))
+        if self._noisy == _PATIENCE:  # said once
+            return
         self._noisy = self._noisy + 1 if self.ratio is not None and self.ratio > _NOISE * limit else 0
         if self._noisy == _PATIENCE and not self.wire.topology.rank:
             log.warning(

@@ -119,7 +119,10 @@ class AveragedTensors:
         if self.agreed is not None:
             flat.sub_(self.agreed)
             self._describe(flat, weights)
-        if weights is not None and len(self.wire.topology.groups) > 1:
+        weighted = weights is not None and len(self.wire.topology.groups) > 1
+        if isinstance(self.aggregator, Exact):
+            self.aggregator.weighted = weighted
+        if weights is not None and weighted:
             self._weigh(flat, weights)
         self.aggregator.choose_senders(senders)
         if last:
@@ -127,9 +130,7 @@ class AveragedTensors:
         self.aggregator.begin(self._parts, healthy=self._is_flat or all_finite([flat]), steps=overlap)
 
     def _weigh(self, flat: Tensor, weights: Sequence[float]) -> None:
-        if isinstance(self.aggregator, Exact):
-            self.aggregator.weighted = True
-        else:  # it weighs by the number of workers
+        if not isinstance(self.aggregator, Exact):  # it weighs by the number of workers
             topology = self.wire.topology
             weights = [weight * topology.world_size / len(topology.group) for weight in weights]
         torch._foreach_mul_(_views(flat, self._shapes), list(weights))
@@ -259,7 +260,7 @@ class AveragedTensors:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore everything at the end, except the tensors themselves."""
-        names = ("pending", "momentum", "agreed", "scratch", "level")
+        names = ("pending", "momentum", "agreed", "scratch", "level", "lengths", "sketches")
         before = {name: getattr(self, name) for name in names}
         copies = {name: t.clone() for name, t in before.items() if isinstance(t, Tensor)}
         kept = [{n: t.clone() for n, t in s.items()} for s in (self.aggregator.shared(), self.aggregator.local())]
@@ -292,6 +293,8 @@ class AveragedTensors:
             "momentum": self.momentum,
             "received": self.scratch if pending is not None else None,
             "own": pending.own if pending is not None else None,
+            "lengths": self.lengths if pending is not None else None,
+            "sketches": self.sketches if pending is not None else None,
             "aggregator": self.aggregator.shared(),
         }
         return {"shared": shared, "local": self.aggregator.local()}
@@ -309,6 +312,7 @@ class AveragedTensors:
             sent, overlap = shared["pending"]
             self.pending = PendingAverage(sent, overlap, received=True, own=shared["own"])
             self.scratch = shared["received"]
+            self.lengths, self.sketches = shared["lengths"], shared["sketches"]
         self.aggregator.load(shared["aggregator"], local)
 
 

@@ -207,8 +207,10 @@ class LocalTraining(Method):
             average_moments(self.wire, self.optimizers, list(self.model.parameters()), self.weight)
 
     def _apply(self, fragment: AveragedTensors, gain: Tensor | None = None) -> None:
-        pending = fragment.agree(gains=gain, outer=self._was_trained(fragment))
-        mixes = pending.overlap and self._trains(fragment)
+        assert fragment.pending is not None, "nothing was received"
+        overlap = fragment.pending.overlap  # only what was trained is sent so, though it may be paused by now
+        fragment.agree(gains=gain, outer=bool(overlap) or self._was_trained(fragment))
+        mixes = overlap and self._trains(fragment)
         fragment.move(1 - self.config.mix if mixes else 1.0, self.step)
 
     def _trains(self, fragment: AveragedTensors) -> bool:

@@ -40,15 +40,20 @@ class Factoring(Method):
     def attach(self) -> None:
         """Find the layers, and watch the order in which a forward pass uses them."""
         self.find_layers()
-        if not self.layers and self.must_factor:
+        if self.must_factor:
+            self.refuse_nothing_to_factor()
+        warn_unmatched_patterns(self.model, self.config.keep)
+        self.usage.watch()
+        self.gradients.together(self.config.warmup_wire)
+
+    def refuse_nothing_to_factor(self) -> None:
+        """Refuse a model without layers to factor."""
+        if not self.layers:
             reasons = ", ".join(f"{kept.name} ({kept.why})" for kept in self.kept) or "it has no weight matrices"
             raise ConfigError(
                 f"nothing to factor in this model: {reasons}; a small model may want keep_first=False or "
                 "keep_last=False"
             )
-        warn_unmatched_patterns(self.model, self.config.keep)
-        self.usage.watch()
-        self.gradients.together(self.config.warmup_wire)
 
     def after_step(self) -> None:
         """From the first step on the order of use is known."""

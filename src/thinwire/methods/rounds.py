@@ -28,7 +28,7 @@ class Round:
             return
         rate = max(float(group["lr"]) for _, group in self.optimizers.groups)
         self.highest_rate = max(rate, self.highest_rate)
-        own = self.config.every_max
+        own = self.config.every_max if self.highest_rate > 0 else self.config.every
         if until is not None and until > step:
             own = max(self.config.every, min(own, until - step))
         if rate * rate > 0:
