@@ -116,6 +116,12 @@ def oialr(**changes: Any) -> thinwire.OIALR:
     return thinwire.OIALR(**{"total_steps": STEPS, "factor_at": 4, "redecompose": 3, "layer_fraction": 0.5, **changes})
 
 
+def ab_new(**changes: Any) -> thinwire.AB:
+    """A warm-up of 4 steps, an average every 3, factors from step 10 on."""
+    settings = {"total_steps": STEPS, "warmup": 4, "every": 3, "factor_at": 10, "redecompose": 2, "cutoff": 0.3}
+    return thinwire.AB(**{**settings, "warmup_wire": "lowrank:2", "group_size": 1, **changes})
+
+
 EXACT = {
     "allreduce": (2, thinwire.AllReduce()),
     "allreduce, pairs": (4, thinwire.AllReduce(group_size=2)),
@@ -158,7 +164,16 @@ EXACT = {
             group_size=2,
         ),
     ),
+    "ab": (2, ab_new(wire="int2", offload=True)),
+    "ab, every_max": (2, ab_new(every=2, every_max=7, factor_at=16)),
+    "ab, every_max, at once": (2, ab_new(every=2, every_max=9, factor_at=None, warmup=0)),
+    "ab, target": (2, ab_new(target=1.5)),
+    "ab, target, pairs": (4, ab_new(target=1.5, group_size=2, moments="average")),
+    "ab, three, split": (3, ab_new(train="split", merge="weighted")),
+    "ab, pairs, overlap": (4, ab_new(overlap=2, group_size=2, train="both")),
+    "localsgd, every_max": (2, thinwire.LocalSGD(every=2, every_max=9, warmup=3)),
     "awkward": (2, thinwire.AllReduce()),
+    "awkward ab": (2, ab_new(cutoff=0.6, keep_first=False)),
     "awkward ab-paper": (2, ab(cutoff=0.6, keep_first=False, keep_last=False)),
     "awkward ab-paper, pairs": (4, ab(cutoff=0.6, group_size=2, moments="average", rebound=0)),
     "awkward oialr": (2, oialr(cutoff=0.6, keep_last=False)),
@@ -199,7 +214,9 @@ def really_sent(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
 @pytest.mark.parametrize("name", slow_but([name for name in EXACT if is_quick(name)], EXACT))
 def test_a_plan_says_what_the_ledger_then_counts(name: str, really_sent: Any) -> None:
     (workers, config), (folder, found) = EXACT[name], really_sent(name)
-    ranks = folder / name if isinstance(config, thinwire.config.PaperAB | thinwire.OIALR) else None
+    found_ranks = isinstance(config, thinwire.AB) and config.factor_at is not None
+    found_ranks = found_ranks or isinstance(config, thinwire.config.PaperAB | thinwire.OIALR)
+    ranks = folder / name if found_ranks else None
     plan = planned(recipe_of(name), config, workers, ranks)
     assert without_seconds(plan) == without_seconds(found)
 

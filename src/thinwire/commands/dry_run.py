@@ -78,15 +78,16 @@ def _refused(job: Job, remedy: str) -> str:
 def _report(job: Job, step: dict[str, Any]) -> dict[str, Any]:
     """The report as plain values."""
     workload = of_recipe(job.trained, len(step["losses"]), job.data)
-    traffic, state_bytes = _traffic(job, workload, len(step["losses"]))
+    traffic, by_phase = _traffic(job, workload, len(step["losses"]))
     peaks = [peak for peak in step["peaks"] if peak is not None]
     return {
         "run": _run(job, step),
         "layers": _layers(workload, job, step["order"]),
         "traffic": traffic,
         "memory": {
-            "planned_bytes": state_bytes + step["activations"],
-            "state_bytes": state_bytes,
+            "planned_bytes": max(_peak(memory, step["activations"]) for memory in by_phase.values()),
+            "state_bytes": max(memory["held_bytes"] for memory in by_phase.values()),
+            "by_phase": by_phase,
             "activation_bytes": step["activations"],
             "peak_bytes": max(peaks, default=None),
             "device_bytes": step["device"].get("bytes"),
@@ -181,8 +182,13 @@ def _fates(workload: Workload, config: Any, order: list[str]) -> dict[str, str]:
     return {layer.key: "factored" for layer in factored} | {each.name: f"full: {each.why}" for each in kept}
 
 
-def _traffic(job: Job, workload: Workload, workers: int) -> tuple[dict[str, Any], int]:
-    """What the whole run would send, as in `thinwire plan`, and the bytes per worker between steps."""
+def _peak(memory: dict[str, Any], activations: int) -> int:
+    """Of a phase: in a step, or in an average, when activations are gone."""
+    return max(memory["step_bytes"] + activations, memory["average_bytes"])
+
+
+def _traffic(job: Job, workload: Workload, workers: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the whole run would send, as in `thinwire plan`, and what a worker holds in each phase."""
     # Only bytes are used, so a step may take any time.
     layout, watch = Layout(workers=workers, nodes=_nodes()), Stopwatch(workload, given(1.0))
     plan = make_plan(workload, {job.method: job.config}, layout, Links(), stopwatch=watch)
@@ -192,7 +198,7 @@ def _traffic(job: Job, workload: Workload, workers: int) -> tuple[dict[str, Any]
     totals = {name: row[name] for name in names}
     known = METHODS[job.method].method.phases
     steps = {phase: row["steps_by_phase"][phase] for phase in known if phase in row["steps_by_phase"]}
-    return {**totals, "phases": _phases(plan.rows[0], steps, usual)}, row["memory_bytes"]
+    return {**totals, "phases": _phases(plan.rows[0], steps, usual)}, row["memory_by_phase"]
 
 
 def _nodes() -> int | None:

@@ -25,7 +25,7 @@ from thinwire.config import AB
 from thinwire.errors import ConfigError
 from thinwire.factor import moments
 from thinwire.factor.convert import Kept, Layer, to_factors, to_full
-from thinwire.factor.ranks import ranks_within, smallest_size
+from thinwire.factor.ranks import smallest_size
 from thinwire.methods.agree import empty_factors
 from thinwire.methods.averaged import AveragedTensors
 from thinwire.methods.averaging import Cycle, LocalTraining, role_by_codes
@@ -311,10 +311,10 @@ class ABMethod(Factoring, LocalTraining):
 
     def _find_factors(self) -> list[tuple[Layer, Factors]]:
         """Factors of every layer that they make smaller: at the cutoff, or at the cutoff that reaches the target."""
-        if self.config.target is None or self.wire.is_simulated:
+        if self.config.target is None:
             return self.agreed_factors(self.config.cutoff)
         found = self.agreed_factors(None)
-        own = ranks_within([(layer, a, b) for layer, (a, b) in found], self.full_size, self.config.target)
+        own = self.context.choose_ranks([(layer, a, b) for layer, (a, b) in found], self.full_size, self.config.target)
         ranks = self.wire.all_gather_object(own)[0]
         self.found_ranks = {layer.label: rank for (layer, _), rank in zip(found, ranks, strict=True) if rank}
         return [

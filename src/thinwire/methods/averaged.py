@@ -250,6 +250,8 @@ class AveragedTensors:
             self._move(reals(self.tensors()[0]).device)
 
     def _move(self, device: torch.device | str) -> None:
+        if self.scratch.is_meta:  # a simulation has nothing to move
+            return
         for name in ("agreed", "momentum", "scratch"):
             if (held := getattr(self, name)) is not None:
                 setattr(self, name, held.to(device))

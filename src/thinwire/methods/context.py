@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from thinwire.comm.collectives import Wire
 from thinwire.factor.convert import Layer
 from thinwire.factor.optimizers import Optimizers
+from thinwire.factor.ranks import ranks_within
 from thinwire.methods.agree import find_basis, find_factors
 
 
@@ -52,6 +53,9 @@ class MethodContext:
     simulation predicts them instead."""
     find_basis: Callable[[Layer, float, float], tuple[Tensor, ...]] = find_basis
     """A layer's U, S and Vᵀ at a cutoff, and the largest share of its ranks that may be dropped; predicted likewise."""
+    choose_ranks: Callable[[Sequence[tuple[Layer, Tensor, Tensor]], int, float], list[int]] = ranks_within
+    """The ranks of layers, given with their factors, at which a model of so many parameters is so many times smaller;
+    0 for a layer that stays full. Predicted likewise."""
 
     # What a method may set or add to, when it is built.
 

@@ -15,6 +15,7 @@ from thinwire.methods.agree import decomposers
 from thinwire.methods.registry import METHODS, name_of
 from thinwire.plan.compute import Compute
 from thinwire.plan.links import Links
+from thinwire.plan.memory import Memory
 from thinwire.plan.ranks import RankPredictor
 from thinwire.plan.simulate import Simulation, simulate_together
 from thinwire.plan.workload import Workload
@@ -98,9 +99,18 @@ class Forecast:
 
     @property
     def memory(self) -> int:
-        """Bytes per worker in a step, with activations if known."""
-        activations = [self._computing(r, phase).activations or 0 for r in self.simulations for phase in r.steps]
-        return max(r.state_bytes for r in self.simulations) + max(activations, default=0)
+        """Bytes per worker, with activations if known: in a step or, where more is held then, in an average."""
+        peaks = [
+            memory.peak(self._computing(r, phase).activations or 0)
+            for r in self.simulations
+            for phase, memory in r.memory.items()
+        ]
+        return max(peaks, default=0)
+
+    @property
+    def memory_by_phase(self) -> dict[str, Memory]:
+        """What the worker with most of it holds, without activations."""
+        return max(self.simulations, key=lambda r: r.state_bytes).memory
 
     def seconds(self, links: Links) -> dict[str, float]:
         """Seconds of a whole run by kind, without evaluation, for the slowest worker."""

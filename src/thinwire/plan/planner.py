@@ -126,6 +126,7 @@ class Plan:
             "speedup": row.speedup(self.baseline, self.links),
             "pays_below_bits": pays_below(forecast, self.baseline, self.links),
             "memory_bytes": forecast.memory,
+            "memory_by_phase": {phase: memory.as_dict() for phase, memory in forecast.memory_by_phase.items()},
             "assumes": forecast.simulations[0].assumes,
         }
 
@@ -164,7 +165,8 @@ def make_plan(
         before(name)
         likely, there = forecast(config, recorded or predicted.typical, over)
         lowest = highest = None
-        if likely.depends_on_ranks and recorded is None:
+        has_target = getattr(config, "target", None) is not None  # it has one size, whatever the ranks
+        if likely.depends_on_ranks and recorded is None and not has_target:
             lowest, highest = (forecast(config, bound, {})[0] for bound in (predicted.lowest, predicted.highest))
         plan.rows.append(Row(name, likely, lowest, highest, there))
         after(plan, plan.rows[-1])

@@ -86,6 +86,11 @@ def caption(plan: dict[str, Any]) -> str:
     for row in plan["methods"]:
         assumed.setdefault(row["assumes"], []).append(row["method"])
     text += [f"{', '.join(methods)}: if {what}." for what, methods in assumed.items() if what]
+    held: dict[str, list[str]] = {}
+    for row in plan["methods"]:
+        held.setdefault(beside(row["memory_by_phase"]), []).append(row["method"])
+    if told := "; ".join(f"{', '.join(methods)} {what}" for what, methods in held.items() if what):
+        text.append(f"Held beside model and optimizer: {told}.")
     if plan["allreduce"] == "tree":
         text.append("All-reduce by a tree over nodes; the ledger counts gloo's ring.")
     if plan["compute_measured"]:
@@ -93,6 +98,19 @@ def caption(plan: dict[str, Any]) -> str:
     else:
         text.append("Compute as given, in every phase; decompositions and activations left out.")
     return " ".join(text)
+
+
+def beside(phases: dict[str, dict[str, Any]]) -> str:
+    """What a method holds beside model and optimizer, when it holds most, in words; nothing if it holds nothing."""
+    most = max(phases.values(), key=lambda memory: memory["method_bytes"], default=None)
+    if most is None or not most["method_bytes"]:
+        return ""
+    parts = ", ".join(f"{name} {size(part)}" for name, part in most["method"].items() if name != "other")
+    text = size(most["method_bytes"]) + (f" ({parts})" if parts else "")
+    if most["offloaded_bytes"]:
+        text += f", {size(most['offloaded_bytes'])} of it on the CPU between averages: without activations the device "
+        text += f"has {size(most['step_bytes'])} in a step and {size(most['average_bytes'])} in an average"
+    return text
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

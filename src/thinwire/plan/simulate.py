@@ -6,30 +6,27 @@ cycle for all cycles that a method repeats.
 
 import copy
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from thinwire.comm.aggregate import Aggregator
-from thinwire.comm.buckets import size_of
-from thinwire.comm.compressed import CompressedSum
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.simulated import Booked, Call, Exchange, SimulatedWire
 from thinwire.comm.topology import Topology
 from thinwire.factor.convert import Layer
 from thinwire.factor.optimizers import Optimizers
 from thinwire.methods.agree import decomposers
-from thinwire.methods.averaged import AveragedTensors, PendingAverage
 from thinwire.methods.averaging import Cycle
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext
-from thinwire.methods.gradients import GradientAveraging
 from thinwire.methods.registry import make
-from thinwire.plan.ranks import RankPredictor, basis, factors
+from thinwire.plan.memory import Memory, memory_of, model_and_optimizer
+from thinwire.plan.ranks import RankPredictor, Recorded, basis, factors, most, uniform
 from thinwire.plan.shapes_only import ShapesOnly
 from thinwire.plan.workload import Workload, state_like
 from thinwire.preflight import broadcast_initial_values, check_optimizers, check_same_architecture, check_same_data
@@ -60,8 +57,13 @@ class Simulation:
     """Workers that divide the decompositions among them."""
     assumes: str = ""
     """What the simulation assumes about the run."""
-    state_bytes: int = 0
-    """Peak bytes of parameters, gradients, their buckets, buffers, and the optimizer's and the method's state."""
+    memory: dict[str, Memory] = field(default_factory=dict)
+    """What the worker holds in each phase, at most."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Peak bytes of parameters, gradients, their buckets, buffers, and the optimizer's and the method's state."""
+        return max((memory.held for memory in self.memory.values()), default=0)
 
     def note_phase(self, phase: str, model: nn.Module | None) -> None:
         """Keep the model's shape the 1st, 2nd, 4th, 8th … time: the last of these is near the middle."""
@@ -83,7 +85,7 @@ def simulate_together(
     found = Simulation(Ledger(), Counter(), Counter(), sharers=decomposers(wire.topology))
     with workload.borrowed() as model:
         method = _make(workload, config, model, wire, predict, found)
-        found.assumes = getattr(method, "assumes", "")
+        found.assumes = " and ".join(_assumed(workload, method, predict))
         # No update takes place, as when a scaler skips it.
         method.context.before_update, method.context.after_update = [], []
         with ShapesOnly():
@@ -104,16 +106,50 @@ def _make(
     broadcast_initial_values(model, wire)
     wire.changing = _statistics(model)
 
+    def predicted(layer: Layer, cutoff: float | None) -> int | None:
+        return predict(layer, method.step / workload.steps, cutoff)
+
     def find_factors(layer: Layer, cutoff: float | None) -> tuple[Tensor, ...] | None:
         found.decomposed[layer.view.tall] += 1
-        return factors(layer, predict(layer, method.step / workload.steps))
+        return factors(layer, most(layer) if cutoff is None else predicted(layer, cutoff))
 
     def find_basis(layer: Layer, cutoff: float, max_shrink: float) -> tuple[Tensor, ...]:
         found.decomposed[(layer.rank, layer.rank) if layer.rank else layer.view.tall] += 1
-        return basis(layer, predict(layer, method.step / workload.steps) if cutoff else None, max_shrink)
+        return basis(layer, predicted(layer, cutoff) if cutoff else None, max_shrink)
 
-    method = make(config, MethodContext(model, optimizers, wire, find_factors=find_factors, find_basis=find_basis))
+    def choose_ranks(given: Sequence[tuple[Layer, Tensor, Tensor]], parameters: int, target: float) -> list[int]:
+        layers = [layer for layer, *_ in given]
+        if isinstance(predict, Recorded):
+            return [predicted(layer, None) or 0 for layer in layers]
+        return uniform(layers, parameters, target)
+
+    _set_rate(optimizers[0], workload, 0)
+    found_by = {"find_factors": find_factors, "find_basis": find_basis, "choose_ranks": choose_ranks}
+    method = make(config, MethodContext(model, optimizers, wire, **found_by))  # type: ignore[arg-type]
     return method
+
+
+def _set_rate(optimizer: Optimizer, workload: Workload, step: int) -> None:
+    """The learning rate of a step, as a scheduler sets it."""
+    if workload.rate is not None:
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+            group["lr"] = group["initial_lr"] * workload.rate(step)
+
+
+def _grows(config: Any) -> bool:
+    """Whether the steps between two averages depend on the learning rate."""
+    return getattr(config, "every_max", None) is not None
+
+
+def _assumed(workload: Workload, method: Method, predict: RankPredictor) -> Iterator[str]:
+    """What has to be true for a run to send what is simulated."""
+    if own := getattr(method, "assumes", ""):
+        yield own
+    if getattr(method.config, "target", None) is not None and not isinstance(predict, Recorded):
+        yield "every layer keeps the same share of its ranks"
+    if _grows(method.config) and workload.rate is None:
+        yield "the learning rate stays constant, so that `every` does not grow"
 
 
 class _Turn(NamedTuple):
@@ -146,7 +182,7 @@ class _Simulator:
     """Turns that were simulated once."""
     quiet: dict[Hashable, int] = field(default_factory=dict)
     """Steps from each place of a cycle to the next event."""
-    held: tuple[Any, int] = (None, 0)
+    held: tuple[Any, tuple[int, int]] = (None, (0, 0))
     """When bytes of the model and the optimizer's state were last counted, and how many."""
 
     def run(self) -> None:
@@ -212,8 +248,9 @@ class _Simulator:
 
     @property
     def _cycle(self) -> Cycle | None:
-        """The method's place in the cycle that it repeats, if it has one."""
-        return getattr(self.method, "cycle", None)
+        """The method's place in the cycle that it repeats, if it has one; rounds that grow repeat nothing."""
+        changes = self.workload.rate is not None and _grows(self.method.config)
+        return None if changes else getattr(self.method, "cycle", None)
 
     def _skip(self, steps: int) -> None:
         self.method.step += steps
@@ -254,12 +291,14 @@ class _Simulator:
         self.replica.observe(1.0)
         self._make_state()
         self._skip(times - 1)
+        _set_rate(self.method.optimizers[0], self.workload, self.method.step)
         with ShapesOnly():
             self.method.optimizers[0].step()  # no gradients: only its hooks run
         self.wire.repeat = 1
         self.found.steps[phase] += times
         if self.replica.phase == phase:
-            self.found.state_bytes = max(self.found.state_bytes, self._state_bytes())
+            memory = max(self._memory(), self.found.memory.get(phase, Memory()), key=lambda m: m.held)
+            self.found.memory[phase] = memory
 
     def _make_state(self) -> None:
         """Create the optimizer state that an update would; a real update without values is slow."""
@@ -272,52 +311,12 @@ class _Simulator:
         if self.workload.eval_every:
             self.wire.all_reduce_sum(torch.empty(3, dtype=torch.float64), "evaluate")
 
-    def _state_bytes(self) -> int:
+    def _memory(self) -> Memory:
         # They change with the phase, or when optimizer state is dropped.
         place = self.replica.phase, self.replica.decompositions, len(self.method.optimizers[0].state)
         if self.held[0] != place:
-            self.held = place, self._model_bytes()
-        return self.held[1] + sum(size_of(t) for t in held_by(self.method))
-
-    def _model_bytes(self) -> int:
-        """Parameters, buffers, gradients, their buckets, and the optimizer's state."""
-        model = self.replica.module
-        parameters = list(model.parameters())
-        gradients = [p for p in parameters if p.requires_grad]
-        state = [
-            v for values in self.method.optimizers[0].state.values() for v in values.values() if isinstance(v, Tensor)
-        ]
-        buckets = gradients if len(self.method.gradients.replicated.members) > 1 else []
-        return sum(size_of(t) for t in [*parameters, *model.buffers(), *gradients, *state, *buckets])
-
-
-def held_by(method: Method) -> list[Tensor]:
-    """Tensors that a method holds, besides the model and the optimizers."""
-    found: dict[int, Tensor] = {}
-    seen: set[int] = set()
-    todo: list[Any] = [
-        value for name, value in vars(method).items() if name not in ("model", "layers", "context", "usage", "observed")
-    ]
-    while todo:
-        each = todo.pop()
-        if isinstance(each, Tensor):
-            if not isinstance(each, nn.Parameter):
-                found[id(each.untyped_storage())] = each
-        elif id(each) not in seen:
-            seen.add(id(each))
-            todo += _inside(each)
-    return list(found.values())
-
-
-def _inside(each: Any) -> list[Any]:
-    if isinstance(each, dict):
-        return list(each.values())
-    if isinstance(each, list | tuple):
-        return list(each)
-    if isinstance(each, GradientAveraging):
-        return list(each.buckets)
-    mine = isinstance(each, AveragedTensors | PendingAverage | Aggregator | CompressedSum)
-    return [value for name, value in vars(each).items() if name not in ("wire", "like", "method")] if mine else []
+            self.held = place, model_and_optimizer(self.method)
+        return memory_of(self.method, self.held[1])
 
 
 def _statistics(model: nn.Module) -> set[int]:

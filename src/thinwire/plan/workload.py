@@ -55,6 +55,8 @@ class Workload:
     """Builds the optimizer."""
     steps: int
     """Optimizer steps of the run."""
+    rate: Callable[[int], float] | None = None
+    """The learning rate at a step, counted from 0, as a multiple of the optimizer's; None if unknown."""
     values: Callable[[], nn.Module] | None = None
     """Builds the model with initial values, to time a step, where `model` may have none."""
     inputs: tuple[Any, ...] = ()
@@ -71,15 +73,15 @@ class Workload:
     """Steps between evaluations; None for a run without them."""
     epochs: int = 30
     """Epochs of a run, for methods that use them."""
-    suited: Mapping[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = field(default_factory=dict)
-    """Optimizers for single methods, by name."""
+    suited: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Other fields for single methods, by name: `optimizer`, `rate`."""
     blank: Blank = field(default_factory=Blank, repr=False)
     """The model without values, for any optimizer."""
 
     def suited_to(self, config: Any) -> "Workload":
-        """The same with the optimizer of this config's method."""
+        """The same with the optimizer and the learning rates of this config's method."""
         own = self.suited.get(name_of(config))
-        return self if own is None else replace(self, optimizer=own)
+        return replace(self, **own) if own else self
 
     @cached_property
     def with_values(self) -> nn.Module:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,8 +41,19 @@ def of_recipe(recipe: Recipe, workers: int, data: Path | None = None) -> Workloa
         recipe=recipe.name,
         eval_every=recipe.eval_every,
         epochs=recipe.epochs,
-        suited={method: own.optimizer for method, own in recipe.suited.items() if own.optimizer},
+        rate=_rate(recipe),
+        suited={method: _own(recipe, method) for method in recipe.suited},
     )
+
+
+def _rate(recipe: Recipe) -> Callable[[int], float]:
+    return lambda step: recipe.rate.factor(step, recipe.steps, recipe.epochs)
+
+
+def _own(recipe: Recipe, method: str) -> dict[str, Any]:
+    """What a method has in place of the recipe's."""
+    suited = recipe.suited_to(method)
+    return {"optimizer": suited.optimizer, "rate": _rate(suited)}
 
 
 def of_function(text: str, steps: int | None, optimizer: str = "adamw", *, values: bool = True) -> Workload:

@@ -1,0 +1,141 @@
+"""What a worker holds in memory: model and optimizer, and what its method keeps beside them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from thinwire.comm.aggregate import Aggregator
+from thinwire.comm.buckets import size_of
+from thinwire.comm.compressed import CompressedSum
+from thinwire.methods.averaged import AveragedTensors, PendingAverage
+from thinwire.methods.base import Method
+from thinwire.methods.gradients import GradientAveraging
+
+_PARTS = {"agreed": "agreed values", "momentum": "outer momentum", "scratch": "scratch", "aggregator": "residuals"}
+"""What a tensor of an average is called."""
+_OTHER = "other"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one worker, when it holds most of them."""
+
+    model: int = 0
+    """Parameters, buffers, gradients and their buckets."""
+    optimizer: int = 0
+    method: Mapping[str, int] = field(default_factory=dict)
+    """What the method keeps beside them, by what it is."""
+    offloaded: int = 0
+    """Of the method's, what the CPU holds between averages."""
+    passing: int = 0
+    """During an average: the mean before it is applied. What travels in few bits is left out."""
+
+    @property
+    def held(self) -> int:
+        """All of it, wherever it is."""
+        return self.model + self.optimizer + sum(self.method.values())
+
+    @property
+    def in_step(self) -> int:
+        """On the device during a step, without activations."""
+        return self.held - self.offloaded
+
+    @property
+    def in_average(self) -> int:
+        """On the device during an average."""
+        return self.held + self.passing
+
+    def peak(self, activations: int) -> int:
+        """Activations are gone when an average begins."""
+        return max(self.in_step + activations, self.in_average)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "model_bytes": self.model,
+            "optimizer_bytes": self.optimizer,
+            "method_bytes": sum(self.method.values()),
+            "method": dict(self.method),
+            "offloaded_bytes": self.offloaded,
+            "held_bytes": self.held,
+            "step_bytes": self.in_step,
+            "average_bytes": self.in_average,
+        }
+
+
+def memory_of(method: Method, known: tuple[int, int]) -> Memory:
+    """What a worker holds now; `known` are the bytes of the model and of the optimizer's state."""
+    held = held_by(method)
+    sizes = {name: sum(size_of(t) for t in tensors) for name, tensors in sorted(held.items())}
+    moved = sum(size_of(t) for t in offloaded_by(method)) if getattr(method.config, "offload", False) else 0
+    passing = max((size_of(fragment.scratch) for fragment in _averages(method)), default=0)
+    return Memory(*known, {name: size for name, size in sizes.items() if size}, moved, passing)
+
+
+def _averages(method: Method) -> list[AveragedTensors]:
+    """What the method averages between groups."""
+    return [each for each in getattr(method, "fragments", []) if isinstance(each, AveragedTensors)]
+
+
+def model_and_optimizer(method: Method) -> tuple[int, int]:
+    """Bytes of parameters, buffers, gradients and their buckets, and of the optimizer's state."""
+    model = method.context.model
+    parameters = list(model.parameters())
+    gradients = [p for p in parameters if p.requires_grad]
+    buckets = gradients if len(method.gradients.replicated.members) > 1 else []
+    kept = (values for optimizer in method.optimizers for values in optimizer.state.values())
+    state = [v for values in kept for v in values.values() if isinstance(v, Tensor)]
+    whole = sum(size_of(t) for t in [*parameters, *model.buffers(), *gradients, *buckets])
+    return whole, sum(size_of(t) for t in state)
+
+
+def held_by(method: Method) -> dict[str, list[Tensor]]:
+    """Tensors that a method holds besides the model and the optimizers, by what they are."""
+    ignored = ("model", "layers", "context", "usage", "observed")
+    return _walk((_OTHER, value) for name, value in vars(method).items() if name not in ignored)
+
+
+def offloaded_by(method: Method) -> list[Tensor]:
+    """Of these, what the CPU would hold between averages."""
+    found: list[Tensor] = []
+    for fragment in _averages(method):
+        found += [t for t in (fragment.agreed, fragment.momentum, fragment.scratch) if t is not None]
+        sums = _walk([(_OTHER, getattr(fragment.aggregator, "sum", None))])  # others stay where they are
+        found += [t for tensors in sums.values() for t in tensors]
+    return found
+
+
+def _walk(todo: Iterable[tuple[str, Any]]) -> dict[str, list[Tensor]]:
+    left, found, seen = list(todo), defaultdict[str, list[Tensor]](list), set[Any]()
+    while left:
+        name, each = left.pop()
+        if isinstance(each, nn.Parameter):
+            continue
+        key = each.untyped_storage()._cdata if isinstance(each, Tensor) else id(each)
+        if key in seen:
+            continue
+        seen.add(key)
+        if isinstance(each, Tensor):
+            found[name].append(each)
+        else:
+            left += _inside(name, each)
+    return dict(found)
+
+
+def _inside(name: str, each: Any) -> list[tuple[str, Any]]:
+    if isinstance(each, dict):
+        return [(name, value) for value in each.values()]
+    if isinstance(each, list | tuple):
+        return [(name, value) for value in each]
+    if isinstance(each, GradientAveraging):
+        return [("residuals", value) for value in each.buckets]
+    if isinstance(each, AveragedTensors):
+        return [(_PARTS.get(own, _OTHER), value) for own, value in vars(each).items() if own != "wire"]
+    if isinstance(each, PendingAverage | Aggregator | CompressedSum):
+        return [(name, value) for own, value in vars(each).items() if own not in ("wire", "like", "method")]
+    return []
