@@ -52,7 +52,10 @@ def log_finished(method: Method, sizes: tuple[int, int], ranks: Collection[int],
         text += f"; {units.size(sent)} left this node, {sent / usual_bytes:.3g} of fp32 all-reduce's "
         text += units.size(usual_bytes)
     log.info(text)
-    if method.layers and after >= before:
+    if method.layers and not method.decompositions:
+        if getattr(method, "must_factor", False):
+            log.warning("%s ended before it factored anything, so the model stays full; finish(cutoff=…) cuts it", name)
+    elif method.layers and after >= before:
         log.warning("%s did not make the model smaller; use a higher cutoff, here or in finish(cutoff=…)", name)
 
 

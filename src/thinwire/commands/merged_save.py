@@ -61,14 +61,20 @@ def _sizes(folder: Path, state: Mapping[str, Any]) -> list[float]:
 
 
 def _by_who_trained(sizes: Sequence[float], state: Mapping[str, Any]) -> dict[str, list[float]]:
-    """The weights of factors, by name, where only those that trained one count: the first half of the groups A."""
-    if state["config"].get("merge") != "trained":
+    """The weights of factors, by name, where only those that trained one count: the first half of the groups A.
+
+    With `train="split"` groups change sides at each average.
+    """
+    split = state["config"].get("train") == "split"
+    if not split and state["config"].get("merge") != "trained":
         return {}
     half = math.ceil(len(sizes) / 2)
     first, second = sum(sizes[:half]), sum(sizes[half:])
     a = [size / first if i < half else 0.0 for i, size in enumerate(sizes)]
     b = [0.0 if i < half else size / second for i, size in enumerate(sizes)]
-    return {f"{key}_{suffix}": own for key in state["method"]["ranks"] for suffix, own in (("a", a), ("b", b))}
+    swapped = split and state["method"]["rounds"] % 2
+    of_a, of_b = (b, a) if swapped else (a, b)
+    return {f"{key}_{suffix}": own for key in state["method"]["ranks"] for suffix, own in (("a", of_a), ("b", of_b))}
 
 
 def _mean(copies: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
