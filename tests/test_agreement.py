@@ -129,9 +129,9 @@ def test_the_warning_comes_once_and_on_rank_0(three: Any) -> None:
 def test_it_is_not_repeated_when_groups_agree_in_between(caplog: pytest.LogCaptureFixture) -> None:
     model = small.mlp()
     replica = thinwire.attach(model, small.sgd(model), LocalSGD())
-    agreement = Agreement(model, replica.wire)
+    agreement = Agreement(model, replica.wire, lambda: False)
     with caplog.at_level("WARNING", "thinwire"):
-        for ratio in (2.0, 2.0, 0.5, 2.0, 2.0, 2.0, 2.0, 0.5, 2.0, 2.0, 2.0, 2.0, 2.0):
+        for ratio in (2.0,) * 8 + (0.5,) * 8 + (2.0,) * 8:
             agreement.ratio = ratio
             agreement._warn(1)
     assert len(caplog.records) == 1

@@ -24,6 +24,7 @@ from thinwire import ConfigError, DiLoCo, DivergedError, LocalSGD, Nesterov
 from thinwire.comm.topology import arrange
 from thinwire.methods.averaging import LocalTraining
 from thinwire.methods.fragments import fragments_of
+from thinwire.methods.sketch import SIZE
 from thinwire.plan import ranks as predicted
 from thinwire.plan.compute import given
 from thinwire.plan.forecast import Forecast, Layout
@@ -565,4 +566,6 @@ def test_a_plan_knows_what_outer_values_take() -> None:
         simulate(workload(), config, arrange(0, [0, 0], None), predicted.typical).state_bytes
         for config in (LocalSGD(every=5), DiLoCo(every=5))
     )
-    assert outer - local == 2 * sum(p.numel() * 4 for p in small.net().parameters())
+    parameters = list(small.net().parameters())
+    notes = (1 + SIZE) * 4 * len(parameters)  # how far groups came
+    assert outer - local == 2 * sum(p.numel() * 4 for p in parameters) + notes

@@ -8,7 +8,7 @@ average makes no more progress than noise does.
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,20 +17,22 @@ from torch import Tensor, nn
 from thinwire.comm.collectives import Wire
 from thinwire.config.outer import Radial
 from thinwire.methods.averaged import AveragedTensors
+from thinwire.methods.sketch import SIZE
 
 log = logging.getLogger("thinwire")
 
-_NOISE = 0.97
+_NOISE = 0.98
 """Share of √G from which on the mean change is mostly noise."""
-_PATIENCE = 4
-"""Averages in a row that must say so before anybody is warned."""
+_AVERAGES = 8
+"""Averages over which the ratio is taken before anybody is warned: one of them is estimated to a few per cent."""
 
 
 class Agreement:
     """The ratio at each average, by layer and for the whole model."""
 
-    def __init__(self, model: nn.Module, wire: Wire) -> None:
+    def __init__(self, model: nn.Module, wire: Wire, is_annealing: Callable[[], bool]) -> None:
         self.model = model
+        self.is_annealing = is_annealing
         self.wire = wire
         self.averages = 0
         """Averages measured so far."""
@@ -38,7 +40,8 @@ class Agreement:
         """Of everything that was averaged last."""
         self.ratios: dict[str, float] = {}
         """Of each weight of two dimensions or more."""
-        self._noisy = 0
+        self._recent: list[float] = []
+        self._warned = False
         self._sum = self._highest = 0.0
 
     def summary(self) -> dict[str, float | int | None] | None:
@@ -49,7 +52,7 @@ class Agreement:
         return {"averages": self.averages, "mean": mean, "highest": self._highest, "last": self.ratio}
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("averages", "ratio", "_sum", "_highest", "_noisy")
+        names = ("averages", "ratio", "_sum", "_highest", "_recent", "_warned")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -61,15 +64,12 @@ class Agreement:
         What a code made of the mean change cannot be compared, because it contains what earlier averages left out.
         Groups add up sketches of their changes instead, 260 bytes per tensor.
         """
-        own = [(f.lengths, f.sketches) for f in fragments if f.lengths is not None and f.sketches is not None]
-        if len(self.wire.topology.groups) == 1 or len(own) < len(fragments) or not own:
+        notes = [fragment.notes for fragment in fragments if fragment.notes is not None]
+        if len(notes) < len(fragments) or not notes or notes[0].is_meta:
             return [None] * len(fragments)
-        lengths, sketches = (torch.cat(each, dim=-1) for each in zip(*own, strict=True))
-        self.wire.sum_over_groups([lengths, sketches], "control")
-        if not lengths.is_meta:
-            self._note(fragments, lengths, sketches.norm(dim=0), step)
-        parts = lengths.split([len(length) for length, _ in own])
-        return [self._gains(fragment, part) for fragment, part in zip(fragments, parts, strict=True)]
+        lengths, sketches = torch.cat(notes, dim=1).split([1, SIZE])
+        self._note(fragments, lengths[0], sketches.norm(dim=0), step)
+        return [self._gains(fragment, own[0]) for fragment, own in zip(fragments, notes, strict=True)]
 
     def _gains(self, fragment: AveragedTensors, lengths: Tensor) -> Tensor | None:
         if not isinstance(fragment.outer, Radial):
@@ -94,14 +94,17 @@ class Agreement:
         self._warn(step)
 
     def _warn(self, step: int) -> None:
+        """Once; not while the learning rate is low, as at the end of most runs, where every step is mostly noise."""
         limit = math.sqrt(len(self.wire.topology.groups))
-        if self._noisy == _PATIENCE:  # said once
+        self._recent = [*self._recent, self.ratio or 1.0][-_AVERAGES:]
+        mean = sum(self._recent) / _AVERAGES
+        if self._warned or self.is_annealing() or mean <= _NOISE * limit:
             return
-        self._noisy = self._noisy + 1 if self.ratio is not None and self.ratio > _NOISE * limit else 0
-        if self._noisy == _PATIENCE and not self.wire.topology.rank:
+        self._warned = True
+        if not self.wire.topology.rank:
             log.warning(
                 "groups have moved in unrelated directions in the last %d averages (ratio %.2f at step %d; 1 is "
                 "agreement, %.2f is noise): averaging undoes most of what they learn. Average more often (a smaller "
                 "`every`), lower the learning rate, or use larger batches per group",
-                *(_PATIENCE, self.ratio, step, limit),
+                *(_AVERAGES, mean, step, limit),
             )

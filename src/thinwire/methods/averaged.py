@@ -53,12 +53,13 @@ class AveragedTensors:
         outer: Nesterov | Radial | None = None,
         rotating: bool = False,
         offload: bool = False,
+        measured: bool = False,
         is_fixed: Callable[[Tensor], bool] = lambda t: False,
     ) -> None:
         """`tensors` gives them as they are now; with `rotating` one member of a group carries all of them.
 
         Those that are fixed are sent with the others and never moved. With `offload` the CPU holds everything between
-        two averages.
+        two averages. If `measured`, groups say with each average how far they came, unless values are averaged.
         """
         self.wire = wire
         self.tensors = tensors
@@ -78,11 +79,11 @@ class AveragedTensors:
         made = self._aggregators(code, rotating)
         self._is_flat = isinstance(made.turns[0] if isinstance(made, Rotating) else made, Exact)
         self.aggregator: Aggregator = made
-        self.lengths: Tensor | None = None
-        """How far each tensor of this group had come when it was last sent, times the group's weight; None where values
-        are averaged."""
-        self.sketches: Tensor | None = None
-        """The same of sketches of these changes, whose sums over groups show how far the mean has come."""
+        self.notes: Tensor | None = None
+        """For each tensor how far groups had come on average, and the mean of sketches of their changes, (1 + 64,
+        tensors), after `receive`; None if it is not measured."""
+        several = len(wire.topology.groups) > 1
+        self._notes = Exact(wire, [], "control") if measured and several and self.agreed is not None else None
         self._offload = offload
         self.to_cpu()
 
@@ -118,7 +119,7 @@ class AveragedTensors:
         self.pending = PendingAverage(step, overlap, own=flat.clone() if keep_own else None)
         if self.agreed is not None:
             flat.sub_(self.agreed)
-            self._describe(flat, weights)
+            self._send_notes(flat, weights, overlap)
         weighted = weights is not None and len(self.wire.topology.groups) > 1
         if isinstance(self.aggregator, Exact):
             self.aggregator.weighted = weighted
@@ -135,12 +136,17 @@ class AveragedTensors:
             weights = [weight * topology.world_size / len(topology.group) for weight in weights]
         torch._foreach_mul_(_views(flat, self._shapes), list(weights))
 
-    def _describe(self, flat: Tensor, weights: Sequence[float] | None) -> None:
+    def _send_notes(self, flat: Tensor, weights: Sequence[float] | None, overlap: int) -> None:
+        """How far this group came: small enough to arrive before the average does."""
+        if self._notes is None:
+            return
         topology, changes = self.wire.topology, _views(flat, self._shapes)
         share = len(topology.group) / topology.world_size
         weight = flat.new_tensor(weights) if weights is not None and not flat.is_meta else share
-        self.lengths = torch.stack(torch._foreach_norm(changes)) * weight
-        self.sketches = torch.stack([sketch(change) for change in changes], dim=1) * weight  # (sketch, tensors)
+        sketches = torch.stack([sketch(change) for change in changes], dim=1)  # (sketch, tensors)
+        self.notes = torch.cat([torch.stack(torch._foreach_norm(changes))[None], sketches]) * weight
+        self._notes.weighted = True
+        self._notes.begin([self.notes], steps=overlap)
 
     @property
     def turn(self) -> int | None:
@@ -160,6 +166,7 @@ class AveragedTensors:
         """Wait for the mean, even before it is due; False if it is not finite, and then it is dropped."""
         assert self.pending is not None, "no average is pending"
         if not self.pending.received:
+            self._end_notes()
             sound = self.aggregator.end(self._parts) and all_finite([self.scratch])
             if not sound:
                 self.pending = None
@@ -167,6 +174,10 @@ class AveragedTensors:
             self.aggregator.commit()
             self.pending.received = True
         return True
+
+    def _end_notes(self) -> None:
+        if self._notes is not None and self.notes is not None:
+            self._notes.end([self.notes])
 
     def mean_lengths(self) -> Tensor:
         """How far the mean of the groups has come in each tensor; after `receive`."""
@@ -262,7 +273,7 @@ class AveragedTensors:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore everything at the end, except the tensors themselves."""
-        names = ("pending", "momentum", "agreed", "scratch", "level", "lengths", "sketches")
+        names = ("pending", "momentum", "agreed", "scratch", "level", "notes")
         before = {name: getattr(self, name) for name in names}
         copies = {name: t.clone() for name, t in before.items() if isinstance(t, Tensor)}
         kept = [{n: t.clone() for n, t in s.items()} for s in (self.aggregator.shared(), self.aggregator.local())]
@@ -282,6 +293,7 @@ class AveragedTensors:
     def drop(self) -> None:
         """Wait for a pending average and discard it: it may be what diverged."""
         if self.pending is not None and not self.pending.received:
+            self._end_notes()
             self.aggregator.end(self._parts)
         self.pending = None
 
@@ -295,8 +307,7 @@ class AveragedTensors:
             "momentum": self.momentum,
             "received": self.scratch if pending is not None else None,
             "own": pending.own if pending is not None else None,
-            "lengths": self.lengths if pending is not None else None,
-            "sketches": self.sketches if pending is not None else None,
+            "notes": self.notes if pending is not None else None,
             "aggregator": self.aggregator.shared(),
         }
         return {"shared": shared, "local": self.aggregator.local()}
@@ -314,7 +325,7 @@ class AveragedTensors:
             sent, overlap = shared["pending"]
             self.pending = PendingAverage(sent, overlap, received=True, own=shared["own"])
             self.scratch = shared["received"]
-            self.lengths, self.sketches = shared["lengths"], shared["sketches"]
+            self.notes = shared["notes"]
         self.aggregator.load(shared["aggregator"], local)
 
 

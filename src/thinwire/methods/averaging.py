@@ -58,7 +58,7 @@ class LocalTraining(Method):
         self.round = Round(config, self.optimizers, self.wire)
         self.buffers_at = 0
         """The step after which groups last agreed on buffers."""
-        self.agreement = Agreement(self.model, self.wire)
+        self.agreement = Agreement(self.model, self.wire, self.round.is_annealing)
 
     @classmethod
     def role(cls, config: Any, topology: Topology) -> Hashable:
@@ -134,6 +134,7 @@ class LocalTraining(Method):
             *(self.wire, current, self.config.wire, self.step),
             outer=self.config.outer,
             offload=getattr(self.config, "offload", False),
+            measured=True,
             is_fixed=(lambda p: False) if is_whole else (lambda p: not p.requires_grad),
         )
 

@@ -24,16 +24,25 @@ class Round:
     def begin(self, step: int, until: int | None = None) -> None:
         """A new round, as long on all workers; one that has grown ends at step `until` if it would pass over it."""
         self.start, self.period = step, self.config.every
+        rate = self.rate
+        self.highest_rate = max(rate, self.highest_rate)
         if self.config.every_max is None:
             return
-        rate = max(float(group["lr"]) for _, group in self.optimizers.groups)
-        self.highest_rate = max(rate, self.highest_rate)
         own = self.config.every_max if self.highest_rate > 0 else self.config.every
         if until is not None and until > step:
             own = max(self.config.every, min(own, until - step))
         if rate * rate > 0:
             own = min(own, int(self.config.every * (self.highest_rate / rate) ** 2))
         self.period = int(min(row[0] for row in self.wire.all_gather_scalars([float(own)], "control")))
+
+    @property
+    def rate(self) -> float:
+        """The highest learning rate of all parameter groups now."""
+        return max(float(group["lr"]) for _, group in self.optimizers.groups)
+
+    def is_annealing(self) -> bool:
+        """Whether the learning rate has fallen far below the highest one."""
+        return self.rate < 0.25 * self.highest_rate
 
     def offset(self, index: int, count: int) -> int:
         """Steps from its start to the turn of one of `count` that are spread over it."""
