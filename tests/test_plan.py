@@ -551,7 +551,8 @@ def test_the_command_draws_and_tells(tiny: str, tmp_path: Path) -> None:
     said = plan_command(
         *words, "--methods", "allreduce,allreduce:wire=bf16,ab-paper", "--bandwidth", "10Mbit", "--out", str(out)
     )
-    assert "allreduce:wire=bf16" in said and "typical run" in said and "Compute as given" in said
+    text = " ".join(said.split())
+    assert "allreduce:wire=bf16" in text and "typical run" in text and "Compute as given" in text
     told = json.loads((out / "plan.json").read_text())
     assert (out / "plan.png").stat().st_size > 10_000
     assert told["curves"]["nodes"] == [2**i for i in range(1, 11)]
@@ -564,13 +565,13 @@ def test_the_command_draws_and_tells(tiny: str, tmp_path: Path) -> None:
 
 
 def test_compute_is_timed_where_inputs_are_known(tiny: str) -> None:
-    told = json.loads(plan_command("--model", f"{tiny}:with_inputs", "--steps", "50", "--json"))
+    told = json.loads(plan_command("--model", f"{tiny}:with_inputs", "--steps", "100", "--json"))
     assert told["compute_measured"] and [row["method"] for row in told["methods"]] == list(METHODS)
     assert all(row["split"]["compute"] > 0 for row in told["methods"])
 
 
 def test_inputs_may_have_names(tiny: str) -> None:
-    told = json.loads(plan_command("--model", f"{tiny}:by_name", "--steps", "50", "--methods", "allreduce", "--json"))
+    told = json.loads(plan_command("--model", f"{tiny}:by_name", "--steps", "100", "--methods", "allreduce", "--json"))
     assert told["compute_measured"]
 
 
@@ -609,12 +610,12 @@ def test_what_the_command_refuses(words: tuple[str, ...], sentence: str) -> None
 def test_models_that_cannot_be_planned_for(tiny: str) -> None:
     for words, sentence in (
         (("--model", f"{tiny}:build"), "needs the steps of a run"),
-        (("--model", f"{tiny}:build", "--steps", "50"), "cannot be timed without a batch"),
-        (("--model", f"{tiny}:words", "--steps", "50"), "must return an nn.Module"),
-        (("--model", f"{tiny}:broken", "--steps", "50"), "failed: RuntimeError: no"),
-        (("--model", f"{tiny}:nosuch", "--steps", "50"), "nosuch"),
-        (("--model", f"{tiny}:three", "--steps", "50"), "must return an nn.Module"),
-        (("--model", f"{tiny}:wrong", "--steps", "50"), "cannot be called without values"),
-        (("--model", "nowhere.py:f", "--steps", "50"), "there is no file"),
+        (("--model", f"{tiny}:build", "--steps", "100"), "cannot be timed without a batch"),
+        (("--model", f"{tiny}:words", "--steps", "100"), "must return an nn.Module"),
+        (("--model", f"{tiny}:broken", "--steps", "100"), "failed: RuntimeError: no"),
+        (("--model", f"{tiny}:nosuch", "--steps", "100"), "nosuch"),
+        (("--model", f"{tiny}:three", "--steps", "100"), "must return an nn.Module"),
+        (("--model", f"{tiny}:wrong", "--steps", "100"), "cannot be called without values"),
+        (("--model", "nowhere.py:f", "--steps", "100"), "there is no file"),
     ):
         assert sentence in plan_command(*words, code=2)

@@ -14,6 +14,7 @@ from torch import nn
 import thinwire
 from selection import slow_but
 from thinwire.cli import main
+from thinwire.methods.ab import ABMethod
 from thinwire.methods.daso import DASOMethod
 from thinwire.methods.diloco import DiLoCoMethod
 from thinwire.methods.local_sgd import LocalSGDMethod
@@ -50,6 +51,7 @@ def every_method(steps: int = STEPS, group_size: Any = None) -> dict[str, Any]:
     own = {"group_size": group_size}
     return {
         "allreduce": thinwire.AllReduce(**own),
+        "ab": thinwire.AB(total_steps=steps, every=6, **own),
         "ab-paper": thinwire.AB.paper(total_steps=steps, **own),
         "oialr": thinwire.OIALR(total_steps=steps, **own),
         "daso": thinwire.DASO(total_steps=steps, **own),
@@ -65,7 +67,7 @@ def counted(found: Simulation) -> dict[str, Any]:
     """All that a plan takes from a simulation, calls in their order: seconds are sums in that order."""
     rows = [row[:5] for row in found.ledger.state()["rows"]]
     calls, exchanges = list(found.calls.items()), list(found.exchanges.items())
-    own = {name: getattr(found, name) for name in ("steps", "times", "decomposed", "sharers", "assumes", "state_bytes")}
+    own = {name: getattr(found, name) for name in ("steps", "times", "decomposed", "sharers", "assumes", "memory")}
     return {"rows": rows, "calls": calls, "exchanges": exchanges, **own}
 
 
@@ -92,6 +94,8 @@ def test_a_worker_stands_for_those_that_do_the_same(name: str) -> None:
 
 
 CYCLES = {
+    "ab": (ABMethod, thinwire.AB(total_steps=STEPS, every=6, warmup_wire="lowrank:2")),
+    "ab, every_max": (ABMethod, thinwire.AB(total_steps=STEPS, every=6, every_max=18, warmup_wire="lowrank:2")),
     "localsgd": (LocalSGDMethod, thinwire.LocalSGD(every=5, warmup=3, moments="average", wire="bf16")),
     "diloco": (DiLoCoMethod, thinwire.DiLoCo(every=6, warmup=7)),
     "diloco, streaming": (DiLoCoMethod, thinwire.DiLoCo(every=7, fragments=3, overlap=2)),
