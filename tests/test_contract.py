@@ -169,7 +169,7 @@ def test_a_plan_says_what_the_ledger_then_counts(name: str, layout: str) -> None
     inputs = (small.batch(0, 0)[0],)
     workload = Workload(name=name, model=small.net(smooth=True), optimizer=optimizer, steps=STEPS, inputs=inputs)
 
-    def ranks_as_found(layer: Any, progress: float) -> int | None:
+    def ranks_as_found(layer: Any, progress: float, cutoff: float | None) -> int | None:
         at = round(progress * STEPS)
         return next(ranks for step, ranks in seen["ranks"] if step >= at).get(layer.label)
 
