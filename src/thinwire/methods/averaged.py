@@ -21,7 +21,7 @@ from thinwire.comm.rotating import Rotating
 from thinwire.config.outer import Nesterov, Radial
 from thinwire.errors import ConfigError, DivergedError
 from thinwire.methods.merging import restored
-from thinwire.methods.sketch import sketch
+from thinwire.methods.sketch import SIZE, sketch
 
 Tensors = Callable[[], Sequence[Tensor]]
 
@@ -142,9 +142,12 @@ class AveragedTensors:
             return
         topology, changes = self.wire.topology, _views(flat, self._shapes)
         share = len(topology.group) / topology.world_size
-        weight = flat.new_tensor(weights) if weights is not None and not flat.is_meta else share
-        sketches = torch.stack([sketch(change) for change in changes], dim=1)  # (sketch, tensors)
-        self.notes = torch.cat([torch.stack(torch._foreach_norm(changes))[None], sketches]) * weight
+        if flat.is_meta:  # a simulation only needs their size
+            self.notes = flat.new_empty(1 + SIZE, len(changes))
+        else:
+            sketches = torch.stack([sketch(change) for change in changes], dim=1)  # (sketch, tensors)
+            self.notes = torch.cat([torch.stack(torch._foreach_norm(changes))[None], sketches])
+            self.notes *= share if weights is None else flat.new_tensor(weights)
         self._notes.weighted = True
         self._notes.begin([self.notes], steps=overlap)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thinwire.comm.topology import Topology
 from thinwire.config import DiLoCo, LocalSGD
-from thinwire.config.codes import QUANTIZED, parse_code
+from thinwire.config.codes import parse_code
 from thinwire.methods.agreement import Agreement
 from thinwire.methods.averaged import AveragedTensors, all_restored, not_finite
 from thinwire.methods.base import Method
@@ -39,9 +39,7 @@ class Cycle(NamedTuple):
 
 
 def role_by_codes(topology: Topology, *codes: str) -> Hashable:
-    """For plans: where sums are quantized each group owns another part of them; else all workers do the same."""
-    if any(parse_code(code).kind in QUANTIZED for code in codes):
-        return len(topology.groups), topology.group_index
+    """For plans: where values are coded only between groups, it matters how many there are; else all do the same."""
     return len(topology.groups) if any(not parse_code(code).is_exact for code in codes) else None
 
 
