@@ -25,6 +25,7 @@ from thinwire.comm.topology import arrange
 from thinwire.methods.averaging import LocalTraining
 from thinwire.methods.fragments import fragments_of
 from thinwire.methods.sketch import SIZE
+from thinwire.methods.statistics import OuterStatistics
 from thinwire.plan import ranks as predicted
 from thinwire.plan.compute import given
 from thinwire.plan.forecast import Forecast, Layout
@@ -569,3 +570,25 @@ def test_a_plan_knows_what_outer_values_take() -> None:
     parameters = list(small.net().parameters())
     notes = (1 + SIZE) * 4 * len(parameters)  # how far groups came
     assert outer - local == 2 * sum(p.numel() * 4 for p in parameters) + notes
+
+
+def test_statistics_follow_an_outer_step() -> None:
+    """Weights shrink by a factor per round, and an outer step goes on: variances stay those of the weights."""
+    torch.manual_seed(0)
+    x, w = torch.randn(4096, 8), torch.randn(8, 8)
+    norm = nn.BatchNorm1d(8, momentum=None)
+    statistics = OuterStatistics(norm, Nesterov(1.0, 0.5))
+
+    def seen(scale: float) -> Tensor:
+        norm.reset_running_stats()
+        norm(x @ w * scale)
+        return norm.running_var.clone()
+
+    scale, b = 1.0, 0.0
+    for _ in range(5):
+        seen(math.exp(scale - 0.3))  # what groups come to: 0.3 less
+        statistics.step()
+        b = 0.5 * b - 0.3 if statistics.momentum[0].any() else 0.0
+        scale = scale - 0.3 + 0.5 * b
+        found = norm.running_var.clone()
+        torch.testing.assert_close(found, seen(math.exp(scale)), rtol=1e-4, atol=1e-6)

@@ -80,6 +80,17 @@ SETS: dict[str, list[Setting]] = {
         six("none", "outer=none"),
         six("overlap4", "overlap=4"),
     ],
+    "momentum": [
+        ab("momentum06", "factor_at=none", "outer=1.0/0.6"),
+        ab("momentum07", "factor_at=none", "outer=1.0/0.7"),
+        ab("momentum08", "factor_at=none", "outer=1.0/0.8"),
+        ab("warm-int2", "factor_at=none", "warmup=0.03", "warmup_wire=int2"),
+        ab("warm-rank8", "factor_at=none", "warmup_wire=lowrank:8", "every=18"),
+        ab("momentum07-target5", "outer=1.0/0.7", "target=5"),
+        by(ab("momentum075", "factor_at=none", "outer=1.0/0.75"), 16),
+        by(ab("momentum085", "factor_at=none", "outer=1.0/0.85"), 16),
+        by(ab("momentum075-every12", "factor_at=none", "outer=1.0/0.75", "every=12"), 16),
+    ],
     "constant": [at_constant_rate(s) for s in (six("at60"), six("split", "train=split"), six("both", "train=both"))],
     "rivals": [
         Setting("localsgd-24-int4", "localsgd", ("every=24", "wire=int4", *CHEAP)),

@@ -307,6 +307,7 @@ class ABMethod(Factoring, LocalTraining):
         self.rounds = 0 if first else self.rounds + 1
         self.fragments = []
         self._make_fragments()
+        self.statistics.restart(self.config.outer if self.config.train == "alternate" else None)
         self._change_sides()
 
     def _find_factors(self) -> list[tuple[Layer, Factors]]:

@@ -27,6 +27,7 @@ from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.fragments import fragments_of
 from thinwire.methods.merging import average_buffers, average_moments, refuse_diverged
 from thinwire.methods.rounds import Round
+from thinwire.methods.statistics import OuterStatistics
 
 
 class Cycle(NamedTuple):
@@ -56,6 +57,7 @@ class LocalTraining(Method):
         self.round = Round(config, self.optimizers, self.wire)
         self.buffers_at = 0
         """The step after which groups last agreed on buffers."""
+        self.statistics = OuterStatistics(self.model, config.outer)
         self.agreement = Agreement(self.model, self.wire, self.round.is_annealing)
 
     @classmethod
@@ -192,6 +194,7 @@ class LocalTraining(Method):
             self._apply(fragment, gain)
         if ends_round:
             average_buffers(self.wire, self.model.buffers(), self.weight)
+            self.statistics.step()
             self._average_moments()
             self._agreed()
             self.context.after_merge()
@@ -270,6 +273,7 @@ class LocalTraining(Method):
         state, fragments = super().state_dict(), [fragment.state_dict() for fragment in self.fragments]
         state["shared"] |= {"buffers_at": self.buffers_at, "fragments": [f["shared"] for f in fragments]}
         state["shared"] |= {"round": self.round.state_dict(), "agreement": self.agreement.state_dict()}
+        state["shared"]["statistics"] = self.statistics.state_dict()
         state["local"] |= {"fragments": [f["local"] for f in fragments]}
         return state
 
@@ -282,6 +286,7 @@ class LocalTraining(Method):
         self.buffers_at, self.fragments = shared["buffers_at"], []
         self.round.load_state_dict(shared["round"])
         self.agreement.load_state_dict(shared["agreement"])
+        self.statistics.load_state_dict(shared["statistics"])
         if self.phase != "warmup":
             self._make_fragments()
         for i, (fragment, kept) in enumerate(zip(self.fragments, shared["fragments"], strict=False)):
