@@ -60,6 +60,7 @@ SHIPPED = ("digits", "shakespeare")
 STEPS = 3
 BATCH = 4
 SETTINGS = {
+    "ab": ("warmup=1", "every=1", "factor_at=1", "cutoff=0.95"),
     "ab-paper": ("warmup=1", "every=1", "rebound=1", "lr_rebound=1", "cutoff=0.95"),
     "oialr": ("factor_at=1", "redecompose=1"),
     "daso": ("warmup=0", "cooldown=0", "every=1", "overlap=1"),
