@@ -24,8 +24,8 @@ pytestmark = pytest.mark.slow
 IN_PAIRS = ("lstm", "u-net", "tied head", "unused branches", "buffers of every kind", "mixed dtypes", "bert")
 """Shapes that four workers in groups of two train as well."""
 
-EXPECTED = ("is not known to follow a change of shape",)
-"""Warnings that may be seen."""
+EXPECTED = ("is not known to follow a change of shape", "Grad strides do not match bucket view strides")
+"""Warnings that may be seen; the second is DDP's, about factors of rank 1, whose strides mean nothing."""
 
 
 def train(rank: int, name: str, way: str, group_size: int | None) -> dict[str, Any]:

@@ -91,5 +91,7 @@ def mlp(width: int = WIDE, **kind: Any) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-NOTHING = dict.fromkeys(("ab-paper", "ab-paper carry", "ab-paper average", "oialr"), "nothing to factor")
+NOTHING = dict.fromkeys(
+    ("ab", "ab split", "ab both", "ab-paper", "ab-paper carry", "ab-paper average", "oialr"), "nothing to factor"
+)
 """What methods that factor must say of models without a weight for it."""

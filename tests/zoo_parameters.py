@@ -8,7 +8,7 @@ import torch.fx
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
-from zoo import NOTHING, SGD, WIDE, mlp, rows, shape
+from zoo import AB, NOTHING, SGD, WIDE, mlp, rows, shape
 
 
 def normed(norm: Callable[..., nn.Module], *which: int) -> nn.Module:
@@ -150,7 +150,7 @@ class Complex(nn.Module):
         return self.net(torch.fft.irfft(spectrum @ self.mix, n=WIDE))
 
 
-_CODED = ("allreduce int8", "powersgd", "topk", "onebit")
+_CODED = (*AB, "allreduce int8", "powersgd", "topk", "onebit")
 shape("complex parameters", refused=dict.fromkeys(_CODED, "cannot carry the gradient of the complex"))(Complex)
 
 

@@ -87,7 +87,9 @@ class Encoder(nn.Module):
 shape("transformer encoder", batch=words)(Encoder)
 
 
-SPARSE = dict.fromkeys(("allreduce int8", "powersgd", "topk", "onebit"), "has a sparse gradient")
+SPARSE = dict.fromkeys(
+    ("ab", "ab split", "ab both", "allreduce int8", "powersgd", "topk", "onebit"), "has a sparse gradient"
+)
 
 
 @shape("sparse embedding", batch=words, optimizer=functools.partial(torch.optim.SGD, lr=0.01), refused=SPARSE)

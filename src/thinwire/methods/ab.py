@@ -215,9 +215,11 @@ class ABMethod(Factoring, LocalTraining):
         parts = {} if len(self.topology.groups) == 1 else {kind: part for kind, part in parts.items() if part}
         self._kinds = list(parts)
         self.fragments = [self._averaged(part, is_whole=bool(kind)) for kind, part in parts.items()]
-        if self.phase == "factored" and self.config.train != "alternate":
-            for fragment in self.fragments:
-                fragment.outer = None  # steps of A and B at once would be taken twice
+        # Steps of A and B at once would be taken twice.
+        outer = None if self.phase == "factored" and self.config.train != "alternate" else self.config.outer
+        self.statistics.outer = outer
+        for fragment in self.fragments:
+            fragment.outer = outer
 
     def _freeze(self) -> None:
         """Freeze the factors that this group does not train in this round."""
@@ -307,7 +309,7 @@ class ABMethod(Factoring, LocalTraining):
         self.rounds = 0 if first else self.rounds + 1
         self.fragments = []
         self._make_fragments()
-        self.statistics.restart(self.config.outer if self.config.train == "alternate" else None)
+        self.statistics.restart()
         self._change_sides()
 
     def _find_factors(self) -> list[tuple[Layer, Factors]]:

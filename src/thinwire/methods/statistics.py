@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from thinwire.config.outer import Nesterov
+from thinwire.config.outer import Nesterov, Radial
 
 _LEAST = 1e-12
 
@@ -19,13 +19,13 @@ _LEAST = 1e-12
 class OuterStatistics:
     """The outer step of all running means and variances of a model; the first average only sets where they start."""
 
-    def __init__(self, model: nn.Module, outer: Any) -> None:
+    def __init__(self, model: nn.Module, outer: Nesterov | Radial | None) -> None:
         self.model = model
-        self.restart(outer)
+        self.outer = outer
+        self.restart()
 
-    def restart(self, outer: Any) -> None:
-        """Begin again without momentum, with this outer step."""
-        self.outer = outer if isinstance(outer, Nesterov) else None
+    def restart(self) -> None:
+        """Begin again, without momentum."""
         self.agreed: list[Tensor] = []
         self.momentum: list[Tensor] = []
 
@@ -33,7 +33,7 @@ class OuterStatistics:
     def step(self) -> None:
         """Move statistics that were just averaged, and so are the same on all workers."""
         norms = [m for m in self.model.modules() if isinstance(m, _NormBase) and m.running_var is not None]
-        if self.outer is None or not norms or norms[0].running_var.is_meta:  # type: ignore[union-attr]
+        if not isinstance(self.outer, Nesterov) or not norms or norms[0].running_var.is_meta:  # type: ignore[union-attr]
             return
         means = [_values(norm) for norm in norms]
         if len(self.agreed) != len(means):
