@@ -91,7 +91,6 @@ def mlp(width: int = WIDE, **kind: Any) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-NOTHING = dict.fromkeys(
-    ("ab", "ab split", "ab both", "ab-paper", "ab-paper carry", "ab-paper average", "oialr"), "nothing to factor"
-)
+AB = ("ab", "ab split", "ab both")
+NOTHING = dict.fromkeys((*AB, "ab-paper", "ab-paper carry", "ab-paper average", "oialr"), "nothing to factor")
 """What methods that factor must say of models without a weight for it."""

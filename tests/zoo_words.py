@@ -7,7 +7,7 @@ import torch
 import torch.fx
 from torch import Generator, Tensor, nn
 
-from zoo import WIDE, Model, mlp, shape, words
+from zoo import AB, WIDE, Model, mlp, shape, words
 
 
 class Recurrent(nn.Module):
@@ -87,9 +87,7 @@ class Encoder(nn.Module):
 shape("transformer encoder", batch=words)(Encoder)
 
 
-SPARSE = dict.fromkeys(
-    ("ab", "ab split", "ab both", "allreduce int8", "powersgd", "topk", "onebit"), "has a sparse gradient"
-)
+SPARSE = dict.fromkeys((*AB, "allreduce int8", "powersgd", "topk", "onebit"), "has a sparse gradient")
 
 
 @shape("sparse embedding", batch=words, optimizer=functools.partial(torch.optim.SGD, lr=0.01), refused=SPARSE)
