@@ -26,6 +26,7 @@ from thinwire.errors import ConfigError
 from thinwire.factor import moments
 from thinwire.factor.convert import Kept, Layer, to_factors, to_full
 from thinwire.factor.ranks import smallest_size
+from thinwire.methods.ab_sides import Sides
 from thinwire.methods.agree import empty_factors
 from thinwire.methods.averaged import AveragedTensors
 from thinwire.methods.averaging import Cycle, LocalTraining, role_by_codes
@@ -59,6 +60,7 @@ class ABMethod(Factoring, LocalTraining):
         """Whether the user asked for factors."""
         self.rounds = 0
         """Averages since weights became factors."""
+        self.sides = Sides(config.train, self.topology)
         self._losses: list[float] | None = None
         self.rates = RateMatching(context, self._scales)
         context.on_release.append(self._unfreeze)
@@ -66,7 +68,7 @@ class ABMethod(Factoring, LocalTraining):
     @classmethod
     def role(cls, config: AB, topology: Topology) -> Hashable:
         """By the code; and by the factor that the group trains, where groups differ in that."""
-        half = topology.group_index < _half(topology) if config.train == "split" else None
+        half = Sides(config.train, topology).is_first if config.train == "split" else None
         return half, role_by_codes(topology, config.wire, config.warmup_wire)
 
     def attach(self) -> None:
@@ -180,13 +182,6 @@ class ABMethod(Factoring, LocalTraining):
 
     # Which factor is trained.
 
-    def _trained_factors(self) -> str:
-        """The factors that this group trains in this round: "a", "b" or both."""
-        if self.config.train == "both":
-            return "ab"
-        second = self.config.train == "split" and self.topology.group_index >= _half(self.topology)
-        return "ab"[(self.rounds + second) % 2]
-
     def _kind(self, fragment: AveragedTensors) -> str:
         """ "a", "b", or "" for what is always trained."""
         return self._kinds[self.fragments.index(fragment)]
@@ -194,10 +189,10 @@ class ABMethod(Factoring, LocalTraining):
     def _was_trained(self, fragment: AveragedTensors) -> bool:
         """Whether any group trains it in this round."""
         split = self.config.train == "split" and not self.in_sync
-        return split or self._kind(fragment) in self._trained_factors()
+        return split or self._kind(fragment) in self.sides.trained(self.rounds)
 
     def _trains(self, fragment: AveragedTensors) -> bool:
-        return self._kind(fragment) in self._trained_factors()
+        return self._kind(fragment) in self.sides.trained(self.rounds)
 
     def _is_apart(self, fragment: AveragedTensors) -> bool:
         return super()._is_apart(fragment) and self._was_trained(fragment)
@@ -223,7 +218,7 @@ class ABMethod(Factoring, LocalTraining):
 
     def _freeze(self) -> None:
         """Freeze the factors that this group does not train in this round."""
-        trained = self._trained_factors()
+        trained = self.sides.trained(self.rounds)
         for layer in self.factored:
             for factor, kind in zip(layer.factors, "ab", strict=True):
                 factor.requires_grad_(kind in trained)
@@ -271,24 +266,11 @@ class ABMethod(Factoring, LocalTraining):
         return [loss / count for loss, count in sums]
 
     def _senders(self, fragment: AveragedTensors) -> Sequence[int] | None:
-        """The groups that trained this factor in this round, where groups train different ones."""
-        kind = self._kind(fragment)
-        if self.config.train != "split" or not kind:
-            return None
-        first = "ab"[self.rounds % 2] == kind
-        return [i for i in range(len(self.topology.groups)) if (i < _half(self.topology)) == first]
+        return self.sides.senders(self._kind(fragment), self.rounds)
 
     def _weights(self, fragment: AveragedTensors) -> Sequence[float] | None:
-        """By workers, by loss too where that is asked for, and only groups that trained it."""
-        senders = self._senders(fragment)
-        if self._losses is None and senders is None:
-            return None
-        sizes = [float(len(group)) for group in self.topology.groups]
-        if self._losses is not None:
-            sizes = [size / max(loss, 1e-8) for size, loss in zip(sizes, self._losses, strict=True)]
-        if senders is not None:
-            sizes = [size if i in senders else 0.0 for i, size in enumerate(sizes)]
-        return [sizes[self.topology.group_index] / sum(sizes)] * len(fragment.tensors())
+        weight = self.sides.weight(self._kind(fragment), self.rounds, self._losses)
+        return None if weight is None else [weight] * len(fragment.tensors())
 
     # Shapes.
 
@@ -380,8 +362,3 @@ class ABMethod(Factoring, LocalTraining):
             return Cycle((*found.place, self.rounds % 2, self.rounds % self.config.redecompose), found.end)
         at = self.config.factor_step
         return Cycle(found.place, found.end if at is None else at)
-
-
-def _half(topology: Topology) -> int:
-    """Of groups that train different factors, how many train the first one."""
-    return math.ceil(len(topology.groups) / 2)

@@ -64,7 +64,7 @@ class Agreement:
         What a code made of the mean change cannot be compared, because it contains what earlier averages left out.
         Groups add up sketches of their changes instead, 260 bytes per tensor.
         """
-        notes = [fragment.notes for fragment in fragments if fragment.notes is not None]
+        notes = [f.notes.values for f in fragments if f.notes is not None and f.notes.values is not None]
         if len(notes) < len(fragments) or not notes or notes[0].is_meta:
             return [None] * len(fragments)
         lengths, sketches = torch.cat(notes, dim=1).split([1, SIZE])

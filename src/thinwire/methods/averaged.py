@@ -21,7 +21,7 @@ from thinwire.comm.rotating import Rotating
 from thinwire.config.outer import Nesterov, Radial
 from thinwire.errors import ConfigError, DivergedError
 from thinwire.methods.merging import restored
-from thinwire.methods.sketch import SIZE, sketch
+from thinwire.methods.notes import ChangeNotes
 
 Tensors = Callable[[], Sequence[Tensor]]
 
@@ -79,11 +79,8 @@ class AveragedTensors:
         made = self._aggregators(code, rotating)
         self._is_flat = isinstance(made.turns[0] if isinstance(made, Rotating) else made, Exact)
         self.aggregator: Aggregator = made
-        self.notes: Tensor | None = None
-        """For each tensor how far groups had come on average, and the mean of sketches of their changes, (1 + 64,
-        tensors), after `receive`; None if it is not measured."""
-        several = len(wire.topology.groups) > 1
-        self._notes = Exact(wire, [], "control") if measured and several and self.agreed is not None else None
+        self.notes = ChangeNotes(wire) if measured and self.agreed is not None else None
+        """How far groups came; None if it is not measured."""
         self._offload = offload
         self.to_cpu()
 
@@ -119,7 +116,8 @@ class AveragedTensors:
         self.pending = PendingAverage(step, overlap, own=flat.clone() if keep_own else None)
         if self.agreed is not None:
             flat.sub_(self.agreed)
-            self._send_notes(flat, weights, overlap)
+            if self.notes is not None:
+                self.notes.send(_views(flat, self._shapes), weights, overlap)
         weighted = weights is not None and len(self.wire.topology.groups) > 1
         if isinstance(self.aggregator, Exact):
             self.aggregator.weighted = weighted
@@ -135,21 +133,6 @@ class AveragedTensors:
             topology = self.wire.topology
             weights = [weight * topology.world_size / len(topology.group) for weight in weights]
         torch._foreach_mul_(_views(flat, self._shapes), list(weights))
-
-    def _send_notes(self, flat: Tensor, weights: Sequence[float] | None, overlap: int) -> None:
-        """How far this group came: small enough to arrive before the average does."""
-        if self._notes is None:
-            return
-        topology, changes = self.wire.topology, _views(flat, self._shapes)
-        share = len(topology.group) / topology.world_size
-        if flat.is_meta:  # a simulation only needs their size
-            self.notes = flat.new_empty(1 + SIZE, len(changes))
-        else:
-            sketches = torch.stack([sketch(change) for change in changes], dim=1)  # (sketch, tensors)
-            self.notes = torch.cat([torch.stack(torch._foreach_norm(changes))[None], sketches])
-            self.notes *= share if weights is None else flat.new_tensor(weights)
-        self._notes.weighted = True
-        self._notes.begin([self.notes], steps=overlap)
 
     @property
     def turn(self) -> int | None:
@@ -169,7 +152,8 @@ class AveragedTensors:
         """Wait for the mean, even before it is due; False if it is not finite, and then it is dropped."""
         assert self.pending is not None, "no average is pending"
         if not self.pending.received:
-            self._end_notes()
+            if self.notes is not None:
+                self.notes.receive()
             sound = self.aggregator.end(self._parts) and all_finite([self.scratch])
             if not sound:
                 self.pending = None
@@ -177,10 +161,6 @@ class AveragedTensors:
             self.aggregator.commit()
             self.pending.received = True
         return True
-
-    def _end_notes(self) -> None:
-        if self._notes is not None and self.notes is not None:
-            self._notes.end([self.notes])
 
     def mean_lengths(self) -> Tensor:
         """How far the mean of the groups has come in each tensor; after `receive`."""
@@ -276,16 +256,19 @@ class AveragedTensors:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore everything at the end, except the tensors themselves."""
-        names = ("pending", "momentum", "agreed", "scratch", "level", "notes")
+        names = ("pending", "momentum", "agreed", "scratch", "level")
         before = {name: getattr(self, name) for name in names}
         copies = {name: t.clone() for name, t in before.items() if isinstance(t, Tensor)}
         kept = [{n: t.clone() for n, t in s.items()} for s in (self.aggregator.shared(), self.aggregator.local())]
+        noted = self.notes.values if self.notes is not None else None
         try:
             vars(self).update(copies)
             yield
         finally:
             vars(self).update(before)
             self.aggregator.load(kept[0], kept[1])
+            if self.notes is not None:
+                self.notes.values = noted
 
     def shift(self, steps: int) -> None:
         """As if everything so far had happened `steps` steps later; for plans."""
@@ -296,7 +279,8 @@ class AveragedTensors:
     def drop(self) -> None:
         """Wait for a pending average and discard it: it may be what diverged."""
         if self.pending is not None and not self.pending.received:
-            self._end_notes()
+            if self.notes is not None:
+                self.notes.receive()
             self.aggregator.end(self._parts)
         self.pending = None
 
@@ -310,7 +294,7 @@ class AveragedTensors:
             "momentum": self.momentum,
             "received": self.scratch if pending is not None else None,
             "own": pending.own if pending is not None else None,
-            "notes": self.notes if pending is not None else None,
+            "notes": self.notes.values if pending is not None and self.notes is not None else None,
             "aggregator": self.aggregator.shared(),
         }
         return {"shared": shared, "local": self.aggregator.local()}
@@ -328,7 +312,8 @@ class AveragedTensors:
             sent, overlap = shared["pending"]
             self.pending = PendingAverage(sent, overlap, received=True, own=shared["own"])
             self.scratch = shared["received"]
-            self.notes = shared["notes"]
+            if self.notes is not None:
+                self.notes.values = shared["notes"]
         self.aggregator.load(shared["aggregator"], local)
 
 

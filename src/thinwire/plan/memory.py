@@ -15,6 +15,7 @@ from thinwire.comm.compressed import CompressedSum
 from thinwire.methods.averaged import AveragedTensors, PendingAverage
 from thinwire.methods.base import Method
 from thinwire.methods.gradients import GradientAveraging
+from thinwire.methods.notes import ChangeNotes
 
 _PARTS = {"agreed": "agreed values", "momentum": "outer momentum", "scratch": "scratch", "aggregator": "residuals"}
 """What a tensor of an average is called."""
@@ -136,6 +137,6 @@ def _inside(name: str, each: Any) -> list[tuple[str, Any]]:
         return [("residuals", value) for value in each.buckets]
     if isinstance(each, AveragedTensors):
         return [(_PARTS.get(own, _OTHER), value) for own, value in vars(each).items() if own != "wire"]
-    if isinstance(each, PendingAverage | Aggregator | CompressedSum):
+    if isinstance(each, PendingAverage | Aggregator | ChangeNotes | CompressedSum):
         return [(name, value) for own, value in vars(each).items() if own not in ("wire", "like", "method")]
     return []
