@@ -67,7 +67,7 @@ def counted(found: Simulation) -> dict[str, Any]:
     """All that a plan takes from a simulation, calls in their order: seconds are sums in that order."""
     rows = [row[:5] for row in found.ledger.state()["rows"]]
     calls, exchanges = list(found.calls.items()), list(found.exchanges.items())
-    own = {name: getattr(found, name) for name in ("steps", "times", "decomposed", "sharers", "assumes", "memory")}
+    own = {name: getattr(found, name) for name in ("steps", "times", "decomposed", "sharers", "assumes")}
     return {"rows": rows, "calls": calls, "exchanges": exchanges, **own}
 
 
@@ -91,6 +91,11 @@ def test_a_worker_stands_for_those_that_do_the_same(name: str) -> None:
         together = simulate_views(views, what, config, predicted.typical, shapes=False)
         alone = [simulate(what, config, view, predicted.typical) for view in views]
         assert [counted(found) for found in together] == [counted(found) for found in alone]
+        for found, own in zip(
+            together, alone, strict=True
+        ):  # groups own parts of a coded sum, larger by a block or two
+            assert found.memory.keys() == own.memory.keys()
+            assert all(abs(found.memory[phase].held - own.memory[phase].held) < 8192 for phase in own.memory)
 
 
 CYCLES = {
