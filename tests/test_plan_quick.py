@@ -91,9 +91,8 @@ def test_a_worker_stands_for_those_that_do_the_same(name: str) -> None:
         together = simulate_views(views, what, config, predicted.typical, shapes=False)
         alone = [simulate(what, config, view, predicted.typical) for view in views]
         assert [counted(found) for found in together] == [counted(found) for found in alone]
-        for found, own in zip(
-            together, alone, strict=True
-        ):  # groups own parts of a coded sum, larger by a block or two
+        # Groups own parts of a coded sum, some larger by a block or two.
+        for found, own in zip(together, alone, strict=True):
             assert found.memory.keys() == own.memory.keys()
             assert all(abs(found.memory[phase].held - own.memory[phase].held) < 8192 for phase in own.memory)
 
@@ -184,8 +183,10 @@ def test_a_large_plan_takes_few_passes_and_copies(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(_Simulator, "_step", stepping)
     monkeypatch.setattr(Workload, "call", calling)
     layout, watch = Layout(workers=1024, nodes=128), Stopwatch(what, given(0.18))
-    plan = make_plan(what, every_method(10_000), layout, Links(), stopwatch=watch)
-    assert [row.method for row in plan.rows] == list(every_method())
+    # Without AB: it decomposes again every few averages, and each time is simulated, which takes minutes here.
+    configs = {name: config for name, config in every_method(10_000).items() if name != "ab"}
+    plan = make_plan(what, configs, layout, Links(), stopwatch=watch)
+    assert [row.method for row in plan.rows] == list(configs)
     assert passes[0] <= 4 and copies[0] <= 12
     assert steps[0] < 2_000
 
