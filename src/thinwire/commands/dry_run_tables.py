@@ -203,8 +203,8 @@ def _step(report: dict[str, Any]) -> Table:
     out = _pairs("Memory, and the step that was taken")
     held = f"{size(memory['state_bytes'])} of state at most, {size(memory['activation_bytes'])} of activations"
     out.add_row("planned", f"{size(memory['planned_bytes'])} per worker: {held}")
-    if told := beside(memory["by_phase"]):
-        out.add_row("of the method", f"beside model and optimizer {told}")
+    if parts := beside(memory["by_phase"]):
+        out.add_row("of the method", f"beside model and optimizer {parts}")
     if memory["peak_bytes"] is not None:
         out.add_row("peak", _peak(memory, run["workers_per_device"]))
     out.add_row("loss", f"{step['loss']:.4f}" if step["finite"] else "NOT FINITE")

@@ -89,8 +89,8 @@ def caption(plan: dict[str, Any]) -> str:
     held: dict[str, list[str]] = {}
     for row in plan["methods"]:
         held.setdefault(beside(row["memory_by_phase"]), []).append(row["method"])
-    if told := "; ".join(f"{', '.join(methods)} {what}" for what, methods in held.items() if what):
-        text.append(f"Held beside model and optimizer: {told}.")
+    if parts := "; ".join(f"{', '.join(methods)} {what}" for what, methods in held.items() if what):
+        text.append(f"Held beside model and optimizer: {parts}.")
     if plan["allreduce"] == "tree":
         text.append("All-reduce by a tree over nodes; the ledger counts gloo's ring.")
     if plan["compute_measured"]:
