@@ -12,31 +12,22 @@ only half of the factors travel. Each group keeps its own optimizer state, and t
 code has left out by then is sent in int8 with the last average before the change.
 """
 
-import functools
-import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
-
-from torch import Tensor, nn
 
 from thinwire.comm.topology import Topology
 from thinwire.config import AB
 from thinwire.errors import ConfigError
-from thinwire.factor import moments
-from thinwire.factor.convert import Kept, Layer, to_factors, to_full
-from thinwire.factor.ranks import smallest_size
+from thinwire.factor.convert import Kept, to_factors
+from thinwire.methods.ab_shapes import ABShapes
 from thinwire.methods.ab_sides import Sides
 from thinwire.methods.agree import empty_factors
 from thinwire.methods.averaged import AveragedTensors
 from thinwire.methods.averaging import Cycle, LocalTraining, role_by_codes
 from thinwire.methods.context import MethodContext, Saved
-from thinwire.methods.factoring import Factoring
 from thinwire.methods.merging import average_moments, refuse_diverged
-from thinwire.methods.rates import RateMatching
 from thinwire.methods.registry import register
-
-Factors = tuple[Tensor, ...]
 
 
 def _example(**more: Any) -> AB:
@@ -46,7 +37,7 @@ def _example(**more: Any) -> AB:
 
 
 @register("ab", AB, example=_example)
-class ABMethod(Factoring, LocalTraining):
+class ABMethod(ABShapes, LocalTraining):
     """Groups train alone and average in few bits, at full rank and then low-rank factors (AB training)."""
 
     phases: ClassVar[tuple[str, ...]] = ("warmup", "local", "factored")
@@ -54,15 +45,12 @@ class ABMethod(Factoring, LocalTraining):
 
     def __init__(self, config: AB, context: MethodContext) -> None:
         super().__init__(config, context)
-        self.must_factor = config.factor_at is not None
-        self.full_size = sum(p.numel() for p in context.model.parameters())
         self.requested = False
         """Whether the user asked for factors."""
         self.rounds = 0
         """Averages since weights became factors."""
         self.sides = Sides(config.train, self.topology)
         self._losses: list[float] | None = None
-        self.rates = RateMatching(context, self._scales)
         context.on_release.append(self._unfreeze)
 
     @classmethod
@@ -96,16 +84,6 @@ class ABMethod(Factoring, LocalTraining):
         self.refuse_nothing_to_factor()
         self._check_target()
         self.requested = True
-
-    def _check_target(self) -> None:
-        """Refuse a target that the layers, as they are known now, do not allow."""
-        least = smallest_size(self.full_size, self.layers)
-        if self.config.target is not None and self.full_size / least < self.config.target:
-            raise ConfigError(
-                f"`target`={self.config.target!r} cannot be reached: with rank 1 in every layer that can be "
-                f"factored the model is {math.floor(100 * self.full_size / least) / 100:g} times smaller; use at "
-                "most that, or keep fewer layers full"
-            )
 
     def finish(self, cutoff: float | None) -> None:
         """One model again; cut it once more if it has factors, or where a cutoff is given."""
@@ -236,21 +214,6 @@ class ABMethod(Factoring, LocalTraining):
         self.gradients.replicated.members = ()
         self.gradients.apart()
 
-    def _scales(self) -> list[tuple[nn.Parameter, Callable[[], Tensor | None]]]:
-        """By how much updates of factors are multiplied: ΔA B has the size of ΔA times that of a column of B."""
-        if not self.config.match_rate:
-            return []
-        found: list[tuple[nn.Parameter, Callable[[], Tensor | None]]] = []
-        for layer in self.factored:
-            a, b = layer.factors
-            found += [(p, functools.partial(self._scale, p, other)) for p, other in ((a, b), (b, a)) if p.requires_grad]
-        return found
-
-    def _scale(self, p: nn.Parameter, other: nn.Parameter) -> Tensor | None:
-        if not self.rates.is_normalised(p):
-            return None
-        return (math.sqrt(max(other.shape)) / other.detach().norm()).nan_to_num(posinf=1.0)
-
     # Weights of groups.
 
     def _observed_losses(self, *, out_of_turn: bool = False) -> list[float] | None:
@@ -293,42 +256,6 @@ class ABMethod(Factoring, LocalTraining):
         self._make_fragments()
         self.statistics.restart()
         self._change_sides()
-
-    def _find_factors(self) -> list[tuple[Layer, Factors]]:
-        """Factors of every layer that they make smaller: at the cutoff, or at the cutoff that reaches the target."""
-        if self.config.target is None:
-            return self.agreed_factors(self.config.cutoff)
-        found = self.agreed_factors(None)
-        own = self.context.choose_ranks([(layer, a, b) for layer, (a, b) in found], self.full_size, self.config.target)
-        ranks = self.wire.all_gather_object(own)[0]
-        self.found_ranks = {layer.label: rank for (layer, _), rank in zip(found, ranks, strict=True) if rank}
-        return [
-            (layer, (a[:, :rank].contiguous(), b[:rank].contiguous()))
-            for (layer, (a, b)), rank in zip(found, ranks, strict=True)
-            if rank
-        ]
-
-    def _to_factors(self, layer: Layer, a: Tensor, b: Tensor) -> None:
-        """Give a layer these factors; their optimizer state is this group's own, transformed."""
-        old, states = layer.parameters, [self.optimizers.state_of(p) for p in layer.parameters]
-        if layer.is_factored:
-            carried = moments.recut_factors(states, [p.detach() for p in old], (a, b))
-        else:
-            carried = moments.factors_from_full(states[0], layer.view, a, b)
-        self._reshape_layer(layer, a, b)
-        for factor, state in zip(layer.factors, carried, strict=True):
-            if state:
-                self.optimizers.set_state(factor, state)
-
-    def _reshape_layer(self, layer: Layer, a: Tensor, b: Tensor) -> None:
-        old = layer.parameters
-        to_factors(layer, a, b)
-        self.optimizers.exchange(old, layer.factors, ("a", "b"))
-
-    def _to_full(self, layer: Layer) -> None:
-        factors = layer.factors
-        to_full(layer)
-        self.optimizers.exchange(factors, [layer.weight])
 
     # Checkpoints and plans.
 

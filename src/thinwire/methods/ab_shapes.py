@@ -1,0 +1,91 @@
+"""AB's layers as factors A B: at which ranks, with which optimizer state, and how far an update moves them."""
+
+import functools
+import math
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from thinwire.config import AB
+from thinwire.errors import ConfigError
+from thinwire.factor import moments
+from thinwire.factor.convert import Layer, to_factors, to_full
+from thinwire.factor.ranks import smallest_size
+from thinwire.methods.context import MethodContext
+from thinwire.methods.factoring import Factoring
+from thinwire.methods.rates import RateMatching
+
+Factors = tuple[Tensor, ...]
+
+
+class ABShapes(Factoring):
+    """Layers that become factors and are decomposed again; each group transforms its own optimizer state."""
+
+    config: AB
+
+    def __init__(self, config: AB, context: MethodContext) -> None:
+        super().__init__(config, context)
+        self.must_factor = config.factor_at is not None
+        self.full_size = sum(p.numel() for p in context.model.parameters())
+        self.rates = RateMatching(context, self._scales)
+
+    def _check_target(self) -> None:
+        """Refuse a target that the layers, as they are known now, do not allow."""
+        least = smallest_size(self.full_size, self.layers)
+        if self.config.target is not None and self.full_size / least < self.config.target:
+            raise ConfigError(
+                f"`target`={self.config.target!r} cannot be reached: with rank 1 in every layer that can be "
+                f"factored the model is {math.floor(100 * self.full_size / least) / 100:g} times smaller; use at "
+                "most that, or keep fewer layers full"
+            )
+
+    def _find_factors(self) -> list[tuple[Layer, Factors]]:
+        """Factors of every layer that they make smaller: at the cutoff, or at the cutoff that reaches the target."""
+        if self.config.target is None:
+            return self.agreed_factors(self.config.cutoff)
+        found = self.agreed_factors(None)
+        own = self.context.choose_ranks([(layer, a, b) for layer, (a, b) in found], self.full_size, self.config.target)
+        ranks = self.wire.all_gather_object(own)[0]
+        self.found_ranks = {layer.label: rank for (layer, _), rank in zip(found, ranks, strict=True) if rank}
+        return [
+            (layer, (a[:, :rank].contiguous(), b[:rank].contiguous()))
+            for (layer, (a, b)), rank in zip(found, ranks, strict=True)
+            if rank
+        ]
+
+    def _to_factors(self, layer: Layer, a: Tensor, b: Tensor) -> None:
+        """Give a layer these factors; their optimizer state is this group's own, transformed."""
+        old, states = layer.parameters, [self.optimizers.state_of(p) for p in layer.parameters]
+        if layer.is_factored:
+            carried = moments.recut_factors(states, [p.detach() for p in old], (a, b))
+        else:
+            carried = moments.factors_from_full(states[0], layer.view, a, b)
+        self._reshape_layer(layer, a, b)
+        for factor, state in zip(layer.factors, carried, strict=True):
+            if state:
+                self.optimizers.set_state(factor, state)
+
+    def _reshape_layer(self, layer: Layer, a: Tensor, b: Tensor) -> None:
+        old = layer.parameters
+        to_factors(layer, a, b)
+        self.optimizers.exchange(old, layer.factors, ("a", "b"))
+
+    def _to_full(self, layer: Layer) -> None:
+        factors = layer.factors
+        to_full(layer)
+        self.optimizers.exchange(factors, [layer.weight])
+
+    def _scales(self) -> list[tuple[nn.Parameter, Callable[[], Tensor | None]]]:
+        """By how much updates of factors are multiplied: ΔA B has the size of ΔA times that of a column of B."""
+        if not self.config.match_rate:
+            return []
+        found: list[tuple[nn.Parameter, Callable[[], Tensor | None]]] = []
+        for layer in self.factored:
+            a, b = layer.factors
+            found += [(p, functools.partial(self._scale, p, other)) for p, other in ((a, b), (b, a)) if p.requires_grad]
+        return found
+
+    def _scale(self, p: nn.Parameter, other: nn.Parameter) -> Tensor | None:
+        if not self.rates.is_normalised(p):
+            return None
+        return (math.sqrt(max(other.shape)) / other.detach().norm()).nan_to_num(posinf=1.0)
