@@ -35,6 +35,7 @@ from thinwire.preflight import (
     check_same_architecture,
     given_optimizers,
 )
+from thinwire.scaling import SharedScale
 from thinwire.settings import describe as describe_config
 from thinwire.stepping import Stepping
 
@@ -86,7 +87,6 @@ class Replica(nn.Module):
         self._finished = False
         self._was_called = False
         self._shows_merged = False
-        self._scale_is_due = False
         self._earlier = {"allreduce_fp32": 0, "ideal_fp32": 0}  # a world of another size may have taken the first steps
         self._earlier_steps = 0
         self._recompiles = Recompilations()
@@ -104,7 +104,9 @@ class Replica(nn.Module):
         self._begin_step = torch.compiler.disable(self.traffic.times.begin_step)
         self.register_load_state_dict_pre_hook(_find_inner_keys)
         context = method.context
-        context.after_merge = self._expect_scale
+        scale = SharedScale(scaler, method.wire)
+        self._agree_on_scale = scale.agree
+        context.after_merge = scale.expect
         if scaler is not None:
             context.scale = scaler.get_scale
         method.attach()
@@ -368,21 +370,6 @@ class Replica(nn.Module):
         """No autocast: it would round weights that are decomposed, merged or multiplied out."""
         device = next(self.module.parameters()).device.type
         return torch.autocast("cpu" if device == "meta" else device, enabled=False)
-
-    def _expect_scale(self) -> None:
-        # The merge happens inside scaler.step, and the scaler's own update is still to come on every worker.
-        self._scale_is_due = self._scaler is not None
-
-    def _agree_on_scale(self) -> None:
-        """The smallest scale and growth tracker of all workers, or each would unscale by its own factor."""
-        if not self._scale_is_due:
-            return
-        self._scale_is_due = False
-        state = self._scaler.state_dict()
-        if state:
-            mine = torch.tensor([-state["scale"], -float(state["_growth_tracker"])], dtype=torch.float64)
-            scale, growth = (-self.wire.all_reduce_max(mine, "control")).tolist()
-            self._scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": int(growth)})
 
     def _agree_on_read_weights(self) -> None:
         """Rank 0 may have evaluated alone and read weights that others did not; all become the same model."""
