@@ -505,3 +505,9 @@ def test_an_ema_follows_shapes() -> None:
     finished = replica.finish()
     averaged = ema.finish()
     assert size(averaged) == size(finished) and averaged(small.batch(0, 0)[0]).isfinite().all()
+
+
+@pytest.mark.parametrize(("groups", "momentum"), [(1, 0.0), (2, 0.293), (4, 0.5), (16, 0.75)])
+def test_an_outer_momentum_that_is_not_given_follows_the_number_of_groups(groups: int, momentum: float) -> None:
+    assert Nesterov(1.0).among(groups).momentum == pytest.approx(momentum, abs=1e-3)
+    assert Nesterov(1.0, 0.9).among(groups).momentum == 0.9

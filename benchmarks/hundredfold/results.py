@@ -17,6 +17,8 @@ Row = dict[str, Any]
 _OF_THE_RUN = ("total_steps", "group_size", "clip")
 """Fields of a config that follow from the recipe and the workers."""
 
+_RESULTS = ("accuracy", "accuracy_before_truncation", "compression")
+
 
 def read(folders: Iterable[Path]) -> dict[str, Any]:
     """The finished runs in these folders, and the defaults that their settings differ from."""
@@ -43,11 +45,11 @@ def _row(folder: Path) -> Row:
     summary, records = read_run(folder).summary, read_records(folder / "records.jsonl")
     evaluations = [r for r in records if r["kind"] == "evaluation" and r["model"] != "finished"]
     averages = [[r["step"], round(r["ratio"], 4)] for r in records if r["kind"] == "agreement"]
-    same = ("method", "recipe", "split", "seed", "steps", "accuracy", "accuracy_before_truncation", "compression")
+    same = ("method", "recipe", "split", "seed", "steps", "lr", "weight_decay", *_RESULTS)
     traffic = summary["traffic"]
     return {
         "name": re.sub(r"-seed\d+$", "", folder.name),
-        **{field: summary[field] for field in same},
+        **{field: summary.get(field) for field in same},
         "workers": summary["world_size"],
         "groups": len(summary["groups"]),
         "config": _differences(summary["method"], summary["config"]),
@@ -97,7 +99,7 @@ def by_name(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 def differences(own: Iterable[Row], rows: Iterable[Row]) -> list[float]:
     """Accuracy less that of all-reduce with the same seed, recipe, length and data."""
-    alike = ("recipe", "split", "steps", "seed")
+    alike = ("recipe", "split", "steps", "seed", "lr", "weight_decay")
     known = {tuple(row[field] for field in alike): row["accuracy"] for row in rows if _is_fp32_allreduce(row)}
     keys = [(tuple(row[field] for field in alike), row["accuracy"]) for row in own]
     return [accuracy - known[key] for key, accuracy in keys if key in known]

@@ -137,6 +137,7 @@ def command(given: argparse.Namespace, job: Job, folder: Path, *, resume: bool) 
     words: list[object] = ["run", job.recipe, "--method", setting.method, "--data", given.data, "--out", folder]
     words += [word for field in setting.fields for word in ("--set", field)]
     words += ["--workers", setting.workers, "--seed", job.seed, "--epochs", job.epochs]
+    words += setting.options
     words += ["--eval-every", setting.eval_every, "--quiet", "--resume" if resume else "--overwrite"]
     words += [] if setting.keeps_model else ["--no-model"]
     words += ["--validate"] if given.validate else []

@@ -17,6 +17,8 @@ class Setting(NamedTuple):
     epochs: int | None = None
     eval_every: int = 195
     keeps_model: bool = False
+    options: tuple[str, ...] = ()
+    """Further words for `thinwire run`."""
 
 
 def ab(name: str, *fields: str, **more: object) -> Setting:
@@ -54,6 +56,7 @@ ALLREDUCE = Setting("allreduce", "allreduce", keeps_model=True)
 DEFAULT = ab("default")
 FULL = ab("full", "factor_at=none", keeps_model=True)
 PAPER = Setting("ab-paper", "ab-paper")
+GROW = ("every=10", "every_max=96")
 CHEAP = ("warmup=0.05", "warmup_wire=lowrank:16")
 
 SETS: dict[str, list[Setting]] = {
@@ -80,16 +83,33 @@ SETS: dict[str, list[Setting]] = {
         six("none", "outer=none"),
         six("overlap4", "overlap=4"),
     ],
-    "momentum": [
+    "grow": [
+        ab("grow10", "factor_at=none", *GROW),
+        ab("grow10-75", *GROW),
+        ab("grow10-75-target5", "target=5", *GROW),
+        ab("grow10-85-target5", "target=5", "factor_at=0.85", *GROW),
+    ],
+    "outer": [
         ab("momentum06", "factor_at=none", "outer=1.0/0.6"),
         ab("momentum07", "factor_at=none", "outer=1.0/0.7"),
         ab("momentum08", "factor_at=none", "outer=1.0/0.8"),
+        ab("rate15", "factor_at=none", "outer=1.5/0.5"),
         ab("warm-int2", "factor_at=none", "warmup=0.03", "warmup_wire=int2"),
-        ab("warm-rank8", "factor_at=none", "warmup_wire=lowrank:8", "every=18"),
+        ab("75-target5", "target=5"),
         ab("momentum07-target5", "outer=1.0/0.7", "target=5"),
-        by(ab("momentum075", "factor_at=none", "outer=1.0/0.75"), 16),
-        by(ab("momentum085", "factor_at=none", "outer=1.0/0.85"), 16),
-        by(ab("momentum075-every12", "factor_at=none", "outer=1.0/0.75", "every=12"), 16),
+        ab("momentum07-target5-at85", "outer=1.0/0.7", "target=5", "factor_at=0.85"),
+        ab("decay-half", "factor_at=none", options=("--weight-decay", "0.05")),
+        ab("decay-double", "factor_at=none", options=("--weight-decay", "0.2")),
+        Setting("allreduce-decay-double", "allreduce", options=("--weight-decay", "0.2")),
+        ab("momentum07-decay", "factor_at=none", "outer=1.0/0.7", options=("--weight-decay", "0.033")),
+        ab("lr14", "factor_at=none", options=("--lr", "0.0042")),
+        ab("lr2-decay-half", "factor_at=none", options=("--lr", "0.006", "--weight-decay", "0.05")),
+        ab("warm10-rank8", "factor_at=none", "warmup=0.1", "warmup_wire=lowrank:8"),
+        ab("grow9", "factor_at=none", "every=9", "every_max=96"),
+        ab("75-target5-decay-half", "target=5", options=("--weight-decay", "0.05")),
+        ab("75-target5-warm8", "target=5", "warmup=0.08"),
+        ab("85-target5", "target=5", "factor_at=0.85"),
+        by(ab("momentum075", "factor_at=none", "outer=1.0/0.75", options=("--weight-decay", "0.025")), 16),
     ],
     "constant": [at_constant_rate(s) for s in (six("at60"), six("split", "train=split"), six("both", "train=both"))],
     "rivals": [

@@ -74,7 +74,7 @@ def _parse_as(hint: Any, text: str) -> Any:
         return Radial()
     if hint is Nesterov:
         lr, _, momentum = text.partition("/")
-        return Nesterov(float(lr), float(momentum))
+        return Nesterov(float(lr), float(momentum) if momentum else None)
     if typing.get_origin(hint) is Literal and text in typing.get_args(hint):
         return text
     if typing.get_origin(hint) is tuple:
@@ -88,7 +88,7 @@ def _describe(hint: Any) -> str:
     if typing.get_origin(hint) is tuple:
         return "names separated by commas"
     names = {
-        Nesterov: "an outer step as LR/MOMENTUM, such as 1.0/0.5",
+        Nesterov: "an outer step as LR or LR/MOMENTUM, such as 1.0/0.5",
         Radial: "radial",
         str: "text",
         int: "a whole number",

@@ -19,7 +19,7 @@ from thinwire.config.renamed import renamed
 from thinwire.config.warmed import Averaged
 from thinwire.errors import ConfigError
 
-_OUTER = Nesterov(lr=1.0, momentum=0.5)
+_OUTER = Nesterov(lr=1.0)
 _PAPERS = "AB.paper({}=…): the published cycle has it"
 
 
@@ -46,8 +46,8 @@ class AB(Averaged):
     """The code that averages travel in: fp32, bf16, int8, int4, int2, bit, lowrank:R or topk:D."""
 
     outer: Nesterov | Radial | None = _OUTER
-    """What to do with the mean change of groups: None applies it, Nesterov(lr=1.0, momentum=0.5) is an outer step,
-    Radial() makes it as long as the changes it is the mean of."""
+    """What to do with the mean change of groups: None applies it, Nesterov(lr=1.0) is an outer step with a
+    momentum for that many groups, Radial() makes it as long as the changes it is the mean of."""
 
     factor_at: float | None = 0.75
     """When weights become factors: at the first average from there on. The end of the warm-up factors from the start,

@@ -1,6 +1,7 @@
 """What is done with the mean change of groups."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from thinwire.checks import check_share, is_number
 from thinwire.errors import ConfigError
@@ -11,12 +12,20 @@ class Nesterov:
     """An outer step of SGD with Nesterov momentum, whose gradient is minus the mean change of groups."""
 
     lr: float = 1.0
-    momentum: float = 0.5
+
+    momentum: float | None = None
+    """None is 1 − 1/√G for G groups. Where gradients are mostly noise, the step of an adaptive optimizer in a group is
+    √G times too short, since it divides by the noise of a smaller batch; this momentum makes up for it."""
 
     def __post_init__(self) -> None:
         if not (is_number(self.lr) and self.lr > 0):
             raise ConfigError(f"`outer.lr`={self.lr!r} must be a number above 0, such as 1.0; DiLoCo's paper has 0.7")
-        check_share(self, "momentum", "0.5 is a good start; DiLoCo's paper has 0.9")
+        if self.momentum is not None:
+            check_share(self, "momentum", "None fits it to the number of groups; DiLoCo's paper has 0.9")
+
+    def among(self, groups: int) -> "Nesterov":
+        """The same with a momentum for so many groups, if it has none of its own."""
+        return self if self.momentum is not None else replace(self, momentum=1 - 1 / math.sqrt(groups))
 
 
 @dataclass(frozen=True)

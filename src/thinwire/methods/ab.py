@@ -189,7 +189,7 @@ class ABMethod(ABShapes, LocalTraining):
         self._kinds = list(parts)
         self.fragments = [self._averaged(part, is_whole=bool(kind)) for kind, part in parts.items()]
         # Steps of A and B at once would be taken twice.
-        outer = None if self.phase == "factored" and self.config.train != "alternate" else self.config.outer
+        outer = None if self.phase == "factored" and self.config.train != "alternate" else self.outer
         self.statistics.outer = outer
         for fragment in self.fragments:
             fragment.outer = outer

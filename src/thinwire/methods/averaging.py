@@ -20,6 +20,7 @@ from torch import Tensor
 from thinwire.comm.topology import Topology
 from thinwire.config import DiLoCo, LocalSGD
 from thinwire.config.codes import parse_code
+from thinwire.config.outer import Nesterov
 from thinwire.methods.agreement import Agreement
 from thinwire.methods.averaged import AveragedTensors, all_restored, not_finite
 from thinwire.methods.base import Method
@@ -57,7 +58,9 @@ class LocalTraining(Method):
         self.round = Round(config, self.optimizers, self.wire)
         self.buffers_at = 0
         """The step after which groups last agreed on buffers."""
-        self.statistics = OuterStatistics(self.model, config.outer)
+        groups = len(self.topology.groups)
+        self.outer = config.outer.among(groups) if isinstance(config.outer, Nesterov) else config.outer
+        self.statistics = OuterStatistics(self.model, self.outer)
         self.agreement = Agreement(self.model, self.wire, self.round.is_annealing)
 
     @classmethod
@@ -132,7 +135,7 @@ class LocalTraining(Method):
         current = functools.partial(list[Tensor], parameters)
         return AveragedTensors(
             *(self.wire, current, self.config.wire, self.step),
-            outer=self.config.outer,
+            outer=self.outer,
             offload=getattr(self.config, "offload", False),
             measured=True,
             is_fixed=(lambda p: False) if is_whole else (lambda p: not p.requires_grad),

@@ -39,10 +39,11 @@ class OuterStatistics:
         if len(self.agreed) != len(means):
             self.agreed, self.momentum = means, [torch.zeros_like(mean) for mean in means]
             return
+        mu = self.outer.momentum or 0.0
         for i, (norm, mean) in enumerate(zip(norms, means, strict=True)):
             change = mean - self.agreed[i]
-            self.momentum[i] = self.outer.momentum * self.momentum[i] + change
-            self.agreed[i] = self.agreed[i] + self.outer.lr * (change + self.outer.momentum * self.momentum[i])
+            self.momentum[i] = mu * self.momentum[i] + change
+            self.agreed[i] = self.agreed[i] + self.outer.lr * (change + mu * self.momentum[i])
             norm.running_mean.copy_(self.agreed[i][0])  # type: ignore[union-attr]
             norm.running_var.copy_(self.agreed[i][1].exp())  # type: ignore[union-attr]
 
