@@ -105,6 +105,13 @@ class Wire:
             self._reduce_shares(travelling, purpose)
             unpack_into(unrounded(travelling, flat.dtype), bucket)
 
+    def sum_in_group(self, tensor: Tensor, purpose: str) -> None:
+        """Replace a tensor by its sum over this worker's group."""
+        group = self.topology.group
+        if len(group) > 1:
+            sent = self.topology.all_reduce(group, size_of(tensor))
+            self._timed(functools.partial(dist.all_reduce, tensor, group=self._group), sent, purpose)
+
     @property
     def carries(self) -> bool:
         """Whether this worker carries a share over the slow link; in a group larger than the smallest not all do."""

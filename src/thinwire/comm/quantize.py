@@ -114,6 +114,28 @@ class Quantizer(ABC):
         """Write the decoded values to `out` (n, width) and return it."""
 
 
+class Roots(Quantizer):
+    """The roots of values from 0 on, in another code: those of second moments span far fewer orders of magnitude."""
+
+    def __init__(self, code: Quantizer) -> None:
+        self.code, self.scales = code, code.scales
+
+    def code_width(self, width: int) -> int:
+        """That of the other code."""
+        return self.code.code_width(width)
+
+    def encode_block(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
+        """The error is that of the squares."""
+        root = x.clamp(min=0).sqrt_()
+        decoded = root.clone()
+        self.code.encode_block(root, scales, codes)
+        x.sub_(decoded.sub_(root).square_())
+
+    def decode_block(self, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+        """The squares."""
+        return self.code.decode_block(codes, scales, out).square_()
+
+
 class PackedQuantizer(Quantizer):
     """A code of the same few bits for every value. The error is computed as decoding does it, so both round alike."""
 

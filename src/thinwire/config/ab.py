@@ -102,6 +102,10 @@ class AB(Averaged):
         for name in ("match_rate", "offload", "keep_first", "keep_last"):
             check_bool(self, name)
         object.__setattr__(self, "keep", patterns(self.keep))
+        if self.second_moment != "group" and self.match_rate:
+            raise ConfigError("`match_rate` scales updates that `second_moment` corrects; leave out one of them")
+        if self.second_moment == "shared" and self.train == "split":
+            raise ConfigError("second_moment='shared' needs groups that train the same factor; use train='alternate'")
         self._check_factor_at()
 
     @classmethod

@@ -77,6 +77,10 @@ class LocalSGD(Averaged):
         super().__post_init__()
         check_whole(self, "fragments", 1)
         check_choice(self, "moments", ("keep", "average", "reset"))
+        if self.second_moment == "shared" and (self.fragments > 1 or self.moments != "keep"):
+            raise ConfigError(
+                "second_moment='shared' averages all moments at each average; leave out `fragments` and `moments`"
+            )
         if self.fragments > self.every:
             raise ConfigError(
                 f"`fragments`={self.fragments} do not fit into `every`={self.every} steps: at most one is sent per "

@@ -1,8 +1,9 @@
 """Fields that methods share: a warm-up, and averages of parameters every so often."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-from thinwire.checks import check_group_size, check_length, check_share, check_whole, length
+from thinwire.checks import check_choice, check_group_size, check_length, check_share, check_whole, length
 from thinwire.config.codes import check_code
 from thinwire.config.groups import GroupSize
 from thinwire.config.outer import Nesterov, Radial
@@ -55,6 +56,16 @@ class Averaged(Warmed):
     """What to do with the mean change of groups: None applies it, Nesterov(lr=1.0, momentum=0.5) is an outer step,
     Radial() makes it as long as the changes it is the mean of."""
 
+    second_moment: Literal["group", "estimate", "shared"] = "group"
+    """What Adam divides by while groups train apart: "group" by the root of each group's own second moments; "estimate"
+    by what all-reduce would, as far as a group can tell; "shared" by that of the mean moments, which are sent along."""
+
+    moments_wire: str = "int8"
+    """The code that moments travel in, if they are shared: fp32, bf16, int8 or int4."""
+
+    rows: Literal["mean", "seen"] = "mean"
+    """How rows of embeddings are averaged: "mean" like everything else, "seen" by how often each group saw them."""
+
     overlap: int = 0
     """Steps of training while an average is pending."""
 
@@ -67,6 +78,14 @@ class Averaged(Warmed):
         check_whole(self, "overlap", 0)
         check_code(self, "wire")
         check_share(self, "mix", "0 takes the average as it is")
+        check_choice(self, "second_moment", ("group", "estimate", "shared"))
+        check_choice(self, "moments_wire", ("fp32", "bf16", "int8", "int4"))
+        check_choice(self, "rows", ("mean", "seen"))
+        if self.second_moment == "shared" and self.overlap:
+            raise ConfigError(
+                f"second_moment='shared' is for averages that are waited for, not for `overlap`={self.overlap}: groups "
+                "would go on with other moments; use overlap=0, or second_moment='estimate'"
+            )
         if self.every_max is not None:
             check_whole(self, "every_max", self.every)
         if not (self.outer is None or isinstance(self.outer, Nesterov | Radial)):

@@ -54,12 +54,14 @@ class AveragedTensors:
         rotating: bool = False,
         offload: bool = False,
         measured: bool = False,
+        scaled: bool = False,
         is_fixed: Callable[[Tensor], bool] = lambda t: False,
     ) -> None:
         """`tensors` gives them as they are now; with `rotating` one member of a group carries all of them.
 
         Those that are fixed are sent with the others and never moved. With `offload` the CPU holds everything between
         two averages. If `measured`, groups say with each average how far they came, unless values are averaged.
+        With `scaled` changes are sent in any code.
         """
         self.wire = wire
         self.tensors = tensors
@@ -72,7 +74,7 @@ class AveragedTensors:
         """None before the first outer step."""
         flat = pack_wide(tensors())
         self.scratch = torch.empty_like(flat)  # allocating it each time costs more than filling it
-        self.agreed = None if code == "fp32" and outer is None else flat
+        self.agreed = None if code == "fp32" and outer is None and not scaled else flat
         """What groups last agreed on; None where values are averaged."""
         self._shapes = [reals(t).shape for t in tensors()]
         self._is_flat = True
@@ -102,13 +104,14 @@ class AveragedTensors:
         keep_own: bool = False,
         weights: Sequence[float] | None = None,
         senders: Sequence[int] | None = None,
+        scales: Sequence[Tensor | None] = (),
         last: bool = False,
     ) -> None:
         """Send this group's values or change; the mean is due `overlap` steps later.
 
         `weights` are this group's for each tensor and add up to 1 over groups; by default by its number of workers.
-        Groups that are not among `senders` have changed nothing, and have no weight. The `last` time a finer code takes
-        along what is still unsent.
+        Groups that are not among `senders` have changed nothing, and have no weight. `scales` multiply this group's
+        change of each tensor, element by element. The `last` time a finer code takes along what is still unsent.
         """
         self._check_size()
         self._to_device()
@@ -118,6 +121,9 @@ class AveragedTensors:
             flat.sub_(self.agreed)
             if self.notes is not None:
                 self.notes.send(_views(flat, self._shapes), weights, overlap)
+            for part, scale in zip(_views(flat, self._shapes), scales, strict=False):
+                if scale is not None:
+                    part.mul_(scale)
         weighted = weights is not None and len(self.wire.topology.groups) > 1
         if isinstance(self.aggregator, Exact):
             self.aggregator.weighted = weighted

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from thinwire.comm.topology import Topology
 from thinwire.config import DiLoCo, LocalSGD
@@ -28,6 +28,8 @@ from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.fragments import fragments_of
 from thinwire.methods.merging import average_buffers, average_moments, refuse_diverged
 from thinwire.methods.rounds import Round
+from thinwire.methods.rows import SeenRows
+from thinwire.methods.second_moment import SecondMoment
 from thinwire.methods.statistics import OuterStatistics
 
 
@@ -58,7 +60,12 @@ class LocalTraining(Method):
         self.round = Round(config, self.optimizers, self.wire)
         self.buffers_at = 0
         """The step after which groups last agreed on buffers."""
-        groups = len(self.topology.groups)
+        self.second_moment = SecondMoment(context, config.second_moment, self.weight, lambda: not self.in_sync)
+        self.rows = SeenRows(self.model, self.wire) if config.rows == "seen" else None
+        if self.rows is not None:
+            context.on_release.append(self.rows.release)
+        # Where updates are as long as all-reduce's, no momentum has to make up for short ones.
+        groups = len(self.topology.groups) if config.second_moment == "group" else 1
         self.outer = config.outer.among(groups) if isinstance(config.outer, Nesterov) else config.outer
         self.statistics = OuterStatistics(self.model, self.outer)
         self.agreement = Agreement(self.model, self.wire, self.round.is_annealing)
@@ -120,6 +127,8 @@ class LocalTraining(Method):
         self.check_counters()
         self.set_phase("local")
         self.gradients.apart()
+        if not self.in_sync:
+            self.second_moment.separate()
         self._make_fragments()
         self.round.begin(self.step)
         self._agreed()
@@ -138,6 +147,7 @@ class LocalTraining(Method):
             outer=self.outer,
             offload=getattr(self.config, "offload", False),
             measured=True,
+            scaled=self._scales_changes,
             is_fixed=(lambda p: False) if is_whole else (lambda p: not p.requires_grad),
         )
 
@@ -161,12 +171,32 @@ class LocalTraining(Method):
             self._end_round()
 
     def _send(self, fragments: Sequence[AveragedTensors], overlap: int, *, last: bool = False) -> None:
-        for fragment in fragments:
+        scales = self._change_scales(fragments)
+        for fragment, scale in zip(fragments, scales, strict=True):
             # What the others left out earlier travels with the last one too.
             senders = None if last else self._senders(fragment)
-            fragment.send(self.step, overlap, weights=self._weights(fragment), senders=senders, last=last)
+            weights = self._weights(fragment)
+            fragment.send(self.step, overlap, weights=weights, senders=senders, scales=scale, last=last)
         if overlap == 0:
             self._arrive(fragments)
+
+    @property
+    def _scales_changes(self) -> bool:
+        return self.config.rows == "seen" or self.config.second_moment == "shared"
+
+    def _change_scales(
+        self, fragments: Sequence[AveragedTensors], *, ends_round: bool = True
+    ) -> list[list[Tensor | None]]:
+        """What this group's changes are multiplied by; collective. Moments are shared when a round ends."""
+        if self.in_sync or not self._scales_changes:
+            return [[] for _ in fragments]
+        rows = self.rows.scales(again=not ends_round) if self.rows is not None else {}
+        gains: dict[int, Tensor] = {}
+        if ends_round and self.config.second_moment == "shared":
+            refuse_diverged(self.wire, self.model, self.observed, self.step)
+            trained = [p for f in fragments for p in f.tensors() if isinstance(p, nn.Parameter)]
+            gains = self.second_moment.exchange(self.config.moments_wire, trained)
+        return [[_product(rows.get(id(p)), gains.get(id(p))) for p in f.tensors()] for f in fragments]
 
     def _weights(self, fragment: AveragedTensors) -> Sequence[float] | None:
         """This group's weight in the mean of each tensor; None for that of its workers."""
@@ -239,9 +269,10 @@ class LocalTraining(Method):
                 self._receive(fragment)
                 self._apply(fragment)
         apart = [f for f in self.fragments if self._is_apart(f) or (last and f.aggregator.refine())]
-        for fragment in apart:
+        for fragment, scale in zip(apart, self._change_scales(apart, ends_round=last), strict=True):
             senders = None if last else self._senders(fragment)
-            fragment.send(self.step, 0, weights=self._weights(fragment), senders=senders, last=last)
+            weights = self._weights(fragment)
+            fragment.send(self.step, 0, weights=weights, senders=senders, scales=scale, last=last)
         for fragment in apart:
             self._receive(fragment)
             fragment.agree(outer=False)
@@ -277,7 +308,9 @@ class LocalTraining(Method):
         state["shared"] |= {"buffers_at": self.buffers_at, "fragments": [f["shared"] for f in fragments]}
         state["shared"] |= {"round": self.round.state_dict(), "agreement": self.agreement.state_dict()}
         state["shared"]["statistics"] = self.statistics.state_dict()
+        state["shared"]["second_moment"] = self.second_moment.state_dict()
         state["local"] |= {"fragments": [f["local"] for f in fragments]}
+        state["local"]["rows"] = self.rows.state_dict() if self.rows is not None else {}
         return state
 
     def load_state_dict(self, saved: Saved) -> None:
@@ -290,6 +323,9 @@ class LocalTraining(Method):
         self.round.load_state_dict(shared["round"])
         self.agreement.load_state_dict(shared["agreement"])
         self.statistics.load_state_dict(shared["statistics"])
+        self.second_moment.load_state_dict(shared["second_moment"])
+        if self.rows is not None:
+            self.rows.load_state_dict(local["rows"] if local else {})
         if self.phase != "warmup":
             self._make_fragments()
         for i, (fragment, kept) in enumerate(zip(self.fragments, shared["fragments"], strict=False)):
@@ -313,3 +349,7 @@ class LocalTraining(Method):
         self.round.start += steps
         for fragment in self.fragments:
             fragment.shift(steps)
+
+
+def _product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else b if a is None else a * b

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm.buckets import all_finite
+from thinwire.comm.buckets import all_finite, reals
+from thinwire.comm.codes import aggregator
 from thinwire.comm.collectives import Wire
+from thinwire.config.codes import EXACT
 from thinwire.errors import DivergedError
 from thinwire.factor.matrix import wide
-from thinwire.factor.moments import moments_of
+from thinwire.factor.moments import QUADRATIC, moments_of
 from thinwire.factor.optimizers import Optimizers
 
 
@@ -78,11 +80,20 @@ def average_buffers(wire: Wire, buffers: Iterable[Tensor], weight: float) -> Non
 def average_moments(
     wire: Wire, optimizers: Optimizers, parameters: Sequence[nn.Parameter], weight: float, code: str = "fp32"
 ) -> None:
-    """Moments by their mean, steps by their maximum; state that not every group has starts again."""
+    """Moments by their mean, steps by their maximum; state that not every group has starts again.
+
+    In a few bits, second moments that are too small for their block of 256 stay each group's own.
+    """
     absent = wire.differing([_fingerprint(optimizers.state_of(p)) for p in parameters], "moments")
     optimizers.reset([parameters[i] for i in absent])
     states = [state for p in parameters if (state := optimizers.state_of(p))]
-    average(wire, [state[name] for state in states for name in moments_of(state)], weight, "moments", code)
+    if code in EXACT:
+        average(wire, [state[name] for state in states for name in moments_of(state)], weight, "moments", code)
+    else:
+        for roots in (False, True):
+            _average_in_code(
+                wire, [s[n] for s in states for n in moments_of(s) if (n in QUADRATIC) == roots], code, roots
+            )
     steps = [state for state in states if "step" in state]
     if steps and len(wire.topology.groups) > 1:
         own = torch.tensor([float(state["step"]) for state in steps], dtype=torch.float64)
@@ -90,6 +101,18 @@ def average_moments(
         for state, value in zip(steps, agreed.tolist(), strict=True):
             step = state["step"]
             state["step"] = step.fill_(value) if isinstance(step, Tensor) else type(step)(value)
+
+
+def _average_in_code(wire: Wire, moments: Sequence[Tensor], code: str, roots: bool) -> None:
+    """Nothing is left for the next time: by then these moments have mostly been forgotten."""
+    if not moments or len(wire.topology.groups) == 1:
+        return
+    means = [wide(reals(t.detach())).clone() for t in moments]
+    if not aggregator(code, wire, means, "moments", roots=roots).run(means):
+        raise DivergedError("moments that groups average are not finite; lower the learning rate")
+    for t, mean in zip(moments, means, strict=True):
+        own = reals(t.detach())
+        own.copy_(torch.where(mean > 0, mean, own) if roots else mean)
 
 
 def average(wire: Wire, tensors: Sequence[Tensor], weight: float, purpose: str, code: str = "fp32") -> None:

@@ -1,0 +1,171 @@
+"""What Adam divides by while groups train apart.
+
+All-reduce divides the mean gradient by the root of its second moment. A group sees a smaller batch: its gradient is
+g + noise of variance σ², where the mean over all workers has s σ² with s the group's share of the workers. Its Adam
+divides by the root of v̂ = g² + σ², so where noise dominates its steps are too short by √s. With c for the share of a
+gradient's variance that is left in m̂, on average m̂² = g² + c σ², and all-reduce would have divided by the root of
+
+    d = g² + s σ² = v̂ − (1 − s)(v̂ − m̂²) / (1 − c),   from s² v̂ to v̂
+
+`estimate` makes up the difference after each update, from the group's own state, which stays Adam's. `shared` gives all
+groups the mean m and v at each average, before it is sent. What a group divided by is known then, and what it should
+have: its change is multiplied by √(d of its own / d of the mean). Where only one group has seen a row of an embedding,
+that makes the change as long as all-reduce's; elsewhere it is near 1.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from thinwire.comm.buckets import reals
+from thinwire.errors import ConfigError
+from thinwire.factor.matrix import wide
+from thinwire.methods.context import MethodContext
+from thinwire.methods.merging import average_moments
+
+_WITHOUT = ("SGD", "Muon")
+"""Optimizers that do not divide by second moments, and need no correction."""
+
+
+class Moments(NamedTuple):
+    """A parameter's state without Adam's bias, and what is known about it."""
+
+    first: Tensor
+    second: Tensor
+    noise: float | Tensor
+    """c, the share of a gradient's variance that is left in `first`."""
+    bias: float | Tensor
+    """What `second` was divided by."""
+
+
+class SecondMoment:
+    """Corrects the updates of groups while they train apart."""
+
+    def __init__(self, context: MethodContext, kind: str, share: float, is_apart: Callable[[], bool]) -> None:
+        """`share` is this group's of all workers."""
+        self.wire, self.optimizers = context.wire, context.optimizers
+        self.kind, self.share, self.is_apart = kind, share, is_apart
+        self.updates = 0
+        """Since all groups had the same first moments."""
+        self._rates: list[Any] = []
+        if kind != "group":
+            self._refuse_others()
+            context.before_update.append(self._before_update)
+            context.after_update.append(self._after_update)
+
+    def _refuse_others(self) -> None:
+        kinds = [type(optimizer).__name__ for optimizer in self.optimizers if not isinstance(optimizer, Adam | AdamW)]
+        unknown = [name for name in kinds if name not in _WITHOUT]
+        if unknown or len(kinds) == len(self.optimizers):
+            raise ConfigError(
+                f"`second_moment`={self.kind!r} is for torch's Adam and AdamW, not for {(unknown or kinds)[0]}; leave "
+                "it out, then each group divides by its own"
+            )
+
+    # Updates.
+
+    def _before_update(self, optimizer: Optimizer) -> None:
+        self._rates = [group["lr"] for group in optimizer.param_groups]  # as this update has them
+
+    @torch.no_grad()
+    def _after_update(self, optimizer: Optimizer) -> None:
+        if optimizer is self.optimizers[0]:
+            self.updates += 1
+        if not self.is_apart() or not isinstance(optimizer, Adam | AdamW):
+            return
+        # A fused update that a scaler skipped has changed nothing.
+        skipped = getattr(optimizer, "found_inf", None)
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+            for p in group["params"]:
+                if p.grad is None or "exp_avg" not in optimizer.state.get(p, ()):
+                    continue
+                now = self._moments(optimizer.state[p], group)
+                denominator = now.second.sqrt().add_(group["eps"])
+                wanted = self._wanted(now, self.share).sqrt_().add_(group["eps"])
+                missing = now.first.mul_(denominator.reciprocal_().sub_(wanted.reciprocal_())).mul_(rate)
+                if skipped is not None:
+                    missing.mul_(1 - skipped.to(missing.device))
+                values = reals(p.detach())
+                values.copy_(values + missing) if values.dtype != missing.dtype else values.add_(missing)
+
+    def _wanted(self, now: Moments, share: float) -> Tensor:
+        """d, what all-reduce would divide by the root of."""
+        least, second = now.second * share**2, now.second
+        excess = torch.addcmul(second, now.first, now.first, value=-1)  # (1 − c) σ²
+        noise = _at_most(now.noise, 0.95)  # 1 in Adam's very first update, where it says nothing about noise
+        return second.sub(excess.mul_((1 - share) / (1 - noise))).clamp_(min=least, max=second)
+
+    def _moments(self, state: dict[str, Any], group: dict[str, Any]) -> Moments:
+        (beta, beta_square), step = group["betas"], _number(state["step"])
+        bias, bias_square = 1 - beta**step, 1 - beta_square**step
+        second = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
+        # The variance of a mean that weighs step i by βⁱ; what all groups share of it has the variance of their mean.
+        noise = (1 - beta) * (1 + beta**step) / ((1 + beta) * bias)
+        noise = noise * (1 - (1 - self.share) * beta ** (2 * self.updates))
+        return Moments(wide(reals(state["exp_avg"])) / bias, wide(reals(second)) / bias_square, noise, bias_square)
+
+    # Changes of phase, and averages.
+
+    @torch.no_grad()
+    def separate(self) -> None:
+        """The world has trained together until now: make its second moments what a group's would be."""
+        self.updates = 0
+        if self.kind == "group":
+            return
+        for p, group in self._adams():
+            state = self.optimizers.state_of(p)
+            now = self._moments(state, group)
+            noise = _at_most(now.noise / self.share, 0.95)  # here all of it is shared
+            excess = torch.addcmul(now.second, now.first, now.first, value=-1).clamp_(min=0)  # (1 − c) s σ²
+            more = excess.mul_((1 / self.share - 1) / (1 - noise)).mul_(now.bias)
+            for name in ("exp_avg_sq", "max_exp_avg_sq"):
+                if name in state:
+                    values = reals(state[name])
+                    values.copy_(values + more)
+
+    @torch.no_grad()
+    def exchange(self, code: str, parameters: Sequence[nn.Parameter]) -> dict[int, Tensor]:
+        """Give all groups the mean moments; by what each parameter's change is to be multiplied, by id. Collective."""
+        if self.kind != "shared":
+            return {}
+        adams = {id(p): group for p, group in self._adams()}
+        before = {id(p): self._divided_by(p, adams[id(p)], self.share) for p in parameters if id(p) in adams}
+        weight = len(self.wire.topology.group) / self.wire.topology.world_size
+        average_moments(self.wire, self.optimizers, parameters, weight, code)
+        self.updates = 0
+        mean = 1 / len(self.wire.topology.groups)
+        gains = {}
+        for p in parameters:
+            if id(p) in before and self.optimizers.state_of(p):
+                gain = before[id(p)] / self._divided_by(p, adams[id(p)], mean)
+                gains[id(p)] = gain.clamp_(max=1 / mean)
+        return gains
+
+    def _divided_by(self, p: nn.Parameter, group: dict[str, Any], share: float) -> Tensor:
+        wanted = self._wanted(self._moments(self.optimizers.state_of(p), group), share)
+        return wanted.sqrt_().add_(max(group["eps"], math.sqrt(torch.finfo(wanted.dtype).tiny)))
+
+    def _adams(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+        """Parameters that have moments, with their groups."""
+        for optimizer, group in self.optimizers.groups:
+            if isinstance(optimizer, Adam | AdamW):
+                yield from ((p, group) for p in group["params"] if "exp_avg" in optimizer.state.get(p, ()))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.updates = state["updates"]
+
+
+def _number(step: Any) -> Any:
+    """A step counter that is not on a device as a number, which costs nothing to compute with."""
+    return step if isinstance(step, Tensor) and step.device.type != "cpu" else float(step)
+
+
+def _at_most(value: Any, limit: float) -> Any:
+    return value.clamp(max=limit) if isinstance(value, Tensor) else min(value, limit)
