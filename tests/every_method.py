@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import thinwire
@@ -88,19 +88,40 @@ WAYS: dict[str, Way] = {
     ),
     "localsgd": Way(config=_of(thinwire.LocalSGD, warmup=2, every=4), **_LOCAL),
     "localsgd average": Way(
-        config=_of(thinwire.LocalSGD, warmup=2, every=4, moments="average", wire="bf16"),
+        config=_of(thinwire.LocalSGD, warmup=2, every=4, moments="average", wire="bf16", rows="seen"),
         optimizer=_averaged,
         **_LOCAL,
     ),
     "diloco": Way(config=_of(thinwire.DiLoCo, warmup=2, every=4), **_LOCAL),
     "diloco streaming": Way(
-        config=_of(thinwire.DiLoCo, warmup=2, every=4, fragments=2, overlap=1, wire="int8"),
+        config=_of(thinwire.DiLoCo, warmup=2, every=4, fragments=2, overlap=1, wire="int8", rows="seen"),
         phases=frozenset({"warmup", "local"}),
     ),
     "powersgd": Way(config=_of(thinwire.PowerSGD, rank=2, warmup=2), phases=_WARMED),
     "topk": Way(config=_of(thinwire.TopK, density=0.05, ramp=4), phases=frozenset({"ramp", "train"})),
     "onebit": Way(config=_of(thinwire.OneBit, warmup=2), phases=_WARMED),
 }  # fmt: skip
+
+
+WAYS_OF_ADAM: dict[str, Way] = {
+    "localsgd estimate": Way(config=_of(thinwire.LocalSGD, warmup=2, every=4, second_moment="estimate"), **_LOCAL),
+    "localsgd shared": Way(
+        config=_of(thinwire.LocalSGD, warmup=2, every=4, wire="int2", second_moment="shared", rows="seen"), **_LOCAL
+    ),
+    "ab shared": Way(
+        config=_of(thinwire.AB, **_AB, second_moment="shared", moments_wire="int4", rows="seen"),
+        parameters=_merged,
+        buffers=_merged,
+        phases=_AB_PHASES,
+    ),
+    "ab-paper estimate": Way(config=_ab(second_moment="estimate", moments="carry"), phases=_PAPER_PHASES),
+    "daso estimate": replace(
+        WAYS["daso"], config=lambda **more: replace(WAYS["daso"].config(**more), second_moment="estimate")
+    ),
+}
+"""Those that correct what Adam divides by, and refuse other optimizers."""
+
+ALL_WAYS = WAYS | WAYS_OF_ADAM
 
 
 def chosen(names: Iterable[str]) -> list[str]:

@@ -16,8 +16,8 @@ import zoo_forwards  # noqa: F401 - it fills SHAPES, as those below do
 import zoo_images  # noqa: F401
 import zoo_parameters  # noqa: F401
 import zoo_words  # noqa: F401
-from every_method import STEPS, WAYS, chosen
-from zoo import SHAPES, tensors_of
+from every_method import ALL_WAYS, STEPS, WAYS, chosen
+from zoo import ADAMW, SHAPES, tensors_of
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +33,7 @@ def train(rank: int, name: str, way: str, group_size: int | None) -> dict[str, A
     about, found = SHAPES[name], []
     model = about.build()
     optimizer = about.optimizer([p for p in model.parameters() if p.requires_grad])
-    config = WAYS[way].config(group_size=group_size)
+    config = ALL_WAYS[way].config(group_size=group_size)
     replica = thinwire.attach(model, optimizer, config, ddp=about.ddp or None)
     for step in range(STEPS):
         rng = torch.Generator().manual_seed(1000 * rank + step)
@@ -89,8 +89,13 @@ def trained(name: str, workers: int) -> list[dict[str, many.Outcome]]:
     """One shape by every method, in one gang."""
     group_size = 2 if workers == 4 else None
     with tempfile.TemporaryDirectory() as folder:
-        cases = {way: (name, way, group_size) for way in WAYS}
+        cases = {way: (name, way, group_size) for way in ways_for(name)}
         return many.run(train, workers, cases, Path(folder))
+
+
+def ways_for(name: str) -> dict[str, Any]:
+    """The methods that take a shape's optimizer."""
+    return ALL_WAYS if SHAPES[name].optimizer is ADAMW else WAYS
 
 
 KNOWN: dict[tuple[str, str], str] = {}
@@ -103,7 +108,7 @@ def cases(names: tuple[str, ...] | list[str]) -> list[Any]:
     return [
         pytest.param(name, way, id=f"{name}-{way}", marks=[marks[name, way]] if (name, way) in marks else [])
         for name in chosen(names)
-        for way in WAYS
+        for way in ways_for(name)
     ]
 
 
@@ -132,8 +137,8 @@ def agree(way: str, found: list[dict[str, Any]]) -> None:
     """Workers hold the same wherever the method promises it, have been through every phase, and sent something."""
     for step, states in enumerate(zip(*(worker["steps"] for worker in found), strict=True), 1):
         for what in ("parameters", "buffers", "optimizer"):
-            if states[0]["spans world"] or getattr(WAYS[way], what)(step):
+            if states[0]["spans world"] or getattr(ALL_WAYS[way], what)(step):
                 assert len({state[what] for state in states}) == 1, f"{what} differ after step {step}"
-    assert {state["phase"] for state in found[0]["steps"]} == WAYS[way].phases
+    assert {state["phase"] for state in found[0]["steps"]} == ALL_WAYS[way].phases
     assert all(worker["finished"] == found[0]["finished"] for worker in found), "finished models differ"
     assert all(worker["sent"] > 0 for worker in found), "the ledger is empty"

@@ -59,6 +59,10 @@ class PaperAB:
     moments: Literal["reset", "average", "carry"] = "reset"
     """What becomes of the optimizer's state at a merge."""
 
+    second_moment: Literal["group", "estimate"] = "group"
+    """What Adam divides by while groups train apart: the root of each group's own second moments, or what all-reduce
+    would divide by, as far as a group can tell."""
+
     keep_first: bool = True
     """Leave the first layer full."""
 
@@ -77,6 +81,7 @@ class PaperAB:
             check_fraction(self, name, zero_allowed=name != "every")
         check_choice(self, "merge", ("mean", "trained", "weighted"))
         check_choice(self, "moments", ("reset", "average", "carry"))
+        check_choice(self, "second_moment", ("group", "estimate"))
         check_code(self, "wire")
         check_code(self, "warmup_wire")
         check_group_size(self.group_size)

@@ -1,8 +1,18 @@
 """Hierarchical, asynchronous averaging."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-from thinwire.checks import check_bool, check_fraction, check_group_size, check_total, check_whole, is_number, length
+from thinwire.checks import (
+    check_bool,
+    check_choice,
+    check_fraction,
+    check_group_size,
+    check_total,
+    check_whole,
+    is_number,
+    length,
+)
 from thinwire.config.codes import check_code
 from thinwire.config.groups import GroupSize
 from thinwire.config.renamed import renamed
@@ -50,6 +60,10 @@ class DASO:
     plateau_threshold: float = 0.05
     """The share by which a loss must fall below the best to be better."""
 
+    second_moment: Literal["group", "estimate"] = "group"
+    """What Adam divides by: the root of each node's own second moments, or what all-reduce would divide by, as far as a
+    node can tell."""
+
     sharded: bool = False
     """Whether all workers of a node carry a share of the parameters over the slow link at once; else one of them, in
     turn, carries everything."""
@@ -76,6 +90,7 @@ class DASO:
         if not (is_number(self.plateau_threshold) and 0 <= self.plateau_threshold < 1):
             raise ConfigError(f"`plateau_threshold`={self.plateau_threshold!r} must be from 0 to below 1, such as 0.05")
         check_bool(self, "sharded")
+        check_choice(self, "second_moment", ("group", "estimate"))
         check_bool(self, "compensate")
         check_code(self, "wire")
         if self.warmup_wire is not None:

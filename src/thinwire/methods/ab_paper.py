@@ -31,6 +31,7 @@ from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.factoring import Factoring
 from thinwire.methods.merging import average_buffers, average_moments, refuse_diverged
 from thinwire.methods.registry import register
+from thinwire.methods.second_moment import SecondMoment
 
 
 class Weights(NamedTuple):
@@ -62,6 +63,7 @@ class PaperABMethod(Factoring):
         self.lr_start: int | None = None
         self.average: AveragedTensors | None = None
         """The tensors that a merge averages, while groups train apart."""
+        self.second_moment = SecondMoment(context, config.second_moment, self.weight, lambda: not self.in_sync)
         context.lr_factor = self._lr_factor
 
     @classmethod
@@ -143,11 +145,14 @@ class PaperABMethod(Factoring):
         self._freeze()
         self.observed.zero_()
         self._make_average()
+        if not self.in_sync:
+            self.second_moment.separate()
         self.gradients.apart()
 
     def _merge(self) -> None:
         """Step 4: one model again, full-rank, with the optimizer in the same state everywhere."""
         weights = self._weigh()
+        self.second_moment.together()
         self.free_memory()
         states = {layer.key: self._state_of_full(layer) for layer in self.factored}
         self._average(weights)
@@ -247,6 +252,7 @@ class PaperABMethod(Factoring):
         state = super().state_dict()
         average = self.average.state_dict() if self.average is not None else {"shared": None, "local": {}}
         state["shared"] |= {"index": self.index, "lr_start": self.lr_start, "average": average["shared"]}
+        state["shared"]["second_moment"] = self.second_moment.state_dict()
         state["local"]["average"] = average["local"]
         return state
 
@@ -266,6 +272,7 @@ class PaperABMethod(Factoring):
 
         super().load_state_dict(replace(saved, load_values=reshape_and_load))
         self.average = None
+        self.second_moment.load_state_dict(shared["second_moment"])
         if self.phase == "groups":
             self._make_average()
             assert self.average is not None, "groups are not apart"

@@ -36,6 +36,7 @@ from thinwire.methods.counters import compare_counters, gather_counters
 from thinwire.methods.merging import average_buffers, refuse_diverged
 from thinwire.methods.plateau import Plateau
 from thinwire.methods.registry import register
+from thinwire.methods.second_moment import SecondMoment
 
 log = logging.getLogger("thinwire")
 
@@ -60,6 +61,7 @@ class DASOMethod(Method):
         self.sent_at = 0
         self.averaged: list[AveragedTensors] = []
         """Parameters, then statistics if there are any."""
+        self.second_moment = SecondMoment(context, config.second_moment, self.weight, lambda: not self.in_sync)
         self._counters: Pending | None = None
         self._warned: set[str] = set()
         if config.plateau_patience is not None:
@@ -299,6 +301,7 @@ class DASOMethod(Method):
             "epochs": self.epochs,
             "events": self.events,
             "sent_at": self.sent_at,
+            "second_moment": self.second_moment.state_dict(),
             "averaged": [part["shared"] for part in averaged],
         }
         state["local"]["averaged"] = [part["local"] for part in averaged]
@@ -316,6 +319,7 @@ class DASOMethod(Method):
         self.every, self.overlap = shared["pace"]
         self.plateau = Plateau(**shared["plateau"])
         self.epochs, self.events, self.sent_at = shared["epochs"], shared["events"], shared["sent_at"]
+        self.second_moment.load_state_dict(shared["second_moment"])
         self._make_averaged(self.config.warmup_code if self.phase == "warmup" else self.config.wire)
         for i, (part, kept) in enumerate(zip(self.averaged, shared["averaged"], strict=False)):
             part.load_state_dict(kept, local["averaged"][i] if local else {})

@@ -103,9 +103,11 @@ class SecondMoment:
         (beta, beta_square), step = group["betas"], _number(state["step"])
         bias, bias_square = 1 - beta**step, 1 - beta_square**step
         second = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
-        # The variance of a mean that weighs step i by βⁱ; what all groups share of it has the variance of their mean.
+        # The variance of a mean that weighs step i by βⁱ. What it still holds of the time when all had the same first
+        # moments has the variance of the world's gradients.
         noise = (1 - beta) * (1 + beta**step) / ((1 + beta) * bias)
-        noise = noise * (1 - (1 - self.share) * beta ** (2 * self.updates))
+        common = (beta ** (2 * self.updates) - beta ** (2 * step)) / (1 - beta ** (2 * step))
+        noise = noise * (1 - (1 - self.share) * _at_least(common, 0.0))
         return Moments(wide(reals(state["exp_avg"])) / bias, wide(reals(second)) / bias_square, noise, bias_square)
 
     # Changes of phase, and averages.
@@ -126,6 +128,19 @@ class SecondMoment:
                 if name in state:
                     values = reals(state[name])
                     values.copy_(values + more)
+
+    @torch.no_grad()
+    def together(self) -> None:
+        """The world trains together from now on: make second moments what all-reduce's would be."""
+        if self.kind != "group":
+            for p, group in self._adams():
+                state = self.optimizers.state_of(p)
+                now = self._moments(state, group)
+                state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"].copy_(self._written(now, p))
+
+    def _written(self, now: Moments, p: nn.Parameter) -> Tensor:
+        wanted = self._wanted(now, self.share).mul_(now.bias)
+        return torch.view_as_complex(wanted) if p.is_complex() else wanted
 
     @torch.no_grad()
     def exchange(self, code: str, parameters: Sequence[nn.Parameter]) -> dict[int, Tensor]:
@@ -165,6 +180,10 @@ class SecondMoment:
 def _number(step: Any) -> Any:
     """A step counter that is not on a device as a number, which costs nothing to compute with."""
     return step if isinstance(step, Tensor) and step.device.type != "cpu" else float(step)
+
+
+def _at_least(value: Any, limit: float) -> Any:
+    return value.clamp(min=limit) if isinstance(value, Tensor) else max(value, limit)
 
 
 def _at_most(value: Any, limit: float) -> Any:
