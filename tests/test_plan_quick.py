@@ -151,6 +151,19 @@ def test_decompositions_count_as_if_they_were_taken(
     assert taken < all_of_them * (0.75 if falls else 0.5)
 
 
+@pytest.mark.parametrize("eval_every", [10, 23])
+def test_a_step_stands_for_others_only_if_they_are_equal(eval_every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations cut rounds into pieces, and each round wraps the model again."""
+    what, view = workload(eval_every=eval_every), Layout(workers=4, nodes=2).topology(0, None)
+    config = thinwire.AB(total_steps=STEPS, every=6, redecompose=3, warmup_wire="lowrank:2")
+    quick, taken = _counting_steps(what, config, view, monkeypatch)
+    monkeypatch.setattr(ABMethod, "cycle", None)
+    monkeypatch.setattr("thinwire.plan.simulate._UNEQUAL_STEPS", STEPS)
+    slow, all_of_them = _counting_steps(what, config, view, monkeypatch)
+    assert counted(quick) == counted(slow) and quick.memory == slow.memory
+    assert taken < all_of_them == STEPS
+
+
 def _signatures(found: Simulation) -> dict[str, list[Any]]:
     return {
         phase: [(name, p.shape, p.requires_grad) for name, p in model.named_parameters()]

@@ -258,7 +258,9 @@ class _Simulator:
     def _take(self) -> None:
         """Simulate one turn; its result is kept if the method may come to the same place again."""
         step, place, began = self.replica.step, self._place, self._began
-        until = self.method.next_event if self.taken >= _UNEQUAL_STEPS else step + 1
+        # What the second pass sends is sent once: a step that has it stands for no other.
+        is_quiet = self.taken >= _UNEQUAL_STEPS and self.method.gradients.replicated.backwards != 1
+        until = self.method.next_event if is_quiet else step + 1
         turn = self._turn(step, place, until)
         self.ranks.asked, decomposed = [], self.found.decomposed.copy()
         with self.wire.booking() as booked:
