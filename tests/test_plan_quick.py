@@ -14,6 +14,7 @@ from torch import nn
 import thinwire
 from selection import slow_but
 from thinwire.cli import main
+from thinwire.factor.convert import Layer
 from thinwire.methods.ab import ABMethod
 from thinwire.methods.daso import DASOMethod
 from thinwire.methods.diloco import DiLoCoMethod
@@ -99,6 +100,7 @@ def test_a_worker_stands_for_those_that_do_the_same(name: str) -> None:
 
 CYCLES = {
     "ab": (ABMethod, thinwire.AB(total_steps=STEPS, every=6, warmup_wire="lowrank:2")),
+    "ab, split": (ABMethod, thinwire.AB(total_steps=STEPS, every=6, train="split", redecompose=1, warmup=4)),
     "ab, every_max": (ABMethod, thinwire.AB(total_steps=STEPS, every=6, every_max=18, warmup_wire="lowrank:2")),
     "localsgd": (LocalSGDMethod, thinwire.LocalSGD(every=5, warmup=3, moments="average", wire="bf16")),
     "diloco": (DiLoCoMethod, thinwire.DiLoCo(every=6, warmup=7)),
@@ -122,16 +124,65 @@ def test_cycles_count_as_if_they_were_taken(name: str, eval_every: int | None, m
     quick, taken = _counting_steps(what, config, view, monkeypatch)
     monkeypatch.setattr(method, "cycle", None)
     slow, all_of_them = _counting_steps(what, config, view, monkeypatch)
-    assert counted(quick) == counted(slow)
+    assert counted(quick) == counted(slow) and quick.memory == slow.memory
     assert taken < all_of_them
 
 
-def _counting_steps(what: Workload, config: Any, view: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Simulation, int]:
+@pytest.mark.filterwarnings("ignore:step .* is beyond total_steps")
+@pytest.mark.parametrize("redecompose", [1, 3])
+@pytest.mark.parametrize("falls", [False, True])
+def test_decompositions_count_as_if_they_were_taken(
+    redecompose: int, falls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that find the same ranks are not simulated again; the model kept for its shape is the same one."""
+
+    def predict(layer: Layer, progress: float, cutoff: float | None) -> int:
+        return int(12 - 8 * progress) if falls else 5
+
+    config = thinwire.AB(
+        total_steps=STEPS - 30, every=3, factor_at=0.3, redecompose=redecompose, warmup_wire="lowrank:2"
+    )
+    view = Layout(workers=4, nodes=2).topology(0, None)
+    quick, taken = _counting_steps(workload(), config, view, monkeypatch, predict)
+    monkeypatch.setattr(ABMethod, "cycle", None)
+    slow, all_of_them = _counting_steps(workload(), config, view, monkeypatch, predict)
+    assert counted(quick) == counted(slow) and quick.memory == slow.memory
+    assert _signatures(quick) == _signatures(slow)
+    assert taken < all_of_them * (0.75 if falls else 0.5)
+
+
+@pytest.mark.parametrize("eval_every", [10, 23])
+def test_a_step_stands_for_others_only_if_they_are_equal(eval_every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations cut rounds into pieces, and each round wraps the model again."""
+    what, view = workload(eval_every=eval_every), Layout(workers=4, nodes=2).topology(0, None)
+    config = thinwire.AB(total_steps=STEPS, every=6, redecompose=3, warmup_wire="lowrank:2")
+    quick, taken = _counting_steps(what, config, view, monkeypatch)
+    monkeypatch.setattr(ABMethod, "cycle", None)
+    monkeypatch.setattr("thinwire.plan.simulate._UNEQUAL_STEPS", STEPS)
+    slow, all_of_them = _counting_steps(what, config, view, monkeypatch)
+    assert counted(quick) == counted(slow) and quick.memory == slow.memory
+    assert taken < all_of_them == STEPS
+
+
+def _signatures(found: Simulation) -> dict[str, list[Any]]:
+    return {
+        phase: [(name, p.shape, p.requires_grad) for name, p in model.named_parameters()]
+        for phase, model in found.shapes.items()
+    }
+
+
+def _counting_steps(
+    what: Workload,
+    config: Any,
+    view: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    predict: predicted.RankPredictor = predicted.typical,
+) -> tuple[Simulation, int]:
     taken: list[int] = []
     with monkeypatch.context() as patched:
         step = _Simulator._step
         patched.setattr(_Simulator, "_step", lambda self, times: (taken.append(times), step(self, times))[1])
-        found = simulate(what, config, view, predicted.typical)
+        found = simulate(what, config, view, predict)
     return found, len(taken)
 
 
@@ -163,7 +214,7 @@ def gpt2() -> Workload:
 
 @pytest.mark.slow
 def test_a_large_plan_takes_few_passes_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nine methods on 128 × 8 workers: a pass for each shape of layers, no copy for each worker."""
+    """Ten methods on 128 × 8 workers: a pass for each shape of layers, no copy for each worker."""
     what, passes, copies, steps = gpt2(), [0], [0], [0]
     deepcopy, step, call = copy.deepcopy, _Simulator._step, Workload.call
 
@@ -183,10 +234,8 @@ def test_a_large_plan_takes_few_passes_and_copies(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(_Simulator, "_step", stepping)
     monkeypatch.setattr(Workload, "call", calling)
     layout, watch = Layout(workers=1024, nodes=128), Stopwatch(what, given(0.18))
-    # Without AB: it decomposes again every few averages, and each time is simulated, which takes minutes here.
-    configs = {name: config for name, config in every_method(10_000).items() if name != "ab"}
-    plan = make_plan(what, configs, layout, Links(), stopwatch=watch)
-    assert [row.method for row in plan.rows] == list(configs)
+    plan = make_plan(what, every_method(10_000), layout, Links(), stopwatch=watch)
+    assert [row.method for row in plan.rows] == list(every_method())
     assert passes[0] <= 4 and copies[0] <= 12
     assert steps[0] < 2_000
 

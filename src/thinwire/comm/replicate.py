@@ -63,7 +63,8 @@ class Replicated:
         self._is_due = False
         self._averages = True
         self._buckets: list[Sent] = []
-        self._backwards = 0
+        self.backwards = 0
+        """Passes that averaged gradients since the model was wrapped."""
         self._awaits_backward = False
         self._accumulating = False
         self._named: dict[str, nn.Parameter] = {}
@@ -74,7 +75,7 @@ class Replicated:
     def wrap(self, members: Ranks) -> None:
         """Average gradients over `members` from now on, instead of the members before."""
         self.unwrap()
-        self.members, self._buckets, self._backwards = members, [], 0
+        self.members, self._buckets, self.backwards = members, [], 0
         # Looked up once: a walk through all modules at every step takes milliseconds.
         self._norms = [module for module in self.model.modules() if isinstance(module, nn.SyncBatchNorm)]
         self._trained = sum(p.requires_grad for p in self.model.parameters())
@@ -292,11 +293,11 @@ class Replicated:
 
     def _count_backward(self) -> None:
         """Gradients, and what DDP itself sends: the order of buckets, once, before the second pass; used flags."""
-        self._backwards += 1
+        self.backwards += 1
         self.wire.count_overlapped("gradients", self._exchange())
         if self.options.get("find_unused_parameters") and not self.options.get("static_graph"):
             self.wire.count("control", self.wire.topology.all_reduce(self.members, 4 * self._trained))
-        elif self._backwards == 2:
+        elif self.backwards == 2:
             order = bucket_order(self.wire.topology, self.members, self._trained, len(self._exchange()))
             self.wire.count("control", order, calls=2)
 

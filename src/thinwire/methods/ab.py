@@ -281,11 +281,17 @@ class ABMethod(ABShapes, LocalTraining):
 
     @property
     def cycle(self) -> Cycle | None:
-        """A round; the factor that is trained and the rounds to the next decomposition belong to its place."""
+        """A round; the factor that is trained and the rounds to the next decomposition belong to its place.
+
+        From `total_steps` on weights are not decomposed any more.
+        """
         found = LocalTraining.cycle.fget(self)  # type: ignore[attr-defined]
         if found is None:
             return None
         if self.phase == "factored":
-            return Cycle((*found.place, self.rounds % 2, self.rounds % self.config.redecompose), found.end)
+            total = self.config.total_steps
+            is_over = total is not None and self.step >= total
+            place = *found.place, self.rounds % 2, self.rounds % self.config.redecompose, is_over
+            return Cycle(place, found.end if total is None or is_over else total)
         at = self.config.factor_step
         return Cycle(found.place, found.end if at is None else at)

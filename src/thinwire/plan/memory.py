@@ -20,6 +20,8 @@ from thinwire.methods.notes import ChangeNotes
 _PARTS = {"agreed": "agreed values", "momentum": "outer momentum", "scratch": "scratch", "aggregator": "residuals"}
 """What a tensor of an average is called."""
 _OTHER = "other"
+_WITHOUT = ("wire", "like", "method", "parts", "mine")
+"""What holds no tensors of its own; the parts of a sum over many groups are long lists."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +117,14 @@ def _walk(todo: Iterable[tuple[str, Any]]) -> dict[str, list[Tensor]]:
     left, found, seen = list(todo), defaultdict[str, list[Tensor]](list), set[Any]()
     while left:
         name, each = left.pop()
-        if isinstance(each, nn.Parameter):
+        is_tensor = isinstance(each, Tensor)
+        if is_tensor and isinstance(each, nn.Parameter):
             continue
-        key = each.untyped_storage()._cdata if isinstance(each, Tensor) else id(each)
+        key = each.untyped_storage()._cdata if is_tensor else id(each)
         if key in seen:
             continue
         seen.add(key)
-        if isinstance(each, Tensor):
+        if is_tensor:
             found[name].append(each)
         else:
             left += _inside(name, each)
@@ -138,5 +141,5 @@ def _inside(name: str, each: Any) -> list[tuple[str, Any]]:
     if isinstance(each, AveragedTensors):
         return [(_PARTS.get(own, _OTHER), value) for own, value in vars(each).items() if own != "wire"]
     if isinstance(each, PendingAverage | Aggregator | ChangeNotes | CompressedSum):
-        return [(name, value) for own, value in vars(each).items() if own not in ("wire", "like", "method")]
+        return [(name, value) for own, value in vars(each).items() if own not in _WITHOUT]
     return []

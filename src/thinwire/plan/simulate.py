@@ -68,8 +68,13 @@ class Simulation:
     def note_phase(self, phase: str, model: nn.Module | None) -> None:
         """Keep the model's shape the 1st, 2nd, 4th, 8th … time: the last of these is near the middle."""
         self.times[phase] += 1
-        if model is not None and self.times[phase].bit_count() == 1:
+        if model is not None and _keeps_shape(self.times[phase]):
             self.shapes[phase] = copy.deepcopy(model)
+
+
+def _keeps_shape(time: int) -> bool:
+    """Whether the model's shape is kept this time."""
+    return time.bit_count() == 1
 
 
 def simulate(workload: Workload, config: Any, topology: Topology, predict: RankPredictor) -> Simulation:
@@ -84,19 +89,44 @@ def simulate_together(
     wire = SimulatedWire(views)
     found = Simulation(Ledger(), Counter(), Counter(), sharers=decomposers(wire.topology))
     with workload.borrowed() as model:
-        method = _make(workload, config, model, wire, predict, found)
+        ranks = _Ranks(predict)
+        method = _make(workload, config, model, wire, ranks, found)
         found.assumes = " and ".join(_assumed(workload, method, predict))
         # No update takes place, as when a scaler skips it.
         method.context.before_update, method.context.after_update = [], []
         with ShapesOnly():
             replica = Replica(method)
-        _Simulator(workload, method, replica, wire, found, shapes).run()
+        _Simulator(workload, method, replica, wire, ranks, found, shapes).run()
     counts = (wire.booked.seen_from(view) for view in range(len(views)))
     return [replace(found, ledger=ledger, calls=calls, exchanges=exchanges) for ledger, calls, exchanges in counts]
 
 
+class _Asked(NamedTuple):
+    """A rank that was asked for, and the answer."""
+
+    layer: Layer
+    cutoff: float | None
+    rank: int | None
+
+
+@dataclass
+class _Ranks:
+    """A predictor that notes what it is asked."""
+
+    predict: RankPredictor
+    asked: list[_Asked] = field(default_factory=list)
+
+    def __call__(self, layer: Layer, progress: float, cutoff: float | None) -> int | None:
+        self.asked.append(_Asked(layer, cutoff, self.predict(layer, progress, cutoff)))
+        return self.asked[-1].rank
+
+    def still_are(self, asked: Sequence[_Asked], progress: float) -> bool:
+        """Whether the answers would be the same."""
+        return all(self.predict(layer, progress, cutoff) == rank for layer, cutoff, rank in asked)
+
+
 def _make(
-    workload: Workload, config: Any, model: nn.Module, wire: SimulatedWire, predict: RankPredictor, found: Simulation
+    workload: Workload, config: Any, model: nn.Module, wire: SimulatedWire, ranks: _Ranks, found: Simulation
 ) -> Method:
     """Attach the method to a model, as `attach` does."""
     optimizers = Optimizers(workload.optimizer(model.parameters()))
@@ -107,7 +137,7 @@ def _make(
     wire.changing = _statistics(model)
 
     def predicted(layer: Layer, cutoff: float | None) -> int | None:
-        return predict(layer, method.step / workload.steps, cutoff)
+        return ranks(layer, method.step / workload.steps, cutoff)
 
     def find_factors(layer: Layer, cutoff: float | None) -> tuple[Tensor, ...] | None:
         found.decomposed[layer.view.tall] += 1
@@ -119,7 +149,7 @@ def _make(
 
     def choose_ranks(given: Sequence[tuple[Layer, Tensor, Tensor]], parameters: int, target: float) -> list[int]:
         layers = [layer for layer, *_ in given]
-        if isinstance(predict, Recorded):
+        if isinstance(ranks.predict, Recorded):
             return [predicted(layer, None) or 0 for layer in layers]
         return uniform(layers, parameters, target)
 
@@ -152,11 +182,20 @@ def _assumed(workload: Workload, method: Method, predict: RankPredictor) -> Iter
         yield "the learning rate stays constant, so that `every` does not grow"
 
 
+class _Place(NamedTuple):
+    """Where a method is: equal turns from equal places do the same, as long as layers keep their ranks."""
+
+    in_cycle: Hashable
+    taken: int
+    """Steps since the phase began or weights were decomposed, as far as they are unequal."""
+    backwards: int
+    """Passes simulated since the model was wrapped, as far as they are unequal: factors that change sides wrap it."""
+
+
 class _Turn(NamedTuple):
     """A step that stands for several, and what follows it."""
 
-    place: Hashable
-    """The place in the method's cycle."""
+    place: _Place | None
     steps: int
     ends_epoch: bool
     evaluates: bool
@@ -166,8 +205,11 @@ class _Taken(NamedTuple):
     """The result of a turn."""
 
     booked: Booked
-    place: Hashable
-    """The place in the cycle after it."""
+    place: _Place
+    """The place after it."""
+    asked: Sequence[_Asked]
+    """The ranks that it depends on."""
+    decomposed: Counter[tuple[int, int]]
 
 
 @dataclass
@@ -176,12 +218,17 @@ class _Simulator:
     method: Method
     replica: Replica
     wire: SimulatedWire
+    ranks: _Ranks
     found: Simulation
     shapes: bool
+    taken: int = 0
+    """Steps since the phase began or weights were last decomposed."""
+    shape: tuple[str, list[int | None]] = ("", [])
+    """The phase, and the ranks of layers."""
     known: dict[_Turn, _Taken] = field(default_factory=dict)
-    """Turns that were simulated once."""
-    quiet: dict[Hashable, int] = field(default_factory=dict)
-    """Steps from each place of a cycle to the next event."""
+    """Turns that were simulated once, in this shape."""
+    quiet: dict[_Place, int] = field(default_factory=dict)
+    """Steps from each place to the next event."""
     held: tuple[Any, tuple[int, int]] = (None, (0, 0))
     """When bytes of the model and the optimizer's state were last counted, and how many."""
 
@@ -191,26 +238,31 @@ class _Simulator:
         self.method.optimizers[0].register_step_pre_hook(lambda optimizer, *_: optimizer.zero_grad())
         if self.workload.recipe:
             check_same_data((), self.wire)  # workers send a digest, whose length does not depend on the data
-        taken, place = 0, None
         while self.replica.step < self.workload.steps:
-            if place != (self.replica.phase, self.replica.decompositions):
-                taken, place = 0, (self.replica.phase, self.replica.decompositions)
-                self.known, self.quiet = {}, {}
-                self._show_model()
-                self.found.note_phase(self.replica.phase, self.replica.module if self.shapes else None)
-            if taken >= _UNEQUAL_STEPS:
-                self._leap()
-            self._take(taken >= _UNEQUAL_STEPS)
-            taken += 1
+            if self.taken == 0:
+                self._begin()
+            self._leap()
+            self._take()
         with ShapesOnly():
             self.replica.finish()
         self._count_evaluation()
 
-    def _take(self, is_quiet: bool) -> None:
+    def _begin(self) -> None:
+        """A new phase or new layers; turns are still known if a decomposition found the ranks that there were."""
+        shape = self.replica.phase, [layer.rank for layer in self.method.layers]
+        if self.shape != shape:
+            self.shape, self.known, self.quiet = shape, {}, {}
+        self._show_model()
+        self.found.note_phase(self.replica.phase, self.replica.module if self.shapes else None)
+
+    def _take(self) -> None:
         """Simulate one turn; its result is kept if the method may come to the same place again."""
-        step, cycle = self.replica.step, self._cycle
-        until = self.method.next_event
-        turn = self._turn(step, cycle.place if cycle else None, until if is_quiet else step + 1)
+        step, place, began = self.replica.step, self._place, self._began
+        # What the second pass sends is sent once: a step that has it stands for no other.
+        is_quiet = self.taken >= _UNEQUAL_STEPS and self.method.gradients.replicated.backwards != 1
+        until = self.method.next_event if is_quiet else step + 1
+        turn = self._turn(step, place, until)
+        self.ranks.asked, decomposed = [], self.found.decomposed.copy()
         with self.wire.booking() as booked:
             self._step(turn.steps)
             if turn.ends_epoch:
@@ -219,32 +271,46 @@ class _Simulator:
             if turn.evaluates:
                 with ShapesOnly(), nullcontext() if self.replica.in_sync else self.replica.merged():
                     self._count_evaluation()
-        after = self._cycle
-        if is_quiet and cycle and after and not (turn.ends_epoch and self.workload.epochs > _FALLING):
-            self.known[turn], self.quiet[turn.place] = _Taken(booked, after.place), until - step
+        self.taken = self.taken + 1 if self._began == began else 0
+        after = self._place
+        if place and after and not (turn.ends_epoch and self.workload.epochs > _FALLING):
+            self.known[turn] = _Taken(booked, after, self.ranks.asked, self.found.decomposed - decomposed)
+            self.quiet[place] = until - step
 
     def _leap(self) -> None:
         """Count turns that were simulated before, as long as they lead back to the method's current place."""
-        cycle = self._cycle
-        if cycle is None:
+        here, cycle = self._place, self._cycle
+        if here is None or cycle is None:
             return
-        start, place, passed, back = self.replica.step, cycle.place, [], 0
-        step, end = start, min(cycle.end, self.workload.steps)
+        step, place, passed, back = self.replica.step, here, [], 0
+        end, times = min(cycle.end, self.workload.steps), self.found.times[self.replica.phase]
         while place in self.quiet:
             turn = self._turn(step, place, step + self.quiet[place])
-            if turn not in self.known or step + turn.steps >= end:
+            taken, step = self.known.get(turn), step + turn.steps
+            if taken is None or step >= end or not self.ranks.still_are(taken.asked, step / self.workload.steps):
                 break
+            times += taken.place.taken == 0
+            if self.shapes and taken.place.taken == 0 and _keeps_shape(times):
+                break  # it has to be there
             passed.append(turn)
-            step, place = step + turn.steps, self.known[turn].place
-            if place == cycle.place:
+            place = taken.place
+            if place == here:
                 back = len(passed)
-        for turn, times in Counter(passed[:back]).items():
-            self.wire.booked.add(self.known[turn].booked, times)
+        for turn, count in Counter(passed[:back]).items():
+            self._count(self.known[turn], count)
         steps = sum(turn.steps for turn in passed[:back])
         self.found.steps[self.replica.phase] += steps
         self._skip(steps)
         if steps:
             self.method.shift(steps)  # type: ignore[attr-defined]
+
+    def _count(self, taken: _Taken, times: int) -> None:
+        """Count a turn's results once more, so many times."""
+        self.wire.booked.add(taken.booked, times)
+        for tall, count in taken.decomposed.items():
+            self.found.decomposed[tall] += count * times
+        if taken.place.taken == 0:
+            self.found.times[self.replica.phase] += times
 
     @property
     def _cycle(self) -> Cycle | None:
@@ -252,11 +318,24 @@ class _Simulator:
         changes = self.workload.rate is not None and _grows(self.method.config)
         return None if changes else getattr(self.method, "cycle", None)
 
+    @property
+    def _place(self) -> _Place | None:
+        cycle = self._cycle
+        if cycle is None:
+            return None
+        backwards = self.method.gradients.replicated.backwards
+        return _Place(cycle.place, min(self.taken, _UNEQUAL_STEPS), min(backwards, _UNEQUAL_STEPS))
+
+    @property
+    def _began(self) -> tuple[str, int]:
+        """Changes with the phase and with every decomposition."""
+        return self.replica.phase, self.replica.decompositions
+
     def _skip(self, steps: int) -> None:
         self.method.step += steps
         self.method.forwards += steps
 
-    def _turn(self, step: int, place: Hashable, next_event: int) -> _Turn:
+    def _turn(self, step: int, place: _Place | None, next_event: int) -> _Turn:
         """The next turn; the step before an event is taken alone, because the event happens at its end."""
         steps, every = self.workload.steps, self.workload.eval_every
         next_evaluation = (step // every + 1) * every if every else steps
@@ -313,7 +392,7 @@ class _Simulator:
 
     def _memory(self) -> Memory:
         # They change with the phase, or when optimizer state is dropped.
-        place = self.replica.phase, self.replica.decompositions, len(self.method.optimizers[0].state)
+        place = *self._began, len(self.method.optimizers[0].state)
         if self.held[0] != place:
             self.held = place, model_and_optimizer(self.method)
         return memory_of(self.method, self.held[1])
