@@ -1,28 +1,21 @@
 """What is compared, by sets."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
+
+from setting import Setting, by
 
 HERE = Path(__file__).parent
 
 
-class Setting(NamedTuple):
-    """A method with its fields."""
-
-    name: str
-    method: str
-    fields: tuple[str, ...] = ()
-    workers: int = 4
-    recipe: str = "vgg16bn-cifar10"
-    epochs: int | None = None
-    eval_every: int = 195
-    keeps_model: bool = False
-    options: tuple[str, ...] = ()
-    """Further words for `thinwire run`."""
+def vgg(name: str, method: str, *fields: str, **more: Any) -> Setting:
+    """On VGG16-BN over 40 epochs, unless `more` has other values."""
+    usual = {"recipe": "vgg16bn-cifar10", "epochs": 40, "eval_every": 195}
+    return Setting(name, method, fields, **usual | more)
 
 
-def ab(name: str, *fields: str, **more: object) -> Setting:
-    return Setting(f"ab-{name}", "ab", fields, **more)  # type: ignore[arg-type]
+def ab(name: str, *fields: str, **more: Any) -> Setting:
+    return vgg(f"ab-{name}", "ab", *fields, **more)
 
 
 def six(name: str, *fields: str) -> Setting:
@@ -41,21 +34,16 @@ def long(setting: Setting, epochs: int) -> Setting:
     return setting._replace(name=name, epochs=epochs, eval_every=round(4.88 * epochs), keeps_model=False)
 
 
-def by(setting: Setting, workers: int) -> Setting:
-    """The same by so many workers."""
-    return setting._replace(name=f"{setting.name}-{workers}workers", workers=workers)
-
-
 def of_resnet18(setting: Setting) -> Setting:
     """The same on another model, over that recipe's own epochs."""
     name, recipe = f"resnet18-{setting.name}", "resnet18-cifar10"
     return setting._replace(name=name, recipe=recipe, epochs=30, eval_every=146, keeps_model=False)
 
 
-ALLREDUCE = Setting("allreduce", "allreduce", keeps_model=True)
+ALLREDUCE = vgg("allreduce", "allreduce", keeps_model=True)
 DEFAULT = ab("default")
 FULL = ab("full", "factor_at=none", keeps_model=True)
-PAPER = Setting("ab-paper", "ab-paper")
+PAPER = vgg("ab-paper", "ab-paper")
 GROW = ("every=10", "every_max=96")
 CHEAP = ("warmup=0.05", "warmup_wire=lowrank:16")
 
@@ -100,7 +88,7 @@ SETS: dict[str, list[Setting]] = {
         ab("momentum07-target5-at85", "outer=1.0/0.7", "target=5", "factor_at=0.85"),
         ab("decay-half", "factor_at=none", options=("--weight-decay", "0.05")),
         ab("decay-double", "factor_at=none", options=("--weight-decay", "0.2")),
-        Setting("allreduce-decay-double", "allreduce", options=("--weight-decay", "0.2")),
+        vgg("allreduce-decay-double", "allreduce", options=("--weight-decay", "0.2")),
         ab("momentum07-decay", "factor_at=none", "outer=1.0/0.7", options=("--weight-decay", "0.033")),
         ab("lr14", "factor_at=none", options=("--lr", "0.0042")),
         ab("lr2-decay-half", "factor_at=none", options=("--lr", "0.006", "--weight-decay", "0.05")),
@@ -113,15 +101,15 @@ SETS: dict[str, list[Setting]] = {
     ],
     "constant": [at_constant_rate(s) for s in (six("at60"), six("split", "train=split"), six("both", "train=both"))],
     "rivals": [
-        Setting("localsgd-24-int4", "localsgd", ("every=24", "wire=int4", *CHEAP)),
-        Setting("localsgd-24-int2", "localsgd", ("every=24", "wire=int2", *CHEAP)),
-        Setting("localsgd-12-int2", "localsgd", ("every=12", "wire=int2", *CHEAP)),
-        Setting("diloco-48-int2", "diloco", ("every=48", "wire=int2", "outer=1.0/0.5", *CHEAP)),
-        Setting("diloco-24-int2-paper", "diloco", ("every=24", "wire=int2", "outer=0.7/0.9", *CHEAP)),
-        Setting("powersgd-4", "powersgd", ("rank=4", *CHEAP)),
-        Setting("powersgd-2", "powersgd", ("rank=2", *CHEAP)),
-        Setting("topk-0.001", "topk", ("density=0.001", *CHEAP)),
-        Setting("topk-0.003", "topk", ("density=0.003", *CHEAP)),
+        vgg("localsgd-24-int4", "localsgd", "every=24", "wire=int4", *CHEAP),
+        vgg("localsgd-24-int2", "localsgd", "every=24", "wire=int2", *CHEAP),
+        vgg("localsgd-12-int2", "localsgd", "every=12", "wire=int2", *CHEAP),
+        vgg("diloco-48-int2", "diloco", "every=48", "wire=int2", "outer=1.0/0.5", *CHEAP),
+        vgg("diloco-24-int2-paper", "diloco", "every=24", "wire=int2", "outer=0.7/0.9", *CHEAP),
+        vgg("powersgd-4", "powersgd", "rank=4", *CHEAP),
+        vgg("powersgd-2", "powersgd", "rank=2", *CHEAP),
+        vgg("topk-0.001", "topk", "density=0.001", *CHEAP),
+        vgg("topk-0.003", "topk", "density=0.003", *CHEAP),
     ],
     "resnet18": [of_resnet18(ALLREDUCE), of_resnet18(DEFAULT)],
     "groups": [DEFAULT, *(by(DEFAULT, workers) for workers in (8, 16, 32)), PAPER, by(PAPER, 16)],

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean, stdev
@@ -16,8 +17,6 @@ Row = dict[str, Any]
 
 _OF_THE_RUN = ("total_steps", "group_size", "clip")
 """Fields of a config that follow from the recipe and the workers."""
-
-_RESULTS = ("accuracy", "accuracy_before_truncation", "compression")
 
 
 def read(folders: Iterable[Path]) -> dict[str, Any]:
@@ -42,24 +41,28 @@ def write(path: Path, results: dict[str, Any]) -> None:
 
 
 def _row(folder: Path) -> Row:
-    summary, records = read_run(folder).summary, read_records(folder / "records.jsonl")
+    run, records = read_run(folder), read_records(folder / "records.jsonl")
+    summary, metric = run.summary, run.metric
     evaluations = [r for r in records if r["kind"] == "evaluation" and r["model"] != "finished"]
     averages = [[r["step"], round(r["ratio"], 4)] for r in records if r["kind"] == "agreement"]
-    same = ("method", "recipe", "split", "seed", "steps", "lr", "weight_decay", *_RESULTS)
-    traffic = summary["traffic"]
+    same = ("method", "recipe", "split", "seed", "steps", "lr", "weight_decay")
     return {
         "name": re.sub(r"-seed\d+$", "", folder.name),
         **{field: summary.get(field) for field in same},
+        "metric": metric,
+        "value": summary[metric],
+        "before_truncation": summary.get(f"{metric}_before_truncation"),
+        "compression": summary["compression"],
         "workers": summary["world_size"],
         "groups": len(summary["groups"]),
         "config": _differences(summary["method"], summary["config"]),
         "bytes": summary["traffic_vs_allreduce_fp32"],
         "ideal": summary["traffic_vs_ideal_fp32"],
-        "sent": traffic["slow_bytes"] - traffic["by_purpose"].get("evaluate", {}).get("slow_bytes", 0),
+        "sent": run.counted_bytes,
         "parameters_final": summary["parameters_final"],
         "wall_s": round(summary["wall_s"]),
         "phases": _phases(records),
-        "curve": [[r["step"], r["phase"], r["accuracy"]] for r in evaluations],
+        "curve": [[r["step"], r["phase"], r[metric]] for r in evaluations],
         "agreement": averages,
     }
 
@@ -90,19 +93,37 @@ def _differences(method: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_name(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Rows of each setting, in order of appearance, all-reduce first."""
+    """Rows of each setting, in order of appearance, all-reduce first, before that in codes."""
     groups: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: row["method"] != "allreduce"):
+    for row in sorted(rows, key=lambda row: (row["method"] != "allreduce", not is_fp32_allreduce(row))):
         groups.setdefault(row["name"], []).append(row)
     return groups
 
 
+def shown(row: Row) -> float:
+    """The metric as tables and pictures have it: accuracy in percent."""
+    return 100 * row["value"] if row["metric"] == "accuracy" else row["value"]
+
+
 def differences(own: Iterable[Row], rows: Iterable[Row]) -> list[float]:
-    """Accuracy less that of all-reduce with the same seed, recipe, length and data."""
-    alike = ("recipe", "split", "steps", "seed", "lr", "weight_decay")
-    known = {tuple(row[field] for field in alike): row["accuracy"] for row in rows if _is_fp32_allreduce(row)}
-    keys = [(tuple(row[field] for field in alike), row["accuracy"]) for row in own]
-    return [accuracy - known[key] for key, accuracy in keys if key in known]
+    """To fp32 all-reduce with the same seed, recipe, length, rates and data: points of accuracy, else percent of it."""
+    known = {_alike(row): row["value"] for row in rows if is_fp32_allreduce(row)}
+    pairs = [(row, known[_alike(row)]) for row in own if _alike(row) in known]
+    return [100 * (r["value"] - base if r["metric"] == "accuracy" else r["value"] / base - 1) for r, base in pairs]
+
+
+def _alike(row: Row) -> tuple[Any, ...]:
+    return tuple(row[field] for field in ("recipe", "split", "steps", "seed", "lr", "weight_decay"))
+
+
+def baseline(rows: list[Row]) -> list[Row]:
+    """The runs of fp32 all-reduce at the learning rate and the weight decay that most rows have."""
+    usual = most_common([(row["lr"], row["weight_decay"]) for row in rows])
+    return [row for row in rows if is_fp32_allreduce(row) and (row["lr"], row["weight_decay"]) == usual]
+
+
+def most_common(values: list[Any]) -> Any:
+    return Counter(values).most_common(1)[0][0]
 
 
 def mean_and_spread(values: list[float]) -> tuple[float, float]:
@@ -110,5 +131,5 @@ def mean_and_spread(values: list[float]) -> tuple[float, float]:
     return fmean(values), stdev(values) if len(values) > 1 else 0.0
 
 
-def _is_fp32_allreduce(row: Row) -> bool:
+def is_fp32_allreduce(row: Row) -> bool:
     return row["method"] == "allreduce" and not row["config"]

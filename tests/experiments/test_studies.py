@@ -1,4 +1,4 @@
-"""The study of accuracy against bytes: its settings, the order of its runs, its tables and pictures."""
+"""Studies of what is lost for fewer bytes: their settings, the order of runs, tables and pictures."""
 
 import argparse
 import importlib
@@ -17,38 +17,48 @@ from thinwire.jobs import Job
 from thinwire.recipes import digits
 from thinwire.train.batcher import Batcher
 
-STUDY = Path(__file__).parents[2] / "benchmarks" / "hundredfold"
-MODULES = ("settings", "run", "results", "tables", "labels", "pictures", "afterwards")
-pytestmark = pytest.mark.skipif(not STUDY.is_dir(), reason="benchmarks are not in this copy")
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+MODULES = ("setting", "run", "results", "tables", "labels", "pareto", "pictures", "afterwards")
+pytestmark = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are not in this copy")
 
 
 @pytest.fixture
 def study(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
     """Imports the scripts by their short names, which other folders of scripts have too, for one test."""
-    monkeypatch.syspath_prepend(STUDY)
+    for folder in ("hundredfold", "study"):
+        monkeypatch.syspath_prepend(BENCHMARKS / folder)
     yield importlib.import_module
     for name in MODULES:
         sys.modules.pop(name, None)
 
 
-def test_every_setting_is_one_and_its_name_means_one_run(study) -> None:
+@pytest.mark.parametrize("name", ["hundredfold", "words"])
+def test_every_setting_is_one_and_its_name_means_one_run(study, name: str) -> None:
     named: dict[str, Any] = {}
-    for setting in [setting for group in study("settings").SETS.values() for setting in group]:
+    for setting in [setting for group in study("setting").sets_of(name).values() for setting in group]:
         assert named.setdefault(setting.name, setting) == setting
     for setting in named.values():
+        flags = setting.options
+        options: dict[str, Any] = {
+            flag.removeprefix("--").replace("-", "_"): float(value)
+            for flag, value in zip(flags[::2], flags[1::2], strict=True)
+        }
         job = Job(
             recipe=setting.recipe,
             method=setting.method,
             settings=setting.fields,
             workers=setting.workers,
-            epochs=setting.epochs or 40,
+            epochs=setting.epochs,
+            eval_every=setting.eval_every,
             out=Path("unused"),
+            **options,
         )
         assert job.config.total_steps == job.trained.steps if hasattr(job.config, "total_steps") else job.config
 
 
 def given(**more: Any) -> argparse.Namespace:
-    usual = {"seeds": "0,1", "recipe": None, "epochs": 40, "data": Path("data"), "validate": False, "save_every": None}
+    usual = {"study": "hundredfold", "seeds": "0,1", "recipe": None, "epochs": None}
+    usual |= {"data": Path("data"), "validate": False, "save_every": None}
     return argparse.Namespace(**usual | more)
 
 
@@ -71,22 +81,35 @@ def test_the_command_of_a_run(study) -> None:
         given(), full._replace(setting=full.setting._replace(keeps_model=False)), Path("out"), resume=False
     )
     assert {"--overwrite", "--no-model"} <= set(words) and not {"--resume", "--save-every"} & set(words)
+    assert words[words.index("--epochs") + 1] == "40"
+    rate = run.wanted(given(study="words", set="rates/allreduce-lr3", seeds="0"))[0]
+    words = run.command(given(), rate, Path("out"), resume=False)
+    assert words[words.index("--lr") + 1] == "3e-3" and "--epochs" not in words
 
 
-def written(out: Path, name: str, method: str, seed: int, accuracy: float, **config: Any) -> None:
+def test_an_unknown_study_or_set_is_answered_with_those_there_are(study) -> None:
+    run = study("run")
+    with pytest.raises(SystemExit, match=r"no study worlds, choose from: hundredfold, words"):
+        run.wanted(given(study="worlds", set="rates"))
+    with pytest.raises(SystemExit, match=r"no rate, choose from: rates, headline, apart"):
+        run.wanted(given(study="words", set="rate"))
+
+
+def written(out: Path, name: str, method: str, seed: int, value: float, **config: Any) -> None:
     """A finished run's folder."""
     folder = out / f"{name}-seed{seed}"
     folder.mkdir(parents=True)
-    workers = config.pop("workers", 4)
-    share = 1.0 if method == "allreduce" else 0.005
+    workers, metric = config.pop("workers", 4), config.pop("metric", "accuracy")
+    share = 1.0 if method == "allreduce" and config.get("wire", "fp32") == "fp32" else 0.005
     summary = {
         "method": method,
         "seed": seed,
-        "accuracy": accuracy,
-        "recipe": "vgg16bn-cifar10",
+        "metric": metric,
+        metric: value,
+        "recipe": "vgg16bn-cifar10" if metric == "accuracy" else "gpt-wikitext2",
         "split": "test",
         "steps": 100,
-        "accuracy_before_truncation": accuracy,
+        f"{metric}_before_truncation": value,
         "compression": 2.0,
         "world_size": workers,
         "groups": [[rank] for rank in range(workers)],
@@ -106,7 +129,7 @@ def written(out: Path, name: str, method: str, seed: int, accuracy: float, **con
         if method == "ab":
             records.append({"kind": "agreement", "step": step, "ratio": 1.5})
         if step % 25 == 0:
-            about = {"phase": phase, "model": "merged", "accuracy": accuracy * step / 100}
+            about = {"phase": phase, "model": "merged", metric: value * step / 100}
             records.append({"kind": "evaluation", "step": step, **about})
     (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
@@ -142,6 +165,34 @@ def test_tables_pair_by_seed_and_pictures_need_the_json_alone(study, out, tmp_pa
     pictures.main()
     names = {"agreement.png", "groups.png", "over-steps.png", "pareto.png", "pareto-near.png"}
     assert {path.name for path in (tmp_path / "drawn").iterdir()} == names
+
+
+def test_perplexity_is_compared_by_its_ratio_and_coded_all_reduce_too(study, tmp_path, monkeypatch, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    for seed in range(2):
+        written(tmp_path, "allreduce", "allreduce", seed, 100.0 + 100 * seed, wire="fp32", metric="perplexity")
+        written(tmp_path, "allreduce-int2", "allreduce", seed, 101.0 + 105 * seed, wire="int2", metric="perplexity")
+        written(tmp_path, "onebit", "onebit", seed, 98.0 + 98 * seed, metric="perplexity")
+    tables, pareto, kept = study("tables"), study("pareto"), tmp_path / "results.json"
+    monkeypatch.setattr(sys, "argv", ["tables", str(tmp_path)])
+    tables.main()
+    printed = capsys.readouterr().out
+    assert "| setting | seeds | perplexity | to all-reduce % | bytes |" in printed
+    assert "| allreduce | 2 | 150.00 ± 70.71 |  | 100 %" in printed
+    assert "| allreduce-int2 | 2 | 153.50 ± 74.25 | +2.00 ± 1.41 | 0.5 %" in printed
+    assert "| onebit | 2 | 147.00 ± 69.30 | -2.00 ± 0.00 |" in printed
+    rows = json.loads(kept.read_text())["runs"]
+    assert {row["name"] for row in pareto.baseline(rows)} == {"allreduce"}
+    assert {row["name"] for row in pareto.named(rows, "*bit")} == {"allreduce", "onebit"}
+    monkeypatch.setattr(sys, "argv", ["pareto", str(kept), "--out", str(tmp_path / "pareto.png")])
+    pareto.main()
+    assert (tmp_path / "pareto.png").stat().st_size > 10_000
+
+
+def test_all_reduce_at_another_rate_is_a_setting_of_its_own(study) -> None:
+    baseline = study("results").baseline
+    rows = [{"method": "allreduce", "config": {}, "lr": lr, "weight_decay": 0.1} for lr in (1e-3, 2e-3)]
+    assert baseline([*rows, {"method": "ab", "config": {}, "lr": 2e-3, "weight_decay": 0.1}]) == rows[1:]
 
 
 def test_labels_of_crowded_points_do_not_overlap(study) -> None:

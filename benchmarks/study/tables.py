@@ -1,6 +1,6 @@
-"""Markdown tables of what run.py has trained, and results.json, from which pictures.py draws.
+"""Markdown tables of what run.py has trained, and results.json, from which pictures are drawn.
 
-python benchmarks/hundredfold/tables.py OUT [OUT …] [--json results.json]
+python benchmarks/study/tables.py OUT [OUT …] [--json results.json]
 """
 
 import argparse
@@ -8,19 +8,9 @@ from pathlib import Path
 from statistics import fmean
 
 import results
-from results import Row, mean_and_spread
+from results import Row, is_fp32_allreduce, mean_and_spread, shown
 
-HEADINGS = (
-    "setting",
-    "seeds",
-    "accuracy %",
-    "to all-reduce",
-    "bytes",
-    "1 : x",
-    "bytes to the ideal",
-    "model",
-    "agreement",
-)
+HEADINGS = ("bytes", "1 : x", "bytes to the ideal", "model", "agreement")
 
 
 def main() -> None:
@@ -36,9 +26,12 @@ def main() -> None:
 
 
 def table(recipe: str, split: str, rows: list[Row]) -> None:
-    """One line per setting; `to all-reduce` is over the seeds that both have."""
-    print(f"\n{recipe}, {split} data\n\n| {' | '.join(HEADINGS)} |")
-    print("| --- " * len(HEADINGS) + "|")
+    """One line per setting; `to all-reduce` is over the seeds that both have, in points of accuracy or in percent."""
+    metric = rows[0]["metric"]
+    figures = ("accuracy %", "to all-reduce") if metric == "accuracy" else (metric, "to all-reduce %")
+    headings = ("setting", "seeds", *figures, *HEADINGS)
+    print(f"\n{recipe}, {split} data\n\n| {' | '.join(headings)} |")
+    print("| --- " * len(headings) + "|")
     for name, own in results.by_name(rows).items():
         print(f"| {' | '.join([name, *cells(own, rows)])} |")
 
@@ -49,8 +42,8 @@ def cells(own: list[Row], rows: list[Row]) -> list[str]:
     agreement = [ratio for row in own for _, ratio in row["agreement"]]
     return [
         str(len(own)),
-        percent([row["accuracy"] for row in own]),
-        "" if own[0]["method"] == "allreduce" else percent(results.differences(own, rows), sign="+"),
+        mean_of([shown(row) for row in own]),
+        "" if is_fp32_allreduce(own[0]) else mean_of(results.differences(own, rows), sign="+"),
         f"{100 * share:.3g} %",
         f"1 : {1 / share:.3g}",
         f"{100 * fmean(row['ideal'] for row in own):.3g} %",
@@ -59,12 +52,12 @@ def cells(own: list[Row], rows: list[Row]) -> list[str]:
     ]
 
 
-def percent(values: list[float], sign: str = "") -> str:
+def mean_of(values: list[float], sign: str = "") -> str:
     """Mean ± standard deviation; nothing if there are no values."""
     if not values:
         return ""
     mean, spread = mean_and_spread(values)
-    return f"{100 * mean:{sign}.2f}" + (f" ± {100 * spread:.2f}" if len(values) > 1 else "")
+    return f"{mean:{sign}.2f}" + (f" ± {spread:.2f}" if len(values) > 1 else "")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Accuracy against bytes for every method and composition: runs of real workers, many side by side on one GPU.
+"""The runs of a study, which is a folder beside this one with a settings.py: many side by side on one GPU.
 
-    python benchmarks/hundredfold/run.py --data CIFAR_DIR --out OUT --set defaults,rivals --seeds 0,1,2 --save-every 300
-    python benchmarks/hundredfold/run.py --data CIFAR_DIR --out OUT --set search --validate
-    python benchmarks/hundredfold/tables.py OUT
+    python benchmarks/study/run.py words --data TEXT_DIR --out OUT --set headline --seeds 0,1,2 --save-every 500
+    python benchmarks/study/run.py hundredfold --data CIFAR_DIR --out OUT --set search --validate
+    python benchmarks/study/tables.py OUT
 
 A run that has its summary is not repeated, and one that has a save is resumed, so a call that was cut short is
 continued by calling it again. With `--limit` no run begins after that many seconds. Where a GPU is shared, start
@@ -20,7 +20,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
-from settings import SETS, Setting
+from setting import Setting, sets_of
 
 from thinwire.train import checkpoint
 
@@ -31,7 +31,7 @@ class Job(NamedTuple):
     setting: Setting
     seed: int
     recipe: str
-    epochs: int
+    epochs: int | None
 
     @property
     def name(self) -> str:
@@ -40,13 +40,13 @@ class Job(NamedTuple):
     @property
     def length(self) -> int:
         """How long it takes, roughly: workers share the GPU, and each has its own steps to start and to average."""
-        return self.epochs * self.setting.workers
+        return (self.epochs or 1) * self.setting.workers
 
 
 def main() -> None:
     given = arguments()
-    given.out.mkdir(parents=True, exist_ok=True)
     jobs = [job for job in wanted(given) if not (given.out / job.name / "summary.json").is_file()]
+    given.out.mkdir(parents=True, exist_ok=True)
     if too_wide := [job.name for job in jobs if job.setting.workers > given.workers_total]:
         sys.exit(f"--workers-total {given.workers_total} is too few for {', '.join(too_wide)}")
     start = time.monotonic()
@@ -67,13 +67,14 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", help="the folder's name")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--set", required=True, help=f"names of {', '.join(SETS)}, by comma, each may be SET/NAME")
+    parser.add_argument("--set", required=True, help="names in its SETS, by comma, each may be SET/NAME")
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--recipe", help="another recipe for all")
-    parser.add_argument("--epochs", type=int, default=40, help="for settings that have no epochs of their own")
+    parser.add_argument("--epochs", type=int, help="another number of epochs for all")
     parser.add_argument("--validate", action="store_true")
     parser.add_argument("--save-every", type=int, metavar="STEPS")
     parser.add_argument("--workers-total", type=int, default=40, help="most workers at once, over all runs")
@@ -86,22 +87,23 @@ def arguments() -> argparse.Namespace:
 
 def wanted(given: argparse.Namespace) -> list[Job]:
     """The jobs of all seeds, each once, the longest first: the GPU is not left to a single long run at the end."""
+    settings = chosen(sets_of(given.study), given.set)
     jobs = {
-        (setting.name, seed): Job(setting, int(seed), given.recipe or setting.recipe, setting.epochs or given.epochs)
+        (setting.name, seed): Job(setting, int(seed), given.recipe or setting.recipe, given.epochs or setting.epochs)
         for seed in given.seeds.split(",")
-        for setting in chosen(given.set)
+        for setting in settings
     }
     return sorted(jobs.values(), key=lambda job: -job.length)
 
 
-def chosen(names: str) -> list[Setting]:
+def chosen(sets: dict[str, list[Setting]], names: str) -> list[Setting]:
     """Settings of whole sets, or single ones."""
     found = []
     for name in names.split(","):
         group, _, one = name.partition("/")
-        settings = [s for s in SETS.get(group, ()) if not one or s.name == one]
+        settings = [s for s in sets.get(group, ()) if not one or s.name == one]
         if not settings:
-            known = [s.name for s in SETS[group]] if group in SETS else list(SETS)
+            known = [s.name for s in sets[group]] if group in sets else list(sets)
             sys.exit(f"there is no {name}, choose from: {', '.join(known)}")
         found += settings
     return found
@@ -136,9 +138,11 @@ def command(given: argparse.Namespace, job: Job, folder: Path, *, resume: bool) 
     setting = job.setting
     words: list[object] = ["run", job.recipe, "--method", setting.method, "--data", given.data, "--out", folder]
     words += [word for field in setting.fields for word in ("--set", field)]
-    words += ["--workers", setting.workers, "--seed", job.seed, "--epochs", job.epochs]
+    words += ["--workers", setting.workers, "--seed", job.seed]
+    words += ["--epochs", job.epochs] if job.epochs else []
     words += setting.options
-    words += ["--eval-every", setting.eval_every, "--quiet", "--resume" if resume else "--overwrite"]
+    words += ["--eval-every", setting.eval_every] if setting.eval_every else []
+    words += ["--quiet", "--resume" if resume else "--overwrite"]
     words += [] if setting.keeps_model else ["--no-model"]
     words += ["--validate"] if given.validate else []
     words += ["--save-every", given.save_every] if given.save_every else []

@@ -1,0 +1,52 @@
+"""What is compared, by sets."""
+
+from setting import Setting
+
+CHEAP = ("warmup=0.05", "warmup_wire=lowrank:16")
+MOMENTS = {
+    "": (),
+    "-estimate": ("second_moment=estimate",),
+    "-shared8": ("second_moment=shared", "moments_wire=int8"),
+    "-shared4": ("second_moment=shared", "moments_wire=int4"),
+}
+
+
+def gpt(name: str, method: str, *fields: str, lr: str = "2e-3") -> Setting:
+    """Over the recipe's own 10 epochs, which are 2,550 steps, with 10 evaluations."""
+    return Setting(name, method, fields, "gpt-wikitext2", eval_every=255, options=("--lr", lr))
+
+
+def coded(wire: str) -> Setting:
+    """All-reduce in a code."""
+    return gpt(f"allreduce-{wire.replace(':', '')}", "allreduce", f"wire={wire}")
+
+
+def local(every: int, moments: str) -> Setting:
+    return gpt(f"localsgd-{every}{moments}", "localsgd", f"every={every}", "wire=int2", *CHEAP, *MOMENTS[moments])
+
+
+def diloco(every: int) -> Setting:
+    return gpt(f"diloco-{every}", "diloco", f"every={every}", "wire=int2", "outer=1.0/0.5", *CHEAP)
+
+
+def seen(setting: Setting) -> Setting:
+    """The same with rows of embeddings averaged by how often groups saw them."""
+    return setting._replace(name=f"{setting.name}-seen", fields=(*setting.fields, "rows=seen"))
+
+
+APART = [
+    *(local(every, moments) for every in (2, 4, 8, 24) for moments in MOMENTS),
+    gpt("ab-default", "ab"),
+    gpt("ab-full", "ab", "factor_at=none"),
+]
+
+SETS: dict[str, list[Setting]] = {
+    "rates": [gpt(f"allreduce-lr{rate}", "allreduce", lr=f"{rate}e-3") for rate in (1, 2, 3, 4)],
+    "headline": [
+        gpt("allreduce", "allreduce"),
+        *(coded(wire) for wire in ("bit", "int2", "int4", "lowrank:4", "lowrank:8", "lowrank:16", "topk:0.01")),
+        gpt("powersgd-8", "powersgd", "rank=8", *CHEAP),
+        gpt("onebit", "onebit"),
+    ],
+    "apart": [*APART, *(seen(setting) for setting in (*APART, diloco(24), diloco(48)))],
+}
