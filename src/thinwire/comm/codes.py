@@ -7,7 +7,7 @@ from torch import Tensor
 from thinwire.comm.aggregate import Aggregator, Exact
 from thinwire.comm.collectives import Wire
 from thinwire.comm.lowrank import LowRank
-from thinwire.comm.quantize import Roots, quantizer
+from thinwire.comm.quantize import LogQuantizer, Roots, quantizer
 from thinwire.comm.quantized import Quantized
 from thinwire.comm.sparse import Sparse
 from thinwire.config.codes import parse_code
@@ -22,4 +22,7 @@ def aggregator(code: str, wire: Wire, like: Sequence[Tensor], purpose: str, *, r
         return LowRank(wire, like, purpose, int(number))
     if kind == "topk":
         return Sparse(wire, like, purpose, number)
-    return Quantized(wire, like, purpose, Roots(quantizer(kind)) if roots else quantizer(kind))
+    coder = quantizer(kind)
+    if roots:
+        coder = Roots(LogQuantizer() if kind == "int4" else coder)
+    return Quantized(wire, like, purpose, coder)

@@ -108,7 +108,7 @@ def _average_in_code(wire: Wire, moments: Sequence[Tensor], code: str, roots: bo
     if not moments or len(wire.topology.groups) == 1:
         return
     means = [wide(reals(t.detach())).clone() for t in moments]
-    if not aggregator(code, wire, means, "moments", roots=roots).run(means):
+    if not aggregator(code, wire, means, "moments", roots=roots).run(means, healthy=all_finite(means)):
         raise DivergedError("moments that groups average are not finite; lower the learning rate")
     for t, mean in zip(moments, means, strict=True):
         own = reals(t.detach())
