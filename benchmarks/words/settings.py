@@ -1,5 +1,7 @@
 """What is compared, by sets."""
 
+from pathlib import Path
+
 from setting import Setting
 
 CHEAP = ("warmup=0.05", "warmup_wire=lowrank:16")
@@ -29,13 +31,19 @@ def diloco(every: int) -> Setting:
     return gpt(f"diloco-{every}", "diloco", f"every={every}", "wire=int2", "outer=1.0/0.5", *CHEAP)
 
 
+def longer(setting: Setting) -> Setting:
+    """The same for the larger model, at its own rate."""
+    recipe = f"{Path(__file__).parent / 'longer.py'}:gpt"
+    return setting._replace(name=f"longer-{setting.name}", recipe=recipe, eval_every=1000, options=())
+
+
 def seen(setting: Setting) -> Setting:
     """The same with rows of embeddings averaged by how often groups saw them."""
     return setting._replace(name=f"{setting.name}-seen", fields=(*setting.fields, "rows=seen"))
 
 
 APART = [
-    *(local(every, moments) for every in (2, 4, 8, 24) for moments in MOMENTS),
+    *(local(every, moments) for every in (2, 4, 8, 16, 24) for moments in MOMENTS),
     gpt("ab-default", "ab"),
     gpt("ab-full", "ab", "factor_at=none"),
 ]
@@ -46,7 +54,18 @@ SETS: dict[str, list[Setting]] = {
         gpt("allreduce", "allreduce"),
         *(coded(wire) for wire in ("bit", "int2", "int4", "lowrank:4", "lowrank:8", "lowrank:16", "topk:0.01")),
         gpt("powersgd-8", "powersgd", "rank=8", *CHEAP),
-        gpt("onebit", "onebit"),
+        gpt("onebit", "onebit", *CHEAP),
+    ],
+    "longer": [
+        longer(setting)
+        for setting in (
+            gpt("allreduce", "allreduce"),
+            coded("lowrank:4"),
+            local(24, ""),
+            local(24, "-shared4"),
+            local(48, "-shared4"),
+            diloco(48),
+        )
     ],
     "apart": [*APART, *(seen(setting) for setting in (*APART, diloco(24), diloco(48)))],
 }

@@ -91,7 +91,7 @@ def test_an_unknown_study_or_set_is_answered_with_those_there_are(study) -> None
     run = study("run")
     with pytest.raises(SystemExit, match=r"no study worlds, choose from: hundredfold, words"):
         run.wanted(given(study="worlds", set="rates"))
-    with pytest.raises(SystemExit, match=r"no rate, choose from: rates, headline, apart"):
+    with pytest.raises(SystemExit, match=r"no rate, choose from: rates, headline, longer, apart"):
         run.wanted(given(study="words", set="rate"))
 
 
