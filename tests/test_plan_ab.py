@@ -137,19 +137,17 @@ def storages() -> dict[int, int]:
     return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
 
 
-HELD = [ab(), ab(wire="bf16", outer=None), thinwire.DiLoCo(every=3, warmup=4)]
+_RARER = (ab(wire="bf16", outer=None), thinwire.DiLoCo(every=3, warmup=4))
+HELD = [ab(), *(pytest.param(config, marks=pytest.mark.slow) for config in _RARER)]
 
 
-def all_really_held(rank: int) -> list[dict[str, int]]:
-    return [really_held(rank, config) for config in HELD]
-
-
-def test_a_plan_knows_what_a_method_holds_beside_the_model() -> None:
-    for config, found in zip(HELD, gang.run(all_really_held, 2)[0], strict=True):
-        planned = simulate(workload(), config, TWO, predicted.typical).memory
-        assert planned.keys() == found.keys()
-        for phase in ("warmup", "local"):  # the ranks of the others are not known
-            assert sum(planned[phase].method.values()) == pytest.approx(found[phase], rel=0.05, abs=4096), phase
+@pytest.mark.parametrize("config", HELD)
+def test_a_plan_knows_what_a_method_holds_beside_the_model(config: Any) -> None:
+    found = gang.run(really_held, 2, config)[0]
+    planned = simulate(workload(), config, TWO, predicted.typical).memory
+    assert planned.keys() == found.keys()
+    for phase in ("warmup", "local"):  # the ranks of the others are not known
+        assert sum(planned[phase].method.values()) == pytest.approx(found[phase], rel=0.05, abs=4096), phase
 
 
 def test_what_is_offloaded_is_on_the_device_only_in_an_average() -> None:
