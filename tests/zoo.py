@@ -91,6 +91,7 @@ def mlp(width: int = WIDE, **kind: Any) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-AB = ("ab", "ab split", "ab both")
-NOTHING = dict.fromkeys((*AB, "ab-paper", "ab-paper carry", "ab-paper average", "oialr"), "nothing to factor")
+AB = ("ab", "ab split", "ab both", "ab shared")
+_PAPER = ("ab-paper", "ab-paper carry", "ab-paper average", "ab-paper estimate")
+NOTHING = dict.fromkeys((*AB, *_PAPER, "oialr"), "nothing to factor")
 """What methods that factor must say of models without a weight for it."""
