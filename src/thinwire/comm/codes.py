@@ -7,14 +7,14 @@ from torch import Tensor
 from thinwire.comm.aggregate import Aggregator, Exact
 from thinwire.comm.collectives import Wire
 from thinwire.comm.lowrank import LowRank
-from thinwire.comm.quantize import LogQuantizer, Roots, quantizer
+from thinwire.comm.quantize import LogQuantizer, quantizer
 from thinwire.comm.quantized import Quantized
 from thinwire.comm.sparse import Sparse
 from thinwire.config.codes import parse_code
 
 
-def aggregator(code: str, wire: Wire, like: Sequence[Tensor], purpose: str, *, roots: bool = False) -> Aggregator:
-    """An aggregator for tensors of these shapes, used repeatedly; `roots` is for second moments in a few bits."""
+def aggregator(code: str, wire: Wire, like: Sequence[Tensor], purpose: str, *, powers: bool = False) -> Aggregator:
+    """An aggregator for tensors of these shapes, used repeatedly; with `powers` quantized values are second moments."""
     kind, number = parsed = parse_code(code)
     if parsed.is_exact or len(wire.topology.groups) == 1:
         return Exact(wire, like, purpose, kind if kind == "bf16" else "fp32")
@@ -22,7 +22,4 @@ def aggregator(code: str, wire: Wire, like: Sequence[Tensor], purpose: str, *, r
         return LowRank(wire, like, purpose, int(number))
     if kind == "topk":
         return Sparse(wire, like, purpose, number)
-    coder = quantizer(kind)
-    if roots:
-        coder = Roots(LogQuantizer() if kind == "int4" else coder)
-    return Quantized(wire, like, purpose, coder)
+    return Quantized(wire, like, purpose, LogQuantizer() if powers else quantizer(kind))

@@ -82,7 +82,8 @@ def average_moments(
 ) -> None:
     """Moments by their mean, steps by their maximum; state that not every group has starts again.
 
-    In a few bits, second moments that are too small for their block of 256 stay each group's own.
+    In int8 or int4 that is first moments; second ones travel in 4 bits by their logarithms, and those that are too
+    small for their block of 256 stay each group's own.
     """
     absent = wire.differing([_fingerprint(optimizers.state_of(p)) for p in parameters], "moments")
     optimizers.reset([parameters[i] for i in absent])
@@ -90,9 +91,9 @@ def average_moments(
     if code in EXACT:
         average(wire, [state[name] for state in states for name in moments_of(state)], weight, "moments", code)
     else:
-        for roots in (False, True):
+        for powers in (False, True):
             _average_in_code(
-                wire, [s[n] for s in states for n in moments_of(s) if (n in QUADRATIC) == roots], code, roots
+                wire, [s[n] for s in states for n in moments_of(s) if (n in QUADRATIC) == powers], code, powers
             )
     steps = [state for state in states if "step" in state]
     if steps and len(wire.topology.groups) > 1:
@@ -103,16 +104,16 @@ def average_moments(
             state["step"] = step.fill_(value) if isinstance(step, Tensor) else type(step)(value)
 
 
-def _average_in_code(wire: Wire, moments: Sequence[Tensor], code: str, roots: bool) -> None:
+def _average_in_code(wire: Wire, moments: Sequence[Tensor], code: str, powers: bool) -> None:
     """Nothing is left for the next time: by then these moments have mostly been forgotten."""
     if not moments or len(wire.topology.groups) == 1:
         return
     means = [wide(reals(t.detach())).clone() for t in moments]
-    if not aggregator(code, wire, means, "moments", roots=roots).run(means, healthy=all_finite(means)):
+    if not aggregator(code, wire, means, "moments", powers=powers).run(means, healthy=all_finite(means)):
         raise DivergedError("moments that groups average are not finite; lower the learning rate")
     for t, mean in zip(moments, means, strict=True):
         own = reals(t.detach())
-        own.copy_(torch.where(mean > 0, mean, own) if roots else mean)
+        own.copy_(torch.where(mean > 0, mean, own) if powers else mean)
 
 
 def average(wire: Wire, tensors: Sequence[Tensor], weight: float, purpose: str, code: str = "fp32") -> None:
