@@ -194,9 +194,9 @@ class LogQuantizer(PackedQuantizer):
     bits = 4
 
     def choose(self, x: Tensor, scales: Tensor) -> Tensor:
-        """The nearest power."""
-        torch.amax(x, 1, keepdim=True, out=scales)
-        return to_bytes(torch.mul(x, _inverse(scales)).log2_().mul_(-0.75).round_().clamp_(0, 15))
+        """The nearest power; error feedback may have made values negative, which become 0."""
+        torch.amax(x, 1, keepdim=True, out=scales).clamp_(0, _LARGEST)
+        return to_bytes(x.clamp(min=0).mul_(_inverse(scales)).log2_().mul_(-0.75).round_().clamp_(0, 15))
 
     def values(self, code: Tensor, scales: Tensor, out: Tensor) -> Tensor:
         """Powers times scales."""

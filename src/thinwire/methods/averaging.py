@@ -60,7 +60,9 @@ class LocalTraining(Method):
         self.round = Round(config, self.optimizers, self.wire)
         self.buffers_at = 0
         """The step after which groups last agreed on buffers."""
-        self.second_moment = SecondMoment(context, config.second_moment, self.weight, lambda: not self.in_sync)
+        self.second_moment = SecondMoment(
+            context, config.second_moment, self.weight, lambda: not self.in_sync, config.moments_wire
+        )
         self.rows = SeenRows(self.model, self.wire) if config.rows == "seen" else None
         if self.rows is not None:
             context.on_release.append(self.rows.release)
@@ -195,7 +197,7 @@ class LocalTraining(Method):
         if ends_round and self.config.second_moment == "shared":
             refuse_diverged(self.wire, self.model, self.observed, self.step)
             trained = [p for f in fragments for p in f.tensors() if isinstance(p, nn.Parameter)]
-            gains = self.second_moment.exchange(self.config.moments_wire, trained)
+            gains = self.second_moment.exchange(trained)
         return [[_product(rows.get(id(p)), gains.get(id(p))) for p in f.tensors()] for f in fragments]
 
     def _weights(self, fragment: AveragedTensors) -> Sequence[float] | None:
@@ -310,6 +312,7 @@ class LocalTraining(Method):
         state["shared"]["statistics"] = self.statistics.state_dict()
         state["shared"]["second_moment"] = self.second_moment.state_dict()
         state["local"] |= {"fragments": [f["local"] for f in fragments]}
+        state["local"]["moments"] = self.second_moment.coded.state_dict()
         state["local"]["rows"] = self.rows.state_dict() if self.rows is not None else {}
         return state
 
@@ -324,6 +327,7 @@ class LocalTraining(Method):
         self.agreement.load_state_dict(shared["agreement"])
         self.statistics.load_state_dict(shared["statistics"])
         self.second_moment.load_state_dict(shared["second_moment"])
+        self.second_moment.coded.load_state_dict(local["moments"] if local else {})
         if self.rows is not None:
             self.rows.load_state_dict(local["rows"] if local else {})
         if self.phase != "warmup":

@@ -1,21 +1,19 @@
 """Averages over groups that trained apart: parameters, buffers and optimizer state; and refusing diverged groups."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm.buckets import all_finite, reals
-from thinwire.comm.codes import aggregator
+from thinwire.comm.buckets import all_finite
 from thinwire.comm.collectives import Wire
-from thinwire.config.codes import EXACT
 from thinwire.errors import DivergedError
 from thinwire.factor.matrix import wide
-from thinwire.factor.moments import QUADRATIC, moments_of
-from thinwire.factor.optimizers import Optimizers
+from thinwire.factor.moments import moments_of
+from thinwire.factor.optimizers import Optimizers, State
 
 
 def refuse_diverged(wire: Wire, model: nn.Module, observed: Tensor, step: int) -> list[list[float]]:
@@ -78,23 +76,24 @@ def average_buffers(wire: Wire, buffers: Iterable[Tensor], weight: float) -> Non
 
 
 def average_moments(
-    wire: Wire, optimizers: Optimizers, parameters: Sequence[nn.Parameter], weight: float, code: str = "fp32"
+    wire: Wire,
+    optimizers: Optimizers,
+    parameters: Sequence[nn.Parameter],
+    weight: float,
+    code: str = "fp32",
+    average_states: Callable[[Sequence[State]], None] | None = None,
 ) -> None:
     """Moments by their mean, steps by their maximum; state that not every group has starts again.
 
-    In int8 or int4 that is first moments; second ones travel in 4 bits by their logarithms, and those that are too
-    small for their block of 256 stay each group's own.
+    The mean is exact or rounded to bf16, unless `average_states` takes it.
     """
     absent = wire.differing([_fingerprint(optimizers.state_of(p)) for p in parameters], "moments")
     optimizers.reset([parameters[i] for i in absent])
     states = [state for p in parameters if (state := optimizers.state_of(p))]
-    if code in EXACT:
-        average(wire, [state[name] for state in states for name in moments_of(state)], weight, "moments", code)
+    if average_states is not None:
+        average_states(states)
     else:
-        for powers in (False, True):
-            _average_in_code(
-                wire, [s[n] for s in states for n in moments_of(s) if (n in QUADRATIC) == powers], code, powers
-            )
+        average(wire, [state[name] for state in states for name in moments_of(state)], weight, "moments", code)
     steps = [state for state in states if "step" in state]
     if steps and len(wire.topology.groups) > 1:
         own = torch.tensor([float(state["step"]) for state in steps], dtype=torch.float64)
@@ -102,18 +101,6 @@ def average_moments(
         for state, value in zip(steps, agreed.tolist(), strict=True):
             step = state["step"]
             state["step"] = step.fill_(value) if isinstance(step, Tensor) else type(step)(value)
-
-
-def _average_in_code(wire: Wire, moments: Sequence[Tensor], code: str, powers: bool) -> None:
-    """Nothing is left for the next time: by then these moments have mostly been forgotten."""
-    if not moments or len(wire.topology.groups) == 1:
-        return
-    means = [wide(reals(t.detach())).clone() for t in moments]
-    if not aggregator(code, wire, means, "moments", powers=powers).run(means, healthy=all_finite(means)):
-        raise DivergedError("moments that groups average are not finite; lower the learning rate")
-    for t, mean in zip(moments, means, strict=True):
-        own = reals(t.detach())
-        own.copy_(torch.where(mean > 0, mean, own) if powers else mean)
 
 
 def average(wire: Wire, tensors: Sequence[Tensor], weight: float, purpose: str, code: str = "fp32") -> None:

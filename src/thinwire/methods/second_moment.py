@@ -15,6 +15,7 @@ that makes the change as long as all-reduce's; elsewhere it is near 1.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,10 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from thinwire.comm.buckets import reals
+from thinwire.config.codes import EXACT
 from thinwire.errors import ConfigError
 from thinwire.factor.matrix import wide
+from thinwire.methods.coded_moments import CodedMoments
 from thinwire.methods.context import MethodContext
 from thinwire.methods.merging import average_moments
 
@@ -45,12 +48,15 @@ class Moments(NamedTuple):
 class SecondMoment:
     """Corrects the updates of groups while they train apart."""
 
-    def __init__(self, context: MethodContext, kind: str, share: float, is_apart: Callable[[], bool]) -> None:
-        """`share` is this group's of all workers."""
+    def __init__(
+        self, context: MethodContext, kind: str, share: float, is_apart: Callable[[], bool], code: str = "fp32"
+    ) -> None:
+        """`share` is this group's of all workers, `code` the one for moments that are shared."""
         self.wire, self.optimizers = context.wire, context.optimizers
         self.kind, self.share, self.is_apart = kind, share, is_apart
         self.updates = 0
         """Since all groups had the same first moments."""
+        self.code, self.coded = code, CodedMoments(self.wire, code)
         self._rates: list[Any] = []
         if kind != "group":
             self._refuse_others()
@@ -143,14 +149,17 @@ class SecondMoment:
         return torch.view_as_complex(wanted) if p.is_complex() else wanted
 
     @torch.no_grad()
-    def exchange(self, code: str, parameters: Sequence[nn.Parameter]) -> dict[int, Tensor]:
+    def exchange(self, parameters: Sequence[nn.Parameter]) -> dict[int, Tensor]:
         """Give all groups the mean moments; by what each parameter's change is to be multiplied, by id. Collective."""
         if self.kind != "shared":
             return {}
         adams = {id(p): group for p, group in self._adams()}
         before = {id(p): self._divided_by(p, adams[id(p)], self.share) for p in parameters if id(p) in adams}
         weight = len(self.wire.topology.group) / self.wire.topology.world_size
-        average_moments(self.wire, self.optimizers, parameters, weight, code)
+        betas = min((group["betas"] for group in adams.values()), default=(0.0, 0.0))
+        kept = betas[0] ** self.updates, betas[1] ** self.updates
+        coded = None if self.code in EXACT else partial(self.coded.average, kept=kept)
+        average_moments(self.wire, self.optimizers, parameters, weight, self.code, coded)
         self.updates = 0
         mean = 1 / len(self.wire.topology.groups)
         gains = {}
