@@ -22,4 +22,4 @@ def aggregator(code: str, wire: Wire, like: Sequence[Tensor], purpose: str, *, p
         return LowRank(wire, like, purpose, int(number))
     if kind == "topk":
         return Sparse(wire, like, purpose, number)
-    return Quantized(wire, like, purpose, LogQuantizer() if powers else quantizer(kind))
+    return Quantized(wire, like, purpose, LogQuantizer(8 if kind == "int8" else 4) if powers else quantizer(kind))

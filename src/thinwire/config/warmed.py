@@ -61,8 +61,8 @@ class Averaged(Warmed):
     by what all-reduce would, as far as a group can tell; "shared" by that of the mean moments, which are sent along."""
 
     moments_wire: str = "int8"
-    """The code that moments travel in, if they are shared: fp32, bf16, int8 or int4. In the last two that is the first
-    moments; second ones have 4 bits, for their logarithms."""
+    """The code that moments travel in, if they are shared: fp32, bf16, int8 or int4. In the last two second moments
+    travel as logarithms."""
 
     rows: Literal["mean", "seen"] = "mean"
     """How rows of embeddings are averaged: "mean" like everything else, "seen" by how often each group saw them."""

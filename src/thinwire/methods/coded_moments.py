@@ -1,4 +1,4 @@
-"""Optimizer state averaged over groups in a few bits: first moments in int8 or int4, second ones by their logarithms.
+"""Moments averaged over groups in a few bits: first ones in int8 or int4, second ones as logarithms in as many bits.
 
 What a code leaves out is added to what is sent the next time. By then moments have forgotten most of what they were,
 and of the error as much is left: β to the power of the updates since. Without that, a second moment that changes by
