@@ -253,6 +253,25 @@ def test_a_row_that_one_group_saw_is_that_groups(tied: bool, workers: int) -> No
     assert tied or torch.equal(first["after"][9:], first["before"][9:])
 
 
+def in_turns(rank: int) -> list[list[float]]:
+    """Counts of the words' embedding after each step, where it and the rest of the model are sent in turns."""
+    model = Words()
+    optimizer = SGD(model.parameters(), 0.1)
+    config = DiLoCo(every=4, fragments=2, rows="seen", group_size=1)
+    replica = thinwire.attach(model, optimizer, config)
+    rows, found = replica._method.rows, []
+    for number in range(8):
+        read(replica, optimizer, rank, range(number, number + 1))
+        found.append([float(rows.counts[name].sum()) for name in ("words", "places")])
+    return found
+
+
+def test_rows_are_counted_until_their_own_weight_is_sent() -> None:
+    for found in gang.run(in_turns, 2):
+        words = [count / (4 * LENGTH) for count, _ in found]
+        assert sorted(words[:4]) == [0, 1, 2, 3] or sorted(words[4:]) == [0, 1, 2, 3], words
+
+
 # Saves, plans, codes, bad input.
 
 WAYS: dict[str, Any] = {

@@ -192,12 +192,12 @@ class LocalTraining(Method):
         """What this group's changes are multiplied by; collective. Moments are shared when a round ends."""
         if self.in_sync or not self._scales_changes:
             return [[] for _ in fragments]
-        rows = self.rows.scales(again=not ends_round) if self.rows is not None else {}
+        sent = [p for fragment in fragments for p in fragment.tensors()]
+        rows = self.rows.scales(sent, again=not ends_round) if self.rows is not None else {}
         gains: dict[int, Tensor] = {}
         if ends_round and self.config.second_moment == "shared":
             refuse_diverged(self.wire, self.model, self.observed, self.step)
-            trained = [p for f in fragments for p in f.tensors() if isinstance(p, nn.Parameter)]
-            gains = self.second_moment.exchange(trained)
+            gains = self.second_moment.exchange([p for p in sent if isinstance(p, nn.Parameter)])
         return [[_product(rows.get(id(p)), gains.get(id(p))) for p in f.tensors()] for f in fragments]
 
     def _weights(self, fragment: AveragedTensors) -> Sequence[float] | None:

@@ -41,16 +41,18 @@ class SeenRows:
             flat = ids.detach().reshape(-1)
             counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=counts.dtype))
 
-    def scales(self, *, again: bool) -> dict[int, Tensor]:
+    def scales(self, weights: Iterable[Tensor], *, again: bool) -> dict[int, Tensor]:
         """What each group's change of a row is multiplied by before the mean over groups, (rows, 1), by id of weights.
 
-        Collective. Unless `again`, counts start from zero; a weight that several modules share has all their counts.
+        Collective, for those of these weights that are embeddings. Unless `again`, their counts start from zero; a
+        weight that several modules share has all their counts.
         """
-        seen: dict[int, Tensor] = {}
+        sent, seen, names = {id(weight) for weight in weights}, dict[int, Tensor](), []
         for name, module in self._embeddings():
-            if name in self.counts:
+            if name in self.counts and id(module.weight) in sent:
                 before = seen.get(id(module.weight))
                 seen[id(module.weight)] = self.counts[name] + (0 if before is None else before)
+                names.append(name)
         if not seen or len(self.wire.topology.groups) == 1:
             return {}
         own = torch.cat(list(seen.values()))
@@ -61,8 +63,8 @@ class SeenRows:
         scale = own.div(total).mul_(topology.world_size / len(topology.group))
         scale = torch.where(total > 0, scale, torch.ones_like(scale))
         if not again:
-            for counts in self.counts.values():
-                counts.zero_()
+            for name in names:
+                self.counts[name].zero_()
         parts = scale.split([len(counts) for counts in seen.values()])
         return {key: part[:, None] for key, part in zip(seen, parts, strict=True)}
 
