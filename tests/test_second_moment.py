@@ -349,7 +349,7 @@ def slowly(rank: int) -> tuple[float, float]:
     for _ in range(200):
         state["exp_avg_sq"].mul_(0.98).add_(0.02 * 8)
         state["exp_avg_sq"][:, 0] = 12.0  # the largest of the block; the next levels are 5.0, 2.1 and 0.9
-        coded.average([state], (0.0, 0.98))
+        coded.average(0, [state], (0.0, 0.98))
     return float(state["exp_avg_sq"].min()), float(state["exp_avg_sq"].max())
 
 

@@ -197,7 +197,10 @@ class LocalTraining(Method):
         gains: dict[int, Tensor] = {}
         if ends_round and self.config.second_moment == "shared":
             refuse_diverged(self.wire, self.model, self.observed, self.step)
-            gains = self.second_moment.exchange([p for p in sent if isinstance(p, nn.Parameter)])
+            places = {self.fragments.index(f): f for f in fragments}
+            gains = self.second_moment.exchange(
+                {i: [p for p in f.tensors() if isinstance(p, nn.Parameter)] for i, f in places.items()}
+            )
         return [[_product(rows.get(id(p)), gains.get(id(p))) for p in f.tensors()] for f in fragments]
 
     def _weights(self, fragment: AveragedTensors) -> Sequence[float] | None:

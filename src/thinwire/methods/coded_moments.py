@@ -22,26 +22,30 @@ from thinwire.factor.optimizers import State
 
 
 class CodedMoments:
-    """Averages the moments of the same parameters again and again; other state stays each group's own."""
+    """Averages the moments of parts of a model again and again; other state stays each group's own."""
 
     def __init__(self, wire: Wire, code: str) -> None:
         self.wire, self.code = wire, code
-        self._made: dict[str, tuple[list[torch.Size], Aggregator]] = {}
+        self._made: dict[str, tuple[list[list[int]], Aggregator]] = {}
         self._loaded: dict[str, Any] = {}
 
     @torch.no_grad()
-    def average(self, states: Sequence[State], kept: tuple[float, float]) -> None:
-        """Replace moments by their means; `kept` is what is left of first and of second ones since the last time."""
+    def average(self, part: int, states: Sequence[State], kept: tuple[float, float]) -> None:
+        """Replace moments by their means; `kept` is what is left of first and of second ones since the last time.
+
+        All of a part's parameters are in `states`, each time.
+        """
         if len(self.wire.topology.groups) > 1:
             for kind, names, share in (("first", LINEAR, kept[0]), ("second", QUADRATIC, kept[1])):
                 moments = [reals(state[name].detach()) for state in states for name in sorted(names & state.keys())]
                 if moments:
-                    self._average(kind, moments, share)
+                    self._average(part, kind, moments, share)
 
-    def _average(self, kind: str, moments: Sequence[Tensor], kept: float) -> None:
+    def _average(self, part: int, kind: str, moments: Sequence[Tensor], kept: float) -> None:
         means = [wide(moment).clone() for moment in moments]
-        made = self._aggregator(kind, means)
-        torch._foreach_mul_(made.residuals(), kept) if made.residuals() else None
+        made = self._aggregator(f"{part} {kind}", means, powers=kind == "second")
+        for left_out in made.residuals():
+            left_out.mul_(kept)
         if not made.run(means, healthy=all_finite(means)):
             raise DivergedError("moments that groups share are not finite; lower the learning rate")
         made.commit()
@@ -49,19 +53,21 @@ class CodedMoments:
             # What is too small for its block of 256 stays each group's own.
             moment.copy_(torch.where(mean > 0, mean, moment) if kind == "second" else mean)
 
-    def _aggregator(self, kind: str, like: Sequence[Tensor]) -> Aggregator:
-        """The one for these shapes; it starts without errors when they have changed."""
-        shapes = [t.shape for t in like]
-        if kind not in self._made or self._made[kind][0] != shapes:
-            made = aggregator(self.code, self.wire, like, "moments", powers=kind == "second")
-            if kind in self._loaded:
-                made.load({}, self._loaded.pop(kind))
-            self._made[kind] = shapes, made
-        return self._made[kind][1]
+    def _aggregator(self, name: str, like: Sequence[Tensor], *, powers: bool) -> Aggregator:
+        """The one of that name; it starts without errors when shapes have changed."""
+        shapes = [list(t.shape) for t in like]
+        if name not in self._made or self._made[name][0] != shapes:
+            made = aggregator(self.code, self.wire, like, "moments", powers=powers)
+            loaded = self._loaded.pop(name, None)
+            if loaded is not None and loaded["shapes"] == shapes:
+                made.load({}, loaded["errors"])
+            self._made[name] = shapes, made
+        return self._made[name][1]
 
     def state_dict(self) -> dict[str, Any]:
         """What codes left out; this worker's own."""
-        return {kind: made.local() for kind, (_, made) in self._made.items()} | self._loaded
+        made = {name: {"shapes": shapes, "errors": made.local()} for name, (shapes, made) in self._made.items()}
+        return self._loaded | made
 
     def load_state_dict(self, local: dict[str, Any]) -> None:
         """Taken up when moments are next averaged."""

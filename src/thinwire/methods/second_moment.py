@@ -14,8 +14,7 @@ that makes the change as long as all-reduce's; elsewhere it is near 1.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from thinwire.comm.buckets import reals
 from thinwire.config.codes import EXACT
 from thinwire.errors import ConfigError
 from thinwire.factor.matrix import wide
+from thinwire.factor.optimizers import State
 from thinwire.methods.coded_moments import CodedMoments
 from thinwire.methods.context import MethodContext
 from thinwire.methods.merging import average_moments
@@ -149,17 +149,17 @@ class SecondMoment:
         return torch.view_as_complex(wanted) if p.is_complex() else wanted
 
     @torch.no_grad()
-    def exchange(self, parameters: Sequence[nn.Parameter]) -> dict[int, Tensor]:
-        """Give all groups the mean moments; by what each parameter's change is to be multiplied, by id. Collective."""
+    def exchange(self, parts: Mapping[int, Sequence[nn.Parameter]]) -> dict[int, Tensor]:
+        """Give all groups the mean moments of parts of the model; collective.
+
+        By what each parameter's change is to be multiplied, by id.
+        """
         if self.kind != "shared":
             return {}
+        parameters = [p for part in parts.values() for p in part]
         adams = {id(p): group for p, group in self._adams()}
         before = {id(p): self._divided_by(p, adams[id(p)], self.share) for p in parameters if id(p) in adams}
-        weight = len(self.wire.topology.group) / self.wire.topology.world_size
-        betas = min((group["betas"] for group in adams.values()), default=(0.0, 0.0))
-        kept = betas[0] ** self.updates, betas[1] ** self.updates
-        coded = None if self.code in EXACT else partial(self.coded.average, kept=kept)
-        average_moments(self.wire, self.optimizers, parameters, weight, self.code, coded)
+        self._average(parts, parameters, min((group["betas"] for group in adams.values()), default=(0.0, 0.0)))
         self.updates = 0
         mean = 1 / len(self.wire.topology.groups)
         gains = {}
@@ -168,6 +168,19 @@ class SecondMoment:
                 gain = before[id(p)] / self._divided_by(p, adams[id(p)], mean)
                 gains[id(p)] = gain.clamp_(max=1 / mean)
         return gains
+
+    def _average(
+        self, parts: Mapping[int, Sequence[nn.Parameter]], parameters: Sequence[nn.Parameter], betas: tuple[float, ...]
+    ) -> None:
+        weight = len(self.wire.topology.group) / self.wire.topology.world_size
+        kept = betas[0] ** self.updates, betas[1] ** self.updates
+
+        def in_code(_: Sequence[State]) -> None:
+            for number, part in parts.items():
+                self.coded.average(number, [s for p in part if (s := self.optimizers.state_of(p))], kept)
+
+        coded = None if self.code in EXACT else in_code
+        average_moments(self.wire, self.optimizers, parameters, weight, self.code, coded)
 
     def _divided_by(self, p: nn.Parameter, group: dict[str, Any], share: float) -> Tensor:
         wanted = self._wanted(self._moments(self.optimizers.state_of(p), group), share)
