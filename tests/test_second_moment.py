@@ -359,6 +359,13 @@ def test_a_second_moment_that_changes_slowly_is_not_stuck() -> None:
         assert 4.7 < low <= high < 12.1
 
 
+def test_a_plan_says_what_shared_moments_hold() -> None:
+    what = Workload(name="words", model=Words(), optimizer=AdamW, steps=9, inputs=(text(0, 0)[:, :-1],))
+    held = simulate(what, WAYS["shared"], arrange(0, [0, 0], 1), predicted.typical).memory["local"].method
+    assert held["residuals of moments"] == 2 * held["residuals"]
+    assert held["counts of rows"] == 4 * (WORDS + LENGTH)
+
+
 @pytest.mark.parametrize(("bits", "error"), [(4, 0.26), (8, 0.014)])
 def test_second_moments_travel_by_their_logarithms(bits: int, error: float) -> None:
     """Values over five orders of magnitude, which int8 would mostly make zero."""

@@ -29,6 +29,11 @@ class CodedMoments:
         self._made: dict[str, tuple[list[list[int]], Aggregator]] = {}
         self._loaded: dict[str, Any] = {}
 
+    @property
+    def aggregators(self) -> list[Aggregator]:
+        """Those that hold what codes left out."""
+        return [made for _, made in self._made.values()]
+
     @torch.no_grad()
     def average(self, part: int, states: Sequence[State], kept: tuple[float, float]) -> None:
         """Replace moments by their means; `kept` is what is left of first and of second ones since the last time.

@@ -16,6 +16,8 @@ from thinwire.methods.averaged import AveragedTensors, PendingAverage
 from thinwire.methods.base import Method
 from thinwire.methods.gradients import GradientAveraging
 from thinwire.methods.notes import ChangeNotes
+from thinwire.methods.rows import SeenRows
+from thinwire.methods.second_moment import SecondMoment
 
 _PARTS = {"agreed": "agreed values", "momentum": "outer momentum", "scratch": "scratch", "aggregator": "residuals"}
 """What a tensor of an average is called."""
@@ -140,6 +142,10 @@ def _inside(name: str, each: Any) -> list[tuple[str, Any]]:
         return [("residuals", value) for value in each.buckets]
     if isinstance(each, AveragedTensors):
         return [(_PARTS.get(own, _OTHER), value) for own, value in vars(each).items() if own != "wire"]
+    if isinstance(each, SecondMoment):
+        return [("residuals of moments", value) for value in each.coded.aggregators]
+    if isinstance(each, SeenRows):
+        return [("counts of rows", value) for value in each.counts.values()]
     if isinstance(each, PendingAverage | Aggregator | ChangeNotes | CompressedSum):
         return [(name, value) for own, value in vars(each).items() if own not in _WITHOUT]
     return []
