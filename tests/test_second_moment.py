@@ -259,7 +259,7 @@ def in_turns(rank: int) -> list[list[float]]:
     optimizer = SGD(model.parameters(), 0.1)
     config = DiLoCo(every=4, fragments=2, rows="seen", group_size=1)
     replica = thinwire.attach(model, optimizer, config)
-    rows, found = replica._method.rows, []
+    rows, found = replica._method.scales.rows, []
     for number in range(8):
         read(replica, optimizer, rank, range(number, number + 1))
         found.append([float(rows.counts[name].sum()) for name in ("words", "places")])
@@ -270,6 +270,18 @@ def test_rows_are_counted_until_their_own_weight_is_sent() -> None:
     for found in gang.run(in_turns, 2):
         words = [count / (4 * LENGTH) for count, _ in found]
         assert sorted(words[:4]) == [0, 1, 2, 3] or sorted(words[4:]) == [0, 1, 2, 3], words
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_alone_nothing_is_corrected_bit_for_bit(kind: str) -> None:
+    ends = []
+    for config in (None, LocalSGD(every=2, warmup=1, second_moment=kind, rows="seen")):
+        model = Words()
+        optimizer = AdamW(model.parameters(), 3e-3)
+        trained = model if config is None else thinwire.attach(model, optimizer, config)
+        read(trained, optimizer, 0, range(7))
+        ends.append(small.model_bits(model) + small.optimizer_bits(optimizer))
+    assert ends[0] == ends[1]
 
 
 # Saves, plans, codes, bad input.

@@ -13,8 +13,8 @@ from thinwire.comm.sparse import Sparse
 from thinwire.config.codes import parse_code
 
 
-def aggregator(code: str, wire: Wire, like: Sequence[Tensor], purpose: str, *, powers: bool = False) -> Aggregator:
-    """An aggregator for tensors of these shapes, used repeatedly; with `powers` quantized values are second moments."""
+def aggregator(code: str, wire: Wire, like: Sequence[Tensor], purpose: str, *, squares: bool = False) -> Aggregator:
+    """An aggregator for tensors of these shapes, used repeatedly; `squares` are second moments."""
     kind, number = parsed = parse_code(code)
     if parsed.is_exact or len(wire.topology.groups) == 1:
         return Exact(wire, like, purpose, kind if kind == "bf16" else "fp32")
@@ -22,4 +22,4 @@ def aggregator(code: str, wire: Wire, like: Sequence[Tensor], purpose: str, *, p
         return LowRank(wire, like, purpose, int(number))
     if kind == "topk":
         return Sparse(wire, like, purpose, number)
-    return Quantized(wire, like, purpose, LogQuantizer(8 if kind == "int8" else 4) if powers else quantizer(kind))
+    return Quantized(wire, like, purpose, LogQuantizer(8 if kind == "int8" else 4) if squares else quantizer(kind))

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinwire.comm.topology import Topology
 from thinwire.config import DiLoCo, LocalSGD
@@ -24,12 +24,11 @@ from thinwire.config.outer import Nesterov
 from thinwire.methods.agreement import Agreement
 from thinwire.methods.averaged import AveragedTensors, all_restored, not_finite
 from thinwire.methods.base import Method
+from thinwire.methods.change_scales import ChangeScales
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.fragments import fragments_of
 from thinwire.methods.merging import average_buffers, average_moments, refuse_diverged
 from thinwire.methods.rounds import Round
-from thinwire.methods.rows import SeenRows
-from thinwire.methods.second_moment import SecondMoment
 from thinwire.methods.statistics import OuterStatistics
 
 
@@ -60,12 +59,7 @@ class LocalTraining(Method):
         self.round = Round(config, self.optimizers, self.wire)
         self.buffers_at = 0
         """The step after which groups last agreed on buffers."""
-        self.second_moment = SecondMoment(
-            context, config.second_moment, self.weight, lambda: not self.in_sync, config.moments_wire
-        )
-        self.rows = SeenRows(self.model, self.wire) if config.rows == "seen" else None
-        if self.rows is not None:
-            context.on_release.append(self.rows.release)
+        self.scales = ChangeScales(config, context, self.weight, lambda: not self.in_sync)
         # Where updates are as long as all-reduce's, no momentum has to make up for short ones.
         groups = len(self.topology.groups) if config.second_moment == "group" else 1
         self.outer = config.outer.among(groups) if isinstance(config.outer, Nesterov) else config.outer
@@ -129,8 +123,7 @@ class LocalTraining(Method):
         self.check_counters()
         self.set_phase("local")
         self.gradients.apart()
-        if not self.in_sync:
-            self.second_moment.separate()
+        self.scales.separate()
         self._make_fragments()
         self.round.begin(self.step)
         self._agreed()
@@ -149,7 +142,7 @@ class LocalTraining(Method):
             outer=self.outer,
             offload=getattr(self.config, "offload", False),
             measured=True,
-            scaled=self._scales_changes,
+            scaled=self.scales.are_used,
             is_fixed=(lambda p: False) if is_whole else (lambda p: not p.requires_grad),
         )
 
@@ -173,7 +166,9 @@ class LocalTraining(Method):
             self._end_round()
 
     def _send(self, fragments: Sequence[AveragedTensors], overlap: int, *, last: bool = False) -> None:
-        scales = self._change_scales(fragments)
+        if self.scales.moments.kind == "shared" and not self.in_sync:  # a group that diverged stops before it is shared
+            refuse_diverged(self.wire, self.model, self.observed, self.step)
+        scales = self.scales.of(fragments, self.fragments, ends_round=True)
         for fragment, scale in zip(fragments, scales, strict=True):
             # What the others left out earlier travels with the last one too.
             senders = None if last else self._senders(fragment)
@@ -181,27 +176,6 @@ class LocalTraining(Method):
             fragment.send(self.step, overlap, weights=weights, senders=senders, scales=scale, last=last)
         if overlap == 0:
             self._arrive(fragments)
-
-    @property
-    def _scales_changes(self) -> bool:
-        return self.config.rows == "seen" or self.config.second_moment == "shared"
-
-    def _change_scales(
-        self, fragments: Sequence[AveragedTensors], *, ends_round: bool = True
-    ) -> list[list[Tensor | None]]:
-        """What this group's changes are multiplied by; collective. Moments are shared when a round ends."""
-        if self.in_sync or not self._scales_changes:
-            return [[] for _ in fragments]
-        sent = [p for fragment in fragments for p in fragment.tensors()]
-        rows = self.rows.scales(sent, again=not ends_round) if self.rows is not None else {}
-        gains: dict[int, Tensor] = {}
-        if ends_round and self.config.second_moment == "shared":
-            refuse_diverged(self.wire, self.model, self.observed, self.step)
-            places = {self.fragments.index(f): f for f in fragments}
-            gains = self.second_moment.exchange(
-                {i: [p for p in f.tensors() if isinstance(p, nn.Parameter)] for i, f in places.items()}
-            )
-        return [[_product(rows.get(id(p)), gains.get(id(p))) for p in f.tensors()] for f in fragments]
 
     def _weights(self, fragment: AveragedTensors) -> Sequence[float] | None:
         """This group's weight in the mean of each tensor; None for that of its workers."""
@@ -274,7 +248,8 @@ class LocalTraining(Method):
                 self._receive(fragment)
                 self._apply(fragment)
         apart = [f for f in self.fragments if self._is_apart(f) or (last and f.aggregator.refine())]
-        for fragment, scale in zip(apart, self._change_scales(apart, ends_round=last), strict=True):
+        scales = self.scales.of(apart, self.fragments, ends_round=last)
+        for fragment, scale in zip(apart, scales, strict=True):
             senders = None if last else self._senders(fragment)
             weights = self._weights(fragment)
             fragment.send(self.step, 0, weights=weights, senders=senders, scales=scale, last=last)
@@ -313,10 +288,9 @@ class LocalTraining(Method):
         state["shared"] |= {"buffers_at": self.buffers_at, "fragments": [f["shared"] for f in fragments]}
         state["shared"] |= {"round": self.round.state_dict(), "agreement": self.agreement.state_dict()}
         state["shared"]["statistics"] = self.statistics.state_dict()
-        state["shared"]["second_moment"] = self.second_moment.state_dict()
         state["local"] |= {"fragments": [f["local"] for f in fragments]}
-        state["local"]["moments"] = self.second_moment.coded.state_dict()
-        state["local"]["rows"] = self.rows.state_dict() if self.rows is not None else {}
+        scales = self.scales.state_dict()
+        state["shared"]["scales"], state["local"]["scales"] = scales["shared"], scales["local"]
         return state
 
     def load_state_dict(self, saved: Saved) -> None:
@@ -329,10 +303,7 @@ class LocalTraining(Method):
         self.round.load_state_dict(shared["round"])
         self.agreement.load_state_dict(shared["agreement"])
         self.statistics.load_state_dict(shared["statistics"])
-        self.second_moment.load_state_dict(shared["second_moment"])
-        self.second_moment.coded.load_state_dict(local["moments"] if local else {})
-        if self.rows is not None:
-            self.rows.load_state_dict(local["rows"] if local else {})
+        self.scales.load_state_dict(shared["scales"], local["scales"] if local else None)
         if self.phase != "warmup":
             self._make_fragments()
         for i, (fragment, kept) in enumerate(zip(self.fragments, shared["fragments"], strict=False)):
@@ -356,7 +327,3 @@ class LocalTraining(Method):
         self.round.start += steps
         for fragment in self.fragments:
             fragment.shift(steps)
-
-
-def _product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return a if b is None else b if a is None else a * b

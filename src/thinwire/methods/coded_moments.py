@@ -48,7 +48,7 @@ class CodedMoments:
 
     def _average(self, part: int, kind: str, moments: Sequence[Tensor], kept: float) -> None:
         means = [wide(moment).clone() for moment in moments]
-        made = self._aggregator(f"{part} {kind}", means, powers=kind == "second")
+        made = self._aggregator(f"{part} {kind}", means, squares=kind == "second")
         for left_out in made.residuals():
             left_out.mul_(kept)
         if not made.run(means, healthy=all_finite(means)):
@@ -58,11 +58,11 @@ class CodedMoments:
             # What is too small for its block of 256 stays each group's own.
             moment.copy_(torch.where(mean > 0, mean, moment) if kind == "second" else mean)
 
-    def _aggregator(self, name: str, like: Sequence[Tensor], *, powers: bool) -> Aggregator:
+    def _aggregator(self, name: str, like: Sequence[Tensor], *, squares: bool) -> Aggregator:
         """The one of that name; it starts without errors when shapes have changed."""
         shapes = [list(t.shape) for t in like]
         if name not in self._made or self._made[name][0] != shapes:
-            made = aggregator(self.code, self.wire, like, "moments", powers=powers)
+            made = aggregator(self.code, self.wire, like, "moments", squares=squares)
             loaded = self._loaded.pop(name, None)
             if loaded is not None and loaded["shapes"] == shapes:
                 made.load({}, loaded["errors"])

@@ -13,7 +13,7 @@ from thinwire.comm.collectives import Wire
 from thinwire.errors import DivergedError
 from thinwire.factor.matrix import wide
 from thinwire.factor.moments import moments_of
-from thinwire.factor.optimizers import Optimizers, State
+from thinwire.factor.optimizers import Optimizers
 
 
 def refuse_diverged(wire: Wire, model: nn.Module, observed: Tensor, step: int) -> list[list[float]]:
@@ -81,7 +81,7 @@ def average_moments(
     parameters: Sequence[nn.Parameter],
     weight: float,
     code: str = "fp32",
-    average_states: Callable[[Sequence[State]], None] | None = None,
+    average_states: Callable[[], None] | None = None,
 ) -> None:
     """Moments by their mean, steps by their maximum; state that not every group has starts again.
 
@@ -91,7 +91,7 @@ def average_moments(
     optimizers.reset([parameters[i] for i in absent])
     states = [state for p in parameters if (state := optimizers.state_of(p))]
     if average_states is not None:
-        average_states(states)
+        average_states()
     else:
         average(wire, [state[name] for state in states for name in moments_of(state)], weight, "moments", code)
     steps = [state for state in states if "step" in state]

@@ -25,7 +25,6 @@ from thinwire.comm.buckets import reals
 from thinwire.config.codes import EXACT
 from thinwire.errors import ConfigError
 from thinwire.factor.matrix import wide
-from thinwire.factor.optimizers import State
 from thinwire.methods.coded_moments import CodedMoments
 from thinwire.methods.context import MethodContext
 from thinwire.methods.merging import average_moments
@@ -175,7 +174,7 @@ class SecondMoment:
         weight = len(self.wire.topology.group) / self.wire.topology.world_size
         kept = betas[0] ** self.updates, betas[1] ** self.updates
 
-        def in_code(_: Sequence[State]) -> None:
+        def in_code() -> None:
             for number, part in parts.items():
                 self.coded.average(number, [s for p in part if (s := self.optimizers.state_of(p))], kept)
 

@@ -14,6 +14,7 @@ from thinwire.comm.buckets import size_of
 from thinwire.comm.compressed import CompressedSum
 from thinwire.methods.averaged import AveragedTensors, PendingAverage
 from thinwire.methods.base import Method
+from thinwire.methods.change_scales import ChangeScales
 from thinwire.methods.gradients import GradientAveraging
 from thinwire.methods.notes import ChangeNotes
 from thinwire.methods.rows import SeenRows
@@ -142,6 +143,8 @@ def _inside(name: str, each: Any) -> list[tuple[str, Any]]:
         return [("residuals", value) for value in each.buckets]
     if isinstance(each, AveragedTensors):
         return [(_PARTS.get(own, _OTHER), value) for own, value in vars(each).items() if own != "wire"]
+    if isinstance(each, ChangeScales):
+        return [(name, each.moments), (name, each.rows)]
     if isinstance(each, SecondMoment):
         return [("residuals of moments", value) for value in each.coded.aggregators]
     if isinstance(each, SeenRows):

@@ -6,30 +6,26 @@ cycle for all cycles that a method repeats.
 
 import copy
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.simulated import Booked, Call, Exchange, SimulatedWire
 from thinwire.comm.topology import Topology
-from thinwire.factor.convert import Layer
-from thinwire.factor.optimizers import Optimizers
 from thinwire.methods.agree import decomposers
 from thinwire.methods.averaging import Cycle
 from thinwire.methods.base import Method
-from thinwire.methods.context import MethodContext
-from thinwire.methods.registry import make
 from thinwire.plan.memory import Memory, memory_of, model_and_optimizer
-from thinwire.plan.ranks import RankPredictor, Recorded, basis, factors, most, uniform
+from thinwire.plan.ranks import RankPredictor
 from thinwire.plan.shapes_only import ShapesOnly
+from thinwire.plan.simulated_method import Asked, Ranks, assumed, grows, make_method, set_rate
 from thinwire.plan.workload import Workload, state_like
-from thinwire.preflight import broadcast_initial_values, check_optimizers, check_same_architecture, check_same_data
+from thinwire.preflight import check_same_data
 from thinwire.replica import Replica
 
 # DDP sends the order of its buckets in the second backward pass after wrapping, so the first two steps differ.
@@ -89,9 +85,9 @@ def simulate_together(
     wire = SimulatedWire(views)
     found = Simulation(Ledger(), Counter(), Counter(), sharers=decomposers(wire.topology))
     with workload.borrowed() as model:
-        ranks = _Ranks(predict)
-        method = _make(workload, config, model, wire, ranks, found)
-        found.assumes = " and ".join(_assumed(workload, method, predict))
+        ranks = Ranks(predict)
+        method = make_method(workload, config, model, wire, ranks, found.decomposed)
+        found.assumes = " and ".join(assumed(workload, method, predict))
         # No update takes place, as when a scaler skips it.
         method.context.before_update, method.context.after_update = [], []
         with ShapesOnly():
@@ -99,87 +95,6 @@ def simulate_together(
         _Simulator(workload, method, replica, wire, ranks, found, shapes).run()
     counts = (wire.booked.seen_from(view) for view in range(len(views)))
     return [replace(found, ledger=ledger, calls=calls, exchanges=exchanges) for ledger, calls, exchanges in counts]
-
-
-class _Asked(NamedTuple):
-    """A rank that was asked for, and the answer."""
-
-    layer: Layer
-    cutoff: float | None
-    rank: int | None
-
-
-@dataclass
-class _Ranks:
-    """A predictor that notes what it is asked."""
-
-    predict: RankPredictor
-    asked: list[_Asked] = field(default_factory=list)
-
-    def __call__(self, layer: Layer, progress: float, cutoff: float | None) -> int | None:
-        self.asked.append(_Asked(layer, cutoff, self.predict(layer, progress, cutoff)))
-        return self.asked[-1].rank
-
-    def still_are(self, asked: Sequence[_Asked], progress: float) -> bool:
-        """Whether the answers would be the same."""
-        return all(self.predict(layer, progress, cutoff) == rank for layer, cutoff, rank in asked)
-
-
-def _make(
-    workload: Workload, config: Any, model: nn.Module, wire: SimulatedWire, ranks: _Ranks, found: Simulation
-) -> Method:
-    """Attach the method to a model, as `attach` does."""
-    optimizers = Optimizers(workload.optimizer(model.parameters()))
-    check_optimizers(model, optimizers)
-    wire.count_opening()
-    check_same_architecture(model, optimizers, wire)
-    broadcast_initial_values(model, wire)
-    wire.changing = _statistics(model)
-
-    def predicted(layer: Layer, cutoff: float | None) -> int | None:
-        return ranks(layer, method.step / workload.steps, cutoff)
-
-    def find_factors(layer: Layer, cutoff: float | None) -> tuple[Tensor, ...] | None:
-        found.decomposed[layer.view.tall] += 1
-        return factors(layer, most(layer) if cutoff is None else predicted(layer, cutoff))
-
-    def find_basis(layer: Layer, cutoff: float, max_shrink: float) -> tuple[Tensor, ...]:
-        found.decomposed[(layer.rank, layer.rank) if layer.rank else layer.view.tall] += 1
-        return basis(layer, predicted(layer, cutoff) if cutoff else None, max_shrink)
-
-    def choose_ranks(given: Sequence[tuple[Layer, Tensor, Tensor]], parameters: int, target: float) -> list[int]:
-        layers = [layer for layer, *_ in given]
-        if isinstance(ranks.predict, Recorded):
-            return [predicted(layer, None) or 0 for layer in layers]
-        return uniform(layers, parameters, target)
-
-    _set_rate(optimizers[0], workload, 0)
-    found_by = {"find_factors": find_factors, "find_basis": find_basis, "choose_ranks": choose_ranks}
-    method = make(config, MethodContext(model, optimizers, wire, **found_by))  # type: ignore[arg-type]
-    return method
-
-
-def _set_rate(optimizer: Optimizer, workload: Workload, step: int) -> None:
-    """The learning rate of a step, as a scheduler sets it."""
-    if workload.rate is not None:
-        for group in optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"])
-            group["lr"] = group["initial_lr"] * workload.rate(step)
-
-
-def _grows(config: Any) -> bool:
-    """Whether the steps between two averages depend on the learning rate."""
-    return getattr(config, "every_max", None) is not None
-
-
-def _assumed(workload: Workload, method: Method, predict: RankPredictor) -> Iterator[str]:
-    """What has to be true for a run to send what is simulated."""
-    if own := getattr(method, "assumes", ""):
-        yield own
-    if getattr(method.config, "target", None) is not None and not isinstance(predict, Recorded):
-        yield "every layer keeps the same share of its ranks"
-    if _grows(method.config) and workload.rate is None:
-        yield "the learning rate stays constant, so that `every` does not grow"
 
 
 class _Place(NamedTuple):
@@ -207,7 +122,7 @@ class _Taken(NamedTuple):
     booked: Booked
     place: _Place
     """The place after it."""
-    asked: Sequence[_Asked]
+    asked: Sequence[Asked]
     """The ranks that it depends on."""
     decomposed: Counter[tuple[int, int]]
 
@@ -218,7 +133,7 @@ class _Simulator:
     method: Method
     replica: Replica
     wire: SimulatedWire
-    ranks: _Ranks
+    ranks: Ranks
     found: Simulation
     shapes: bool
     taken: int = 0
@@ -315,7 +230,7 @@ class _Simulator:
     @property
     def _cycle(self) -> Cycle | None:
         """The method's place in the cycle that it repeats, if it has one; rounds that grow repeat nothing."""
-        changes = self.workload.rate is not None and _grows(self.method.config)
+        changes = self.workload.rate is not None and grows(self.method.config)
         return None if changes else getattr(self.method, "cycle", None)
 
     @property
@@ -370,7 +285,7 @@ class _Simulator:
         self.replica.observe(1.0)
         self._make_state()
         self._skip(times - 1)
-        _set_rate(self.method.optimizers[0], self.workload, self.method.step)
+        set_rate(self.method.optimizers[0], self.workload, self.method.step)
         with ShapesOnly():
             self.method.optimizers[0].step()  # no gradients: only its hooks run
         self.wire.repeat = 1
@@ -396,9 +311,3 @@ class _Simulator:
         if self.held[0] != place:
             self.held = place, model_and_optimizer(self.method)
         return memory_of(self.method, self.held[1])
-
-
-def _statistics(model: nn.Module) -> set[int]:
-    """Ids of buffers that depend on the data: running statistics."""
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
-    return {id(b) for norm in norms for b in norm.buffers() if b.is_floating_point()}
