@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from setting import Setting
+from setting import Setting, by
 
 CHEAP = ("warmup=0.05", "warmup_wire=lowrank:16")
 MOMENTS = {
@@ -23,12 +23,18 @@ def coded(wire: str) -> Setting:
     return gpt(f"allreduce-{wire.replace(':', '')}", "allreduce", f"wire={wire}")
 
 
-def local(every: int, moments: str) -> Setting:
-    return gpt(f"localsgd-{every}{moments}", "localsgd", f"every={every}", "wire=int2", *CHEAP, *MOMENTS[moments])
+def local(every: int, moments: str, lr: str = "2e-3") -> Setting:
+    at = "" if lr == "2e-3" else f"-lr{lr}"
+    fields = (f"every={every}", "wire=int2", *CHEAP, *MOMENTS[moments])
+    return gpt(f"localsgd-{every}{moments}{at}", "localsgd", *fields, lr=lr)
 
 
 def diloco(every: int) -> Setting:
     return gpt(f"diloco-{every}", "diloco", f"every={every}", "wire=int2", "outer=1.0/0.5", *CHEAP)
+
+
+def shakespeare(name: str, method: str, *fields: str) -> Setting:
+    return Setting(f"shakespeare-{name}", method, fields, "shakespeare")
 
 
 def longer(setting: Setting) -> Setting:
@@ -49,7 +55,56 @@ APART = [
 ]
 
 SETS: dict[str, list[Setting]] = {
-    "rates": [gpt(f"allreduce-lr{rate}", "allreduce", lr=f"{rate}e-3") for rate in (1, 2, 3, 4)],
+    "rates": [by(gpt(f"allreduce-lr{rate}", "allreduce", lr=f"{rate}e-3"), 1) for rate in (1, 1.4, 2, 2.8, 4)],
+    "first": [
+        local(8, "-shared8"),
+        coded("lowrank:8"),
+        local(2, "-estimate"),
+        local(8, ""),
+        local(4, "-shared4"),
+        local(8, "-shared4"),
+        seen(local(4, "-estimate")),
+        local(12, "-shared8"),
+        coded("lowrank:16"),
+        local(16, "-shared4"),
+        local(28, "-shared8"),
+        local(2, ""),
+        local(4, ""),
+        seen(local(2, "-estimate")),
+        coded("int2"),
+        coded("lowrank:4"),
+        coded("bit"),
+        local(12, "-shared8", "2.8e-3"),
+        local(12, "-shared8", "1.4e-3"),
+        local(24, ""),
+        seen(local(8, "-estimate")),
+        seen(local(8, "")),
+        local(8, "", "4e-3"),
+        coded("int4"),
+        seen(local(12, "-shared8")),
+        coded("topk:0.01"),
+        diloco(24),
+        gpt("ab-full", "ab", "factor_at=none"),
+        gpt("ab-full-shared8-none", "ab", "factor_at=none", "second_moment=shared", "outer=none"),
+        local(24, "-estimate"),
+        local(4, "-estimate"),
+        gpt("ab-default", "ab"),
+        local(24, "-shared4"),
+        local(48, "-shared8"),
+        gpt("powersgd-8", "powersgd", "rank=8", *CHEAP),
+        gpt("onebit", "onebit", *CHEAP),
+    ],
+    "shakespeare": [
+        by(shakespeare("allreduce", "allreduce"), 1),
+        *(
+            shakespeare(
+                f"localsgd-{every}{moments}", "localsgd", f"every={every}", "wire=int2", *CHEAP, *MOMENTS[moments]
+            )
+            for every, moments in ((2, ""), (2, "-estimate"), (8, ""), (8, "-shared4"), (12, "-shared8"))
+        ),
+        shakespeare("lowrank4", "allreduce", "wire=lowrank:4"),
+        shakespeare("lowrank2", "allreduce", "wire=lowrank:2"),
+    ],
     "headline": [
         gpt("allreduce", "allreduce"),
         *(coded(wire) for wire in ("bit", "int2", "int4", "lowrank:4", "lowrank:8", "lowrank:16", "topk:0.01")),
