@@ -7,14 +7,14 @@ from torch import Tensor
 from thinwire.comm.aggregate import Aggregator, Exact
 from thinwire.comm.collectives import Wire
 from thinwire.comm.lowrank import LowRank
-from thinwire.comm.quantize import LogQuantizer, quantizer
+from thinwire.comm.quantize import quantizer
 from thinwire.comm.quantized import Quantized
 from thinwire.comm.sparse import Sparse
 from thinwire.config.codes import parse_code
 
 
-def aggregator(code: str, wire: Wire, like: Sequence[Tensor], purpose: str, *, squares: bool = False) -> Aggregator:
-    """An aggregator for tensors of these shapes, used repeatedly; `squares` are second moments."""
+def aggregator(code: str, wire: Wire, like: Sequence[Tensor], purpose: str) -> Aggregator:
+    """An aggregator for tensors of these shapes, used repeatedly."""
     kind, number = parsed = parse_code(code)
     if parsed.is_exact or len(wire.topology.groups) == 1:
         return Exact(wire, like, purpose, kind if kind == "bf16" else "fp32")
@@ -22,4 +22,4 @@ def aggregator(code: str, wire: Wire, like: Sequence[Tensor], purpose: str, *, s
         return LowRank(wire, like, purpose, int(number))
     if kind == "topk":
         return Sparse(wire, like, purpose, number)
-    return Quantized(wire, like, purpose, LogQuantizer(8 if kind == "int8" else 4) if squares else quantizer(kind))
+    return Quantized(wire, like, purpose, quantizer(kind))

@@ -183,30 +183,6 @@ class Int4Quantizer(PackedQuantizer):
         return out.copy_(k.abs().add_(4).mul_(k)).mul_(scales)
 
 
-class LogQuantizer(PackedQuantizer):
-    """Values from 0 on by their logarithms, made for second moments: the row's largest times 2^(−19 k / last).
-
-    Their roots, which are what Adam divides by, are off by a quarter at most with 4 bits, by 1.3 % with 8. The last
-    code is for what is below a 500,000th of the largest, and becomes 0.
-    """
-
-    scales = 1
-
-    def __init__(self, bits: int) -> None:
-        self.bits, self.last = bits, 2**bits - 1
-        self.step = 19 / self.last
-
-    def choose(self, x: Tensor, scales: Tensor) -> Tensor:
-        """The nearest power; error feedback may have made values negative, which become 0."""
-        torch.amax(x, 1, keepdim=True, out=scales).clamp_(0, _LARGEST)
-        powers = x.clamp(min=0).mul_(_inverse(scales)).log2_()
-        return powers.div_(-self.step).round_().clamp_(0, self.last).to(torch.uint8)
-
-    def values(self, code: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-        """Powers times scales."""
-        return out.copy_(code).mul_(-self.step).exp2_().mul_(code != self.last).mul_(scales)
-
-
 class Int2Quantizer(PackedQuantizer):
     """Four levels per row, ±inner and ±outer: the mean magnitudes below and above a threshold.
 

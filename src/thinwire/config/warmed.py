@@ -58,11 +58,11 @@ class Averaged(Warmed):
 
     second_moment: Literal["group", "estimate", "shared"] = "group"
     """What Adam divides by while groups train apart: "group" by the root of each group's own second moments; "estimate"
-    by what all-reduce would, as far as a group can tell; "shared" by that of the mean moments, which are sent along."""
+    by what all-reduce would, as far as a group can tell; "shared" by what groups know together: first moments and the
+    size of each row of second ones are averaged too."""
 
-    moments_wire: str = "int8"
-    """The code that moments travel in, if they are shared: fp32, bf16, int8 or int4. In the last two second moments
-    travel as logarithms."""
+    moments_wire: str = "int2"
+    """The code that first moments travel in, if they are shared: fp32, bf16, int8, int4 or int2."""
 
     rows: Literal["mean", "seen"] = "mean"
     """How rows of embeddings are averaged: "mean" like everything else, "seen" by how often each group saw them."""
@@ -80,7 +80,7 @@ class Averaged(Warmed):
         check_code(self, "wire")
         check_share(self, "mix", "0 takes the average as it is")
         check_choice(self, "second_moment", ("group", "estimate", "shared"))
-        check_choice(self, "moments_wire", ("fp32", "bf16", "int8", "int4"))
+        check_choice(self, "moments_wire", ("fp32", "bf16", "int8", "int4", "int2"))
         check_choice(self, "rows", ("mean", "seen"))
         if self.second_moment == "shared" and self.overlap:
             raise ConfigError(

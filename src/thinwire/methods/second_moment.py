@@ -7,10 +7,12 @@ gradient's variance that is left in m̂, on average m̂² = g² + c σ², and al
 
     d = g² + s σ² = v̂ − (1 − s)(v̂ − m̂²) / (1 − c),   from s² v̂ to v̂
 
-`estimate` makes up the difference after each update, from the group's own state, which stays Adam's. `shared` gives all
-groups the mean m and v at each average, before it is sent. What a group divided by is known then, and what it should
-have: its change is multiplied by √(d of its own / d of the mean). Where only one group has seen a row of an embedding,
-that makes the change as long as all-reduce's; elsewhere it is near 1.
+`estimate` makes up the difference after each update, from the group's own state, which stays Adam's. `shared` does more
+at each average, before it is sent: all groups get the mean m, and each row of a group's v is scaled to the mean of that
+row over groups. What a group divided by is known then, and what it should have: its change is multiplied by
+√(d before / d after). Where only one group has seen a row of an embedding, that makes the change as long as
+all-reduce's; elsewhere it is near 1. The mean of v itself, element by element, costs far more and trains worse: single
+elements are noisy, and where one was large lately its change would be stretched.
 """
 
 import math
@@ -22,13 +24,13 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from thinwire.comm.buckets import reals
-from thinwire.config.codes import EXACT
 from thinwire.errors import ConfigError
 from thinwire.factor.matrix import wide
 from thinwire.methods.coded_moments import CodedMoments
 from thinwire.methods.context import MethodContext
-from thinwire.methods.merging import average_moments
+from thinwire.methods.merging import average, average_moments
 
+_SECOND = ("exp_avg_sq", "max_exp_avg_sq")
 _WITHOUT = ("SGD", "Muon")
 """Optimizers that do not divide by second moments, and need no correction."""
 
@@ -55,7 +57,7 @@ class SecondMoment:
         self.kind, self.share, self.is_apart = kind, share, is_apart
         self.updates = 0
         """Since all groups had the same first moments."""
-        self.code, self.coded = code, CodedMoments(self.wire, code)
+        self.coded = CodedMoments(self.wire, code)
         self._rates: list[Any] = []
         if kind != "group":
             self._refuse_others()
@@ -129,7 +131,7 @@ class SecondMoment:
             noise = _at_most(now.noise / self.share, 0.95)  # here all of it is shared
             excess = torch.addcmul(now.second, now.first, now.first, value=-1).clamp_(min=0)  # (1 − c) s σ²
             more = excess.mul_((1 / self.share - 1) / (1 - noise)).mul_(now.bias)
-            for name in ("exp_avg_sq", "max_exp_avg_sq"):
+            for name in _SECOND:
                 if name in state:
                     values = reals(state[name])
                     values.copy_(values + more)
@@ -149,7 +151,7 @@ class SecondMoment:
 
     @torch.no_grad()
     def exchange(self, parts: Mapping[int, Sequence[nn.Parameter]]) -> dict[int, Tensor]:
-        """Give all groups the mean moments of parts of the model; collective.
+        """Give all groups the mean first moments of parts of the model, and second moments of one size; collective.
 
         By what each parameter's change is to be multiplied, by id.
         """
@@ -158,7 +160,15 @@ class SecondMoment:
         parameters = [p for part in parts.values() for p in part]
         adams = {id(p): group for p, group in self._adams()}
         before = {id(p): self._divided_by(p, adams[id(p)], self.share) for p in parameters if id(p) in adams}
-        self._average(parts, parameters, min((group["betas"] for group in adams.values()), default=(0.0, 0.0)))
+        kept = min((group["betas"][0] for group in adams.values()), default=0.0) ** self.updates
+
+        def average_first() -> None:
+            for number, part in parts.items():
+                self.coded.average(number, [s for p in part if (s := self.optimizers.state_of(p))], kept)
+
+        weight = len(self.wire.topology.group) / self.wire.topology.world_size
+        average_moments(self.wire, self.optimizers, parameters, weight, average_states=average_first)
+        self._scale_rows([(self.optimizers.state_of(p), adams[id(p)]) for p in parameters if id(p) in adams], weight)
         self.updates = 0
         mean = 1 / len(self.wire.topology.groups)
         gains = {}
@@ -168,18 +178,26 @@ class SecondMoment:
                 gains[id(p)] = gain.clamp_(max=1 / mean)
         return gains
 
-    def _average(
-        self, parts: Mapping[int, Sequence[nn.Parameter]], parameters: Sequence[nn.Parameter], betas: tuple[float, ...]
-    ) -> None:
-        weight = len(self.wire.topology.group) / self.wire.topology.world_size
-        kept = betas[0] ** self.updates, betas[1] ** self.updates
+    def _scale_rows(self, states: Sequence[tuple[dict[str, Any], dict[str, Any]]], weight: float) -> None:
+        """Give each row of second moments the mean size it has over groups."""
+        held = [(state, group, name) for state, group in states for name in _SECOND if name in state]
+        if not held or len(self.wire.topology.groups) == 1:
+            return
+        rows = [_by_row(wide(reals(state[name]))) for state, _, name in held]
+        own = torch.cat([row.mean(1) for row in rows])
+        mean = own.clone()
+        average(self.wire, [mean], weight, "moments")
+        sizes = [len(row) for row in rows]
+        for (state, group, name), row, was, now in zip(held, rows, own.split(sizes), mean.split(sizes), strict=True):
+            # A row without any is filled. An element has at least the square of its first moment, which others may
+            # have contributed: Adam would divide by next to nothing.
+            scaled = torch.where(was > 0, now / was, 0)[:, None] * row + torch.where(was > 0, 0, now)[:, None]
+            least = _by_row(self._least_second(state, group))
+            reals(state[name]).copy_(torch.maximum(scaled, least).view_as(reals(state[name])))
 
-        def in_code() -> None:
-            for number, part in parts.items():
-                self.coded.average(number, [s for p in part if (s := self.optimizers.state_of(p))], kept)
-
-        coded = None if self.code in EXACT else in_code
-        average_moments(self.wire, self.optimizers, parameters, weight, self.code, coded)
+    def _least_second(self, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        now = self._moments(state, group)
+        return now.first.square_().mul_(now.bias)
 
     def _divided_by(self, p: nn.Parameter, group: dict[str, Any], share: float) -> Tensor:
         wanted = self._wanted(self._moments(self.optimizers.state_of(p), group), share)
@@ -196,6 +214,11 @@ class SecondMoment:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.updates = state["updates"]
+
+
+def _by_row(values: Tensor) -> Tensor:
+    """Everything behind the first dimension in one; what has but one dimension has rows of one element."""
+    return values.reshape(len(values), -1) if values.dim() else values.reshape(1, 1)
 
 
 def _number(step: Any) -> Any:
