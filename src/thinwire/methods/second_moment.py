@@ -26,24 +26,28 @@ from torch.optim import Adam, AdamW, Optimizer
 from thinwire.comm.buckets import reals
 from thinwire.errors import ConfigError
 from thinwire.factor.matrix import wide
+from thinwire.factor.optimizers import State
 from thinwire.methods.coded_moments import CodedMoments
 from thinwire.methods.context import MethodContext
 from thinwire.methods.merging import average, average_moments
 
+_AT_ONCE = 1 << 24
+"""Elements whose updates are corrected at once: enough to keep a GPU busy, few enough to need little memory."""
 _SECOND = ("exp_avg_sq", "max_exp_avg_sq")
 _WITHOUT = ("SGD", "Muon")
 """Optimizers that do not divide by second moments, and need no correction."""
 
 
 class Moments(NamedTuple):
-    """A parameter's state without Adam's bias, and what is known about it."""
+    """Parameters' state without Adam's bias, and what is known about it, by parameter."""
 
-    first: Tensor
-    second: Tensor
-    noise: float | Tensor
-    """c, the share of a gradient's variance that is left in `first`."""
-    bias: float | Tensor
-    """What `second` was divided by."""
+    first: list[Tensor]
+    second: list[Tensor]
+    noise: list[Any]
+    """c, the share of a gradient's variance that is left in `first`; a number, or a tensor where steps are counted on a
+    device."""
+    bias: list[Any]
+    """What `second` was divided by; likewise."""
 
 
 class SecondMoment:
@@ -87,35 +91,57 @@ class SecondMoment:
         # A fused update that a scaler skipped has changed nothing.
         skipped = getattr(optimizer, "found_inf", None)
         for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
-            for p in group["params"]:
-                if p.grad is None or "exp_avg" not in optimizer.state.get(p, ()):
-                    continue
-                now = self._moments(optimizer.state[p], group)
-                denominator = now.second.sqrt().add_(group["eps"])
-                wanted = self._wanted(now, self.share).sqrt_().add_(group["eps"])
-                missing = now.first.mul_(denominator.reciprocal_().sub_(wanted.reciprocal_())).mul_(rate)
+            used = [p for p in group["params"] if p.grad is not None and "exp_avg" in optimizer.state.get(p, ())]
+            for some in _few_at_once(used):
+                missing = self._missing(self._moments([optimizer.state[p] for p in some], group), group["eps"])
+                torch._foreach_mul_(missing, [rate] * len(missing))
                 if skipped is not None:
-                    missing.mul_(1 - skipped.to(missing.device))
-                values = reals(p.detach())
-                values.copy_(values + missing) if values.dtype != missing.dtype else values.add_(missing)
+                    torch._foreach_mul_(missing, [1 - skipped.to(lack.device) for lack in missing])
+                values = [reals(p.detach()) for p in some]
+                if all(value.dtype == lack.dtype for value, lack in zip(values, missing, strict=True)):
+                    torch._foreach_add_(values, missing)
+                else:
+                    torch._foreach_copy_(values, torch._foreach_add(missing, values))
 
-    def _wanted(self, now: Moments, share: float) -> Tensor:
+    def _missing(self, now: Moments, eps: float) -> list[Tensor]:
+        """What updates at a learning rate of 1 lack: m̂ (1 / (√v̂ + ε) − 1 / (√d + ε)). Leaves nothing in `now`."""
+        wanted = self._wanted(now, self.share)
+        for roots in (now.second, wanted):
+            torch._foreach_sqrt_(roots)
+            torch._foreach_add_(roots, eps)
+            torch._foreach_reciprocal_(roots)
+        torch._foreach_sub_(now.second, wanted)
+        torch._foreach_mul_(now.first, now.second)
+        return now.first
+
+    def _wanted(self, now: Moments, share: float) -> list[Tensor]:
         """d, what all-reduce would divide by the root of."""
-        least, second = now.second * share**2, now.second
-        excess = torch.addcmul(second, now.first, now.first, value=-1)  # (1 − c) σ²
-        noise = _at_most(now.noise, 0.95)  # 1 in Adam's very first update, where it says nothing about noise
-        return second.sub(excess.mul_((1 - share) / (1 - noise))).clamp_(min=least, max=second)
+        wanted = torch._foreach_addcmul(now.second, now.first, now.first, value=-1)  # (1 − c) σ²
+        # c is 1 in Adam's very first update, where it says nothing about noise.
+        torch._foreach_mul_(wanted, [-(1 - share) / (1 - _at_most(noise, 0.95)) for noise in now.noise])
+        torch._foreach_add_(wanted, now.second)
+        torch._foreach_maximum_(wanted, torch._foreach_mul(now.second, share**2))
+        torch._foreach_minimum_(wanted, now.second)
+        return list(wanted)
 
-    def _moments(self, state: dict[str, Any], group: dict[str, Any]) -> Moments:
-        (beta, beta_square), step = group["betas"], _number(state["step"])
-        bias, bias_square = 1 - beta**step, 1 - beta_square**step
-        second = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
-        # The variance of a mean that weighs step i by βⁱ. What it still holds of the time when all had the same first
-        # moments has the variance of the world's gradients.
-        noise = (1 - beta) * (1 + beta**step) / ((1 + beta) * bias)
+    def _moments(self, states: Sequence[State], group: State) -> Moments:
+        beta, beta_square = group["betas"]
+        steps = [_number(state["step"]) for state in states]
+        bias, bias_square = [1 - beta**step for step in steps], [1 - beta_square**step for step in steps]
+        name = "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"
+        first = torch._foreach_div([wide(reals(state["exp_avg"])) for state in states], bias)
+        second = torch._foreach_div([wide(reals(state[name])) for state in states], bias_square)
+        noise = [self._noise(beta, step) for step in steps]
+        return Moments(list(first), list(second), noise, bias_square)
+
+    def _noise(self, beta: float, step: Any) -> Any:
+        """The variance of a mean that weighs step i by βⁱ, relative to that of one gradient.
+
+        What the mean still holds of the time when all had the same first moments has the world's variance.
+        """
+        noise = (1 - beta) * (1 + beta**step) / ((1 + beta) * (1 - beta**step))
         common = (beta ** (2 * self.updates) - beta ** (2 * step)) / (1 - beta ** (2 * step))
-        noise = noise * (1 - (1 - self.share) * _at_least(common, 0.0))
-        return Moments(wide(reals(state["exp_avg"])) / bias, wide(reals(second)) / bias_square, noise, bias_square)
+        return noise * (1 - (1 - self.share) * _at_least(common, 0.0))
 
     # Changes of phase, and averages.
 
@@ -127,10 +153,10 @@ class SecondMoment:
             return
         for p, group in self._adams():
             state = self.optimizers.state_of(p)
-            now = self._moments(state, group)
-            noise = _at_most(now.noise / self.share, 0.95)  # here all of it is shared
-            excess = torch.addcmul(now.second, now.first, now.first, value=-1).clamp_(min=0)  # (1 − c) s σ²
-            more = excess.mul_((1 / self.share - 1) / (1 - noise)).mul_(now.bias)
+            (first,), (second,), (noise,), (bias,) = self._moments([state], group)
+            noise = _at_most(noise / self.share, 0.95)  # here all of it is shared
+            excess = torch.addcmul(second, first, first, value=-1).clamp_(min=0)  # (1 − c) s σ²
+            more = excess.mul_((1 / self.share - 1) / (1 - noise)).mul_(bias)
             for name in _SECOND:
                 if name in state:
                     values = reals(state[name])
@@ -142,12 +168,9 @@ class SecondMoment:
         if self.kind != "group":
             for p, group in self._adams():
                 state = self.optimizers.state_of(p)
-                now = self._moments(state, group)
-                state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"].copy_(self._written(now, p))
-
-    def _written(self, now: Moments, p: nn.Parameter) -> Tensor:
-        wanted = self._wanted(now, self.share).mul_(now.bias)
-        return torch.view_as_complex(wanted) if p.is_complex() else wanted
+                now = self._moments([state], group)
+                wanted = self._wanted(now, self.share)[0].mul_(now.bias[0])
+                reals(state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]).copy_(wanted)
 
     @torch.no_grad()
     def exchange(self, parts: Mapping[int, Sequence[nn.Parameter]]) -> dict[int, Tensor]:
@@ -178,7 +201,7 @@ class SecondMoment:
                 gains[id(p)] = gain.clamp_(max=1 / mean)
         return gains
 
-    def _scale_rows(self, states: Sequence[tuple[dict[str, Any], dict[str, Any]]], weight: float) -> None:
+    def _scale_rows(self, states: Sequence[tuple[State, State]], weight: float) -> None:
         """Give each row of second moments the mean size it has over groups."""
         held = [(state, group, name) for state, group in states for name in _SECOND if name in state]
         if not held or len(self.wire.topology.groups) == 1:
@@ -192,18 +215,15 @@ class SecondMoment:
             # A row without any is filled. An element has at least the square of its first moment, which others may
             # have contributed: Adam would divide by next to nothing.
             scaled = torch.where(was > 0, now / was, 0)[:, None] * row + torch.where(was > 0, 0, now)[:, None]
-            least = _by_row(self._least_second(state, group))
+            (first,), _, _, (bias,) = self._moments([state], group)
+            least = _by_row(first.square_().mul_(bias))
             reals(state[name]).copy_(torch.maximum(scaled, least).view_as(reals(state[name])))
 
-    def _least_second(self, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        now = self._moments(state, group)
-        return now.first.square_().mul_(now.bias)
-
-    def _divided_by(self, p: nn.Parameter, group: dict[str, Any], share: float) -> Tensor:
-        wanted = self._wanted(self._moments(self.optimizers.state_of(p), group), share)
+    def _divided_by(self, p: nn.Parameter, group: State, share: float) -> Tensor:
+        (wanted,) = self._wanted(self._moments([self.optimizers.state_of(p)], group), share)
         return wanted.sqrt_().add_(max(group["eps"], math.sqrt(torch.finfo(wanted.dtype).tiny)))
 
-    def _adams(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+    def _adams(self) -> Iterator[tuple[nn.Parameter, State]]:
         """Parameters that have moments, with their groups."""
         for optimizer, group in self.optimizers.groups:
             if isinstance(optimizer, Adam | AdamW):
@@ -214,6 +234,19 @@ class SecondMoment:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.updates = state["updates"]
+
+
+def _few_at_once(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """All of them, some at a time."""
+    some, size = list[nn.Parameter](), 0
+    for p in parameters:
+        if some and size + p.numel() > _AT_ONCE:
+            yield some
+            some, size = [], 0
+        some.append(p)
+        size += p.numel()
+    if some:
+        yield some
 
 
 def _by_row(values: Tensor) -> Tensor:
