@@ -5,7 +5,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -46,7 +46,7 @@ def _row(folder: Path) -> Row:
     evaluations = [r for r in records if r["kind"] == "evaluation" and r["model"] != "finished"]
     averages = [[r["step"], round(r["ratio"], 4)] for r in records if r["kind"] == "agreement"]
     same = ("method", "recipe", "split", "seed", "steps", "lr", "weight_decay")
-    return {
+    found = {
         "name": re.sub(r"-seed\d+$", "", folder.name),
         **{field: summary.get(field) for field in same},
         "metric": metric,
@@ -65,6 +65,9 @@ def _row(folder: Path) -> Row:
         "curve": [[r["step"], r["phase"], r[metric]] for r in evaluations],
         "agreement": averages,
     }
+    if found["bytes"] is None and is_fp32_allreduce(found):
+        found["bytes"] = found["ideal"] = 1.0  # where one worker stands for all, nothing was sent
+    return found
 
 
 def _phases(records: Iterable[Row]) -> list[list[Any]]:
@@ -106,20 +109,37 @@ def shown(row: Row) -> float:
 
 
 def differences(own: Iterable[Row], rows: Iterable[Row]) -> list[float]:
-    """To fp32 all-reduce with the same seed, recipe, length, rates and data: points of accuracy, else percent of it."""
-    known = {_alike(row): row["value"] for row in rows if is_fp32_allreduce(row)}
-    pairs = [(row, known[_alike(row)]) for row in own if _alike(row) in known]
+    """To fp32 all-reduce at its best learning rate, with the same seed, recipe, length, weight decay and data.
+
+    In points of accuracy, else in percent of it.
+    """
+    known = {_alike(row, "seed"): row["value"] for row in tuned(rows)}
+    pairs = [(row, known[_alike(row, "seed")]) for row in own if _alike(row, "seed") in known]
     return [100 * (r["value"] - base if r["metric"] == "accuracy" else r["value"] / base - 1) for r, base in pairs]
 
 
-def _alike(row: Row) -> tuple[Any, ...]:
-    return tuple(row[field] for field in ("recipe", "split", "steps", "seed", "lr", "weight_decay"))
+def tuned(rows: Iterable[Row]) -> list[Row]:
+    """The runs of fp32 all-reduce at the learning rate that is best for them."""
+    candidates: dict[tuple[Any, ...], dict[float, list[Row]]] = {}
+    for row in rows:
+        if is_fp32_allreduce(row):
+            candidates.setdefault(_alike(row), {}).setdefault(row["lr"], []).append(row)
+    return [row for rates in candidates.values() for row in max(rates.values(), key=_goodness)]
+
+
+def _goodness(rows: Sequence[Row]) -> float:
+    mean = fmean(row["value"] for row in rows)
+    return mean if rows[0]["metric"] == "accuracy" else -mean
+
+
+def _alike(row: Row, *more: str) -> tuple[Any, ...]:
+    return tuple(row[field] for field in ("recipe", "split", "steps", "weight_decay", *more))
 
 
 def baseline(rows: list[Row]) -> list[Row]:
-    """The runs of fp32 all-reduce at the learning rate and the weight decay that most rows have."""
-    usual = most_common([(row["lr"], row["weight_decay"]) for row in rows])
-    return [row for row in rows if is_fp32_allreduce(row) and (row["lr"], row["weight_decay"]) == usual]
+    """The runs of fp32 all-reduce at its best learning rate, with the weight decay that most rows have."""
+    usual = most_common([row["weight_decay"] for row in rows])
+    return [row for row in tuned(rows) if row["weight_decay"] == usual]
 
 
 def most_common(values: list[Any]) -> Any:
