@@ -59,6 +59,11 @@ SETS: dict[str, list[Setting]] = {
         local(4, "-shared-seen", "2.8e-3"),
         local(8, "-shared-seen", "2.8e-3", ("warmup=0.05", "warmup_wire=lowrank:8")),
     ],
+    "search": [
+        *(local(4, moments, lr) for moments in ("-shared", "-shared-seen") for lr in ("1.4e-3", "2e-3")),
+        *(local(8, moments, lr) for moments in ("-shared", "-shared-seen") for lr in ("2e-3", "2.8e-3")),
+        local(16, "-shared-seen", "2e-3"),
+    ],
     "codes": [
         *(coded(wire) for wire in ("bit", "int2", "int4", "lowrank:4", "lowrank:8", "lowrank:16", "topk:0.01")),
         gpt("powersgd-8", "powersgd", "rank=8", *CHEAP),
