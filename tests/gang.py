@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 context = mp.get_context("forkserver")
-context.set_forkserver_preload(["thinwire", "torch.distributed", "torch._dynamo"])
+# All that the modules of tests import: a worker that loads it itself spends more on that than on a few steps.
+context.set_forkserver_preload(["thinwire.cli", "torch.distributed.optim", "torch._dynamo", "pytest"])
 _CLONE_NEWNET = 0x40000000
 
 

@@ -21,7 +21,7 @@ import gang
 import small
 import thinwire
 from every_method import STEPS
-from selection import slow_but
+from selection import first_of
 from sockets import sees_sockets, socket_bytes
 from thinwire.comm.topology import arrange
 from thinwire.errors import ConfigError
@@ -30,11 +30,12 @@ from thinwire.methods.registry import METHODS, name_of
 from thinwire.plan.simulate import simulate
 from thinwire.plan.workload import Workload
 from thinwire.settings import from_strings
-from trajectories import CASES, LAYOUTS, adamw, trajectories
+from trajectories import CASES, LAYOUTS, adamw, layouts, trajectories
 
 methods = pytest.mark.parametrize("name", METHODS)
-layouts = pytest.mark.parametrize("layout", LAYOUTS)
-quick_layouts = pytest.mark.parametrize("layout", slow_but(["3 groups of 1"], LAYOUTS))
+# Two workers are the quickest; the larger worlds of `trajectories` are slow.
+WORLDS = {"2 groups of 1": (2, 1), **LAYOUTS}
+worlds = pytest.mark.parametrize("world", first_of(WORLDS))
 
 
 def example(name: str, **fields: Any) -> Any:
@@ -66,9 +67,10 @@ def test_members_of_a_group_always_agree(name: str, layout: str) -> None:
             assert len({tuple(seen[what]) for seen in group}) == 1, what
 
 
+@layouts
 @methods
-def test_every_phase_is_named_and_happens(name: str) -> None:
-    seen = {phase for layout in LAYOUTS for phase in trajectories(layout)[0][name]["phases"]}
+def test_every_phase_is_named_and_happens(name: str, layout: str) -> None:
+    seen = set(trajectories(layout)[0][name]["phases"])
     assert seen <= set(METHODS[name].method.phases) and len(seen) >= len(METHODS[name].method.phases) - 1
 
 
@@ -105,16 +107,16 @@ def _train(rank: int, config: Any, place: Path, start: int) -> str:
 
 
 @functools.cache
-def resumed(layout: str) -> list[dict[str, list[str]]]:
-    workers, size = LAYOUTS[layout]
+def resumed(world: str) -> list[dict[str, list[str]]]:
+    workers, size = WORLDS[world]
     with tempfile.TemporaryDirectory() as folder:
         return gang.run(saved_and_resumed, workers, size, folder)
 
 
-@quick_layouts
+@worlds
 @methods
-def test_resuming_anywhere_is_as_if_never_stopped(name: str, layout: str) -> None:
-    for worker in resumed(layout):
+def test_resuming_anywhere_is_as_if_never_stopped(name: str, world: str) -> None:
+    for worker in resumed(world):
         whole, *others = worker[name]
         assert others == [whole] * len(SAVES)
 
@@ -144,18 +146,18 @@ def _count(rank: int, config: Any) -> tuple[int, int]:
 
 
 @functools.cache
-def counted(layout: str) -> list[dict[str, tuple[int, int]]]:
-    return gang.run(counted_and_sent, *LAYOUTS[layout])
+def counted(world: str) -> list[dict[str, tuple[int, int]]]:
+    return gang.run(counted_and_sent, *WORLDS[world])
 
 
 @pytest.mark.skipif(not sees_sockets(), reason="this kernel does not count what a socket sends")
-@quick_layouts
+@worlds
 @methods
-def test_the_ledger_counts_what_the_kernel_sends(name: str, layout: str) -> None:
+def test_the_ledger_counts_what_the_kernel_sends(name: str, world: str) -> None:
     """Over all workers: the ledger of a node has what all of its workers sent, so one of each is asked."""
-    workers, size = LAYOUTS[layout]
-    ledger = sum(worker[name][0] for worker in counted(layout)[::size])
-    sent = sum(worker[name][1] for worker in counted(layout))
+    workers, size = WORLDS[world]
+    ledger = sum(worker[name][0] for worker in counted(world)[::size])
+    sent = sum(worker[name][1] for worker in counted(world))
     # Messages have headers of gloo's own.
     assert ledger <= sent <= 1.03 * ledger + 50_000 * workers
 
@@ -234,9 +236,9 @@ def in_many_buckets(rank: int, group_size: int) -> dict[str, list[Any]]:
     return found
 
 
-@quick_layouts
-def test_buckets_are_exchanged_one_by_one(layout: str) -> None:
-    workers = gang.run(in_many_buckets, *LAYOUTS[layout])
+@worlds
+def test_buckets_are_exchanged_one_by_one(world: str) -> None:
+    workers = gang.run(in_many_buckets, *WORLDS[world])
     for code in CODES:
         assert [count for count, _, _ in workers[0][code]] == [10, 1]
         for way in (0, 1):

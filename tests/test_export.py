@@ -134,6 +134,7 @@ assert sum(p.numel() for p in model.parameters()) == about["count"]
 """
 
 
+@pytest.mark.slow  # test_invariants.py has a stranger for `make test`
 def test_strangers_load_it_without_thinwire(tmp_path):
     model, x = MODELS["attention"]()
     made = thinwire.compress(model, cutoff=0.2)

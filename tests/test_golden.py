@@ -2,7 +2,8 @@
 
 Each file in `golden/` holds losses, norms of the parameters and bytes of one method in two layouts. CPUs round
 differently, so values are compared within a tolerance. `pytest --golden=bits` also compares digests of all bits, which
-only holds on the machine and the version of torch that wrote them; `pytest --golden=write` rewrites the files.
+only holds on the machine and the version of torch that wrote them; `pytest --golden=write` rewrites the files,
+of the layouts that it runs.
 """
 
 import hashlib
@@ -12,17 +13,15 @@ from typing import Any
 
 import pytest
 
-from trajectories import CASES, LAYOUTS, trajectories
+from trajectories import CASES, LAYOUTS, layouts, trajectories
 
 FOLDER = Path(__file__).parent / "golden"
 
 
-def found(name: str) -> dict[str, list[dict[str, Any]]]:
-    """Of the first and the last worker, by layout."""
-    return {
-        layout: [_golden(trajectories(layout)[rank][name]) for rank in (0, workers - 1)]
-        for layout, (workers, _) in LAYOUTS.items()
-    }
+def found(name: str, layout: str) -> list[dict[str, Any]]:
+    """Of the first and the last worker."""
+    workers, _ = LAYOUTS[layout]
+    return [_golden(trajectories(layout)[rank][name]) for rank in (0, workers - 1)]
 
 
 def _golden(seen: dict[str, Any]) -> dict[str, Any]:
@@ -31,16 +30,22 @@ def _golden(seen: dict[str, Any]) -> dict[str, Any]:
     return few | {"bits": hashlib.sha256(bits.encode()).hexdigest()[:16], "slow_bytes": seen["slow_bytes"]}
 
 
+def _write(file: Path, layout: str, own: list[dict[str, Any]]) -> None:
+    """Put one layout's part into a file, in the order of the layouts."""
+    parts = {**(json.loads(file.read_text()) if file.exists() else {}), layout: own}
+    rows = {each: ",\n  ".join(map(json.dumps, parts[each])) for each in LAYOUTS if each in parts}
+    file.write_text("{\n" + ",\n".join(f' "{each}": [\n  {row}\n ]' for each, row in rows.items()) + "\n}\n")
+
+
+@layouts
 @pytest.mark.parametrize("name", CASES)
-def test_a_trajectory_is_the_golden_one(name: str, request: pytest.FixtureRequest) -> None:
+def test_a_trajectory_is_the_golden_one(name: str, layout: str, request: pytest.FixtureRequest) -> None:
     file, mode = FOLDER / f"{name.replace(' ', '-')}.json", request.config.getoption("--golden")
-    now = found(name)
+    now = found(name, layout)
     if mode == "write":
-        rows = {layout: ",\n  ".join(map(json.dumps, own)) for layout, own in now.items()}
-        file.write_text("{\n" + ",\n".join(f' "{layout}": [\n  {own}\n ]' for layout, own in rows.items()) + "\n}\n")
-    for layout, workers in json.loads(file.read_text()).items():
-        for mine, golden in zip(now[layout], workers, strict=True):
-            assert mine["slow_bytes"] == golden["slow_bytes"]
-            assert mine["losses"] == pytest.approx(golden["losses"], rel=2e-3)
-            assert mine["norms"] == pytest.approx(golden["norms"], rel=1e-3)
-            assert mode != "bits" or mine["bits"] == golden["bits"]
+        _write(file, layout, now)
+    for mine, golden in zip(now, json.loads(file.read_text())[layout], strict=True):
+        assert mine["slow_bytes"] == golden["slow_bytes"]
+        assert mine["losses"] == pytest.approx(golden["losses"], rel=2e-3)
+        assert mine["norms"] == pytest.approx(golden["norms"], rel=1e-3)
+        assert mode != "bits" or mine["bits"] == golden["bits"]

@@ -420,7 +420,7 @@ def agreement(rank: int, settings: dict[str, Any], kind: str) -> dict[str, Any]:
     [
         (2, {"group_size": 1}, "adamw"),
         (3, {"group_size": 2, "wire": "bf16"}, "sgd"),
-        (4, {"group_size": 2, "max_shrink": 1.0}, "adamw"),
+        pytest.param(4, {"group_size": 2, "max_shrink": 1.0}, "adamw", marks=pytest.mark.slow),
     ],
 )
 def test_all_workers_hold_the_same_at_every_step(workers: int, settings: dict[str, Any], kind: str) -> None:

@@ -110,6 +110,8 @@ def test_a_recipes_plan_knows_its_schedule() -> None:
 
 def really_held(rank: int, config: Any) -> dict[str, int]:
     """Bytes of all tensors that attach and training made besides the model's and the optimizer's, at most."""
+    gc.collect()
+    gc.freeze()  # what was there before is not looked at again
     model = small_model()
     optimizer, held = adamw(model), dict[str, int]()
     batches = [batch(step, rank) for step in range(STEPS)]  # so that they are there before

@@ -5,18 +5,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import gang
 import small
 import thinwire
 from every_method import STEPS, WAYS, Way
+from selection import first_of
 from thinwire.methods.registry import METHODS
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import gossip
 
 LAYOUTS = {"2 groups of 2": (4, 2), "3 groups of 1": (3, 1)}
+layouts = pytest.mark.parametrize("layout", first_of(LAYOUTS))
 CASES = {**WAYS, "gossip": Way(config=lambda **more: gossip.Gossip(every=4, **more))}
 assert METHODS.keys() <= CASES.keys(), "a method's name is also the name of its example's case"
 
