@@ -188,7 +188,7 @@ def walked(rank: int, config: Any, words: bool, tied: bool = False) -> Tensor:
 def distances(rank: int, tied: bool) -> dict[str, float]:
     """How far runs that average after every step are from all-reduce, over how far all-reduce came."""
     configs = {kind: LocalSGD(every=1, group_size=1, second_moment=kind, moments_wire="fp32") for kind in KINDS}
-    for code in ("int8", "int2"):
+    for code in ("int8", "int2") if tied else ("int2",):
         configs[code] = LocalSGD(every=1, group_size=1, second_moment="shared", moments_wire=code)
     found = {}
     for words in (True, False) if not tied else (True,):
@@ -204,7 +204,7 @@ def test_averages_after_every_step_follow_all_reduce(tied: bool) -> None:
     for found in gang.run(distances, 4, tied):
         assert found["words shared"] < min(0.12, 0.4 * found["words group"])
         assert found["words estimate"] < 0.5 * found["words group"]
-        assert found["words int8"] < 0.4 * found["words group"]
+        assert not tied or found["words int8"] < 0.4 * found["words group"]
         assert found["words int2"] < 0.75 * found["words group"]
         if not tied:
             assert found["images estimate"] < min(0.25, 0.75 * found["images group"])
