@@ -8,6 +8,7 @@ CHEAP = ("warmup=0.05", "warmup_wire=lowrank:16")
 MOMENTS = {
     "": (),
     "-estimate": ("second_moment=estimate",),
+    "-estimate-seen": ("second_moment=estimate", "rows=seen"),
     "-shared": ("second_moment=shared",),
     "-shared-seen": ("second_moment=shared", "rows=seen"),
 }
@@ -28,8 +29,8 @@ def coded(wire: str) -> Setting:
     return gpt(f"allreduce-{wire.replace(':', '')}", "allreduce", f"wire={wire}")
 
 
-def local(every: int, moments: str, lr: str = "2e-3", warm: tuple[str, str] = CHEAP) -> Setting:
-    fields = (f"every={every}", "wire=int2", *warm, *MOMENTS[moments])
+def local(every: int, moments: str, lr: str = "2e-3") -> Setting:
+    fields = (f"every={every}", "wire=int2", *CHEAP, *MOMENTS[moments])
     return gpt(f"localsgd-{every}{moments}-lr{lr}", "localsgd", *fields, lr=lr)
 
 
@@ -57,7 +58,7 @@ SETS: dict[str, list[Setting]] = {
     "allreduce": [allreduce()],
     "headline": [
         local(4, "-shared-seen", "2.8e-3"),
-        local(8, "-shared-seen", "2.8e-3", ("warmup=0.05", "warmup_wire=lowrank:8")),
+        local(8, "-shared-seen", "2.8e-3"),
     ],
     "search": [
         *(local(4, moments, lr) for moments in ("-shared", "-shared-seen") for lr in ("1.4e-3", "2e-3")),

@@ -82,16 +82,16 @@ def test_the_command_of_a_run(study) -> None:
     )
     assert {"--overwrite", "--no-model"} <= set(words) and not {"--resume", "--save-every"} & set(words)
     assert words[words.index("--epochs") + 1] == "40"
-    rate = run.wanted(given(study="words", set="rates/allreduce-lr3", seeds="0"))[0]
+    rate = run.wanted(given(study="words", set="rates/allreduce-lr2.8e-3-1workers", seeds="0"))[0]
     words = run.command(given(), rate, Path("out"), resume=False)
-    assert words[words.index("--lr") + 1] == "3e-3" and "--epochs" not in words
+    assert words[words.index("--lr") + 1] == "2.8e-3" and "--epochs" not in words
 
 
 def test_an_unknown_study_or_set_is_answered_with_those_there_are(study) -> None:
     run = study("run")
     with pytest.raises(SystemExit, match=r"no study worlds, choose from: hundredfold, words"):
         run.wanted(given(study="worlds", set="rates"))
-    with pytest.raises(SystemExit, match=r"no rate, choose from: rates, headline, longer, apart"):
+    with pytest.raises(SystemExit, match=r"no rate, choose from: rates, allreduce, headline, search"):
         run.wanted(given(study="words", set="rate"))
 
 
@@ -189,10 +189,28 @@ def test_perplexity_is_compared_by_its_ratio_and_coded_all_reduce_too(study, tmp
     assert (tmp_path / "pareto.png").stat().st_size > 10_000
 
 
-def test_all_reduce_at_another_rate_is_a_setting_of_its_own(study) -> None:
-    baseline = study("results").baseline
-    rows = [{"method": "allreduce", "config": {}, "lr": lr, "weight_decay": 0.1} for lr in (1e-3, 2e-3)]
-    assert baseline([*rows, {"method": "ab", "config": {}, "lr": 2e-3, "weight_decay": 0.1}]) == rows[1:]
+def test_others_are_compared_with_all_reduce_at_its_best_rate(study) -> None:
+    results = study("results")
+
+    def row(method: str, lr: float, value: float, **more: Any) -> dict[str, Any]:
+        about = {"recipe": "gpt", "split": "test", "steps": 9, "seed": 0, "weight_decay": 0.1, "metric": "perplexity"}
+        return about | {"method": method, "config": {}, "lr": lr, "value": value} | more
+
+    decayed = row("allreduce", 1e-3, 90.0, weight_decay=0.2)
+    rows = [row("allreduce", 1e-3, 120.0), row("allreduce", 2e-3, 100.0), decayed, row("ab", 3e-3, 105.0)]
+    assert results.baseline(rows) == rows[1:2]
+    assert results.differences(rows[3:], rows) == pytest.approx([5.0])
+    rates = [row("allreduce", lr, value, metric="accuracy") for lr, value in ((1e-3, 0.9), (2e-3, 0.8))]
+    assert results.differences([row("ab", 2e-3, 0.85, metric="accuracy")], rates) == pytest.approx([-5.0])
+
+
+def test_one_worker_that_stands_for_all_counts_as_all_reduce(study, tmp_path) -> None:
+    written(tmp_path, "allreduce-1workers", "allreduce", 0, 0.9, wire="fp32", workers=1)
+    path = tmp_path / "allreduce-1workers-seed0" / "summary.json"
+    nothing = {"traffic_vs_allreduce_fp32": None, "traffic_vs_ideal_fp32": None}
+    path.write_text(json.dumps(json.loads(path.read_text()) | nothing))
+    (row,) = study("results").read([tmp_path])["runs"]
+    assert row["bytes"] == row["ideal"] == 1
 
 
 def test_labels_of_crowded_points_do_not_overlap(study) -> None:

@@ -11,8 +11,8 @@ gradient's variance that is left in m̂, on average m̂² = g² + c σ², and al
 at each average, before it is sent: all groups get the mean m, and each row of a group's v is scaled to the mean of that
 row over groups. What a group divided by is known then, and what it should have: its change is multiplied by
 √(d before / d after). Where only one group has seen a row of an embedding, that makes the change as long as
-all-reduce's; elsewhere it is near 1. The mean of v itself, element by element, would cost far more and be no better:
-single elements are noisy, and where one was large lately its change would be stretched.
+all-reduce's; elsewhere it is near 1. The mean of v itself, element by element, would cost far more;
+single elements are noisy too, and where one was large lately its change would be stretched.
 """
 
 import math
