@@ -115,6 +115,25 @@ def test_updates_are_those_of_adam_with_the_estimate(kind: type, how: dict[str, 
     assert torch.allclose(p, wanted, atol=2e-6)
 
 
+@pytest.mark.parametrize("at_once", [1, 40, 1000])
+def test_updates_do_not_depend_on_how_many_are_corrected_at_once(at_once: int, monkeypatch: Any) -> None:
+    """Some parameters in half precision, whose steps Adam counts alike."""
+    monkeypatch.setattr("thinwire.methods.second_moment._AT_ONCE", at_once)
+    torch.manual_seed(0)
+    values, grads = torch.randn(4, 5, 7), torch.randn(12, 4, 5, 7) + 0.3
+    kinds = (torch.float32, torch.bfloat16, torch.float32, torch.float64)
+    ways = [nn.Parameter(value.to(kind, copy=True)) for value, kind in zip(values, kinds, strict=True)]
+    optimizer = AdamW(ways, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+    corrected(optimizer, 0.25)
+    for grad in grads:
+        for p, own in zip(ways, grad, strict=True):
+            p.grad = own.to(p.dtype)
+        optimizer.step()
+    for i, p in enumerate(ways):
+        wanted = by_hand(values[i], list(grads[:, i]), 0.25, amsgrad=False, decay=0.1)
+        assert torch.allclose(p.float(), wanted, atol=0.12 if p.dtype is torch.bfloat16 else 2e-6)
+
+
 def test_a_parameter_without_a_gradient_and_an_update_that_a_scaler_skipped_stay() -> None:
     used, idle = nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3, 3))
     optimizer = Adam([used, idle], lr=0.1, fused=True)
