@@ -191,7 +191,7 @@ autoformer-ettm2-192      4e-4    0.01   0.9,0.999  -     -          32     20  
 autoformer-ettm2-336      4e-4    0.01   0.9,0.999  -     -          32     20      21331   3         no
 autoformer-ettm2-720      4e-4    0.01   0.9,0.999  -     -          32     20      21091   3         no
 autoformer-ettm2-tuned    1e-2    0.01   0.9,0.999  -     -          32     20      21481   3         no
-gpt-wikitext2             1e-3    0.1    0.9,0.95   1.0   0          64     10      2550    -         yes
+gpt-wikitext2             2e-3    0.1    0.9,0.95   1.0   0          64     10      2550    -         yes
 gpt124m-wikitext2         6e-4    0.1    0.9,0.95   1.0   0          64     10      1275    -         yes
 """)
 """Tables A.1, A.2, A.4, A.6 and A.9, and their text; what they do not list is PyTorch's default."""
@@ -212,7 +212,7 @@ vitb16-imagenet-local     10             -          0       1        start
 vitb16-imagenet-global    10             -          0       1        start
 vitb16-imagenet-oialr     10             1e-5       1e-5    1        start
 autoformer-ettm2-tuned    3              1e-4       4e-4    0.85     start
-gpt-wikitext2             0.5            -          1e-5    1        warm-up
+gpt-wikitext2             0.5            -          2e-5    1        warm-up
 gpt124m-wikitext2         0.5            -          6e-6    1        warm-up
 """)
 """Rates that rise and then follow a cosine, timm's with its defaults where the tables say no more.
