@@ -17,7 +17,7 @@ from thinwire.config.codes import check_code
 from thinwire.config.groups import GroupSize
 from thinwire.config.outer import Nesterov
 from thinwire.config.renamed import renamed
-from thinwire.config.warmed import Averaged, Warmed
+from thinwire.config.warmed import Averaged, Coded, Warmed
 from thinwire.errors import ConfigError
 
 
@@ -39,7 +39,7 @@ class AllReduce:
 
 @renamed(start_step="warmup")
 @dataclass(frozen=True, kw_only=True)
-class PowerSGD(Warmed):
+class PowerSGD(Coded):
     """Gradients between groups as low-rank products, with error feedback (arXiv 1905.13727)."""
 
     rank: int = 4
@@ -141,5 +141,5 @@ class TopK(Warmed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneBit(Warmed):
+class OneBit(Coded):
     """One bit per element and two scales per column, with error feedback (1-bit SGD, Seide et al. 2014)."""

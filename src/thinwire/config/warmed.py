@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from thinwire.checks import check_choice, check_group_size, check_length, check_share, check_whole, length
+from thinwire.checks import check_bool, check_choice, check_group_size, check_length, check_share, check_whole, length
 from thinwire.config.codes import check_code
 from thinwire.config.groups import GroupSize
 from thinwire.config.outer import Nesterov, Radial
@@ -36,6 +36,24 @@ class Warmed:
     @property
     def warmup_length(self) -> int:
         return length(self.warmup, self.total_steps or 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coded(Warmed):
+    """What methods share that code every gradient after a warm-up, for any optimizer."""
+
+    freeze_second_moment: bool = False
+    """Whether Adam's second moments stay as the warm-up left them, as in 1-bit Adam (arXiv 2102.02888): those of coded
+    gradients are too large where gradients are small."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_bool(self, "freeze_second_moment")
+        if self.freeze_second_moment and not self.warmup:
+            raise ConfigError(
+                "freeze_second_moment=True needs a warm-up, which makes the second moments; set `warmup`, such as 0.1 "
+                "of `total_steps`"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from thinwire.comm.topology import Topology
 from thinwire.methods.averaging import role_by_codes
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext
+from thinwire.methods.frozen import FrozenSecondMoment
 
 
 class CodedGradients(Method):
@@ -38,6 +39,8 @@ class CodedGradients(Method):
     def __init__(self, config: Any, context: MethodContext) -> None:
         super().__init__(config, context)
         self.gradients.makers[self.code_of(config)] = self._make
+        is_wanted = getattr(config, "freeze_second_moment", False) and len(self.topology.groups) > 1
+        self.frozen = FrozenSecondMoment(context, is_wanted, lambda: is_wanted and self.phase != "warmup")
 
     def _make(self, wire: Wire, like: Sequence[Tensor]) -> Aggregator:
         """The method's own; a warm-up in the code of that name has the plain one."""
@@ -65,5 +68,6 @@ class CodedGradients(Method):
         return self.config.warmup_length if self.phase == "warmup" else sys.maxsize
 
     def _begin(self) -> None:
+        self.frozen.freeze()
         self.set_phase("train")
         self.gradients.together(self.code_of(self.config))

@@ -16,123 +16,63 @@ single elements are noisy too, and where one was large lately its change would b
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from thinwire.comm.buckets import reals
-from thinwire.errors import ConfigError
 from thinwire.factor.matrix import wide
 from thinwire.factor.optimizers import State
 from thinwire.methods.coded_moments import CodedMoments
 from thinwire.methods.context import MethodContext
+from thinwire.methods.corrected import SECOND, CorrectedUpdates, Moments, second_of
 from thinwire.methods.merging import average, average_moments
 
-_AT_ONCE = 1 << 24
-"""Elements whose updates are corrected at once: enough to keep a GPU busy, few enough to need little memory."""
-_SECOND = ("exp_avg_sq", "max_exp_avg_sq")
-_WITHOUT = ("SGD", "Muon")
-"""Optimizers that do not divide by second moments, and need no correction."""
 
-
-class Moments(NamedTuple):
-    """Parameters' state without Adam's bias, and what is known about it, by parameter."""
-
-    first: list[Tensor]
-    second: list[Tensor]
-    noise: list[Any]
-    """c, the share of a gradient's variance that is left in `first`; a number, or a tensor where steps are counted on a
-    device."""
-    bias: list[Any]
-    """What `second` was divided by; likewise."""
-
-
-class SecondMoment:
+class SecondMoment(CorrectedUpdates):
     """Corrects the updates of groups while they train apart."""
 
     def __init__(
         self, context: MethodContext, kind: str, share: float, is_apart: Callable[[], bool], code: str = "fp32"
     ) -> None:
         """`share` is this group's of all workers, `code` the one for moments that are shared."""
-        self.wire, self.optimizers = context.wire, context.optimizers
+        own = "each group divides by its own"
+        super().__init__(context, f"`second_moment`={kind!r}" if kind != "group" else "", own)
+        self.wire = context.wire
         self.kind, self.share, self.is_apart = kind, share, is_apart
         self.updates = 0
         """Since all groups had the same first moments."""
         self.coded = CodedMoments(self.wire, code)
-        self._rates: list[Any] = []
-        if kind != "group":
-            self._refuse_others()
-            context.before_update.append(self._before_update)
-            context.after_update.append(self._after_update)
-
-    def _refuse_others(self) -> None:
-        kinds = [type(optimizer).__name__ for optimizer in self.optimizers if not isinstance(optimizer, Adam | AdamW)]
-        unknown = [name for name in kinds if name not in _WITHOUT]
-        if unknown or len(kinds) == len(self.optimizers):
-            raise ConfigError(
-                f"`second_moment`={self.kind!r} is for torch's Adam and AdamW, not for {(unknown or kinds)[0]}; leave "
-                "it out, then each group divides by its own"
-            )
 
     # Updates.
 
-    def _before_update(self, optimizer: Optimizer) -> None:
-        self._rates = [group["lr"] for group in optimizer.param_groups]  # as this update has them
+    @property
+    def is_due(self) -> bool:
+        return self.is_apart()
 
-    @torch.no_grad()
-    def _after_update(self, optimizer: Optimizer) -> None:
+    def after_update(self, optimizer: Optimizer) -> None:
+        """Also count it."""
         if optimizer is self.optimizers[0]:
             self.updates += 1
-        if not self.is_apart() or not isinstance(optimizer, Adam | AdamW):
-            return
-        # A fused update that a scaler skipped has changed nothing.
-        skipped = getattr(optimizer, "found_inf", None)
-        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
-            used = [p for p in group["params"] if p.grad is not None and "exp_avg" in optimizer.state.get(p, ())]
-            for some in _few_at_once(used):
-                missing = self._missing(self._moments([optimizer.state[p] for p in some], group), group["eps"])
-                torch._foreach_mul_(missing, [rate] * len(missing))
-                if skipped is not None:
-                    torch._foreach_mul_(missing, [1 - skipped.to(lack.device) for lack in missing])
-                values = [reals(p.detach()) for p in some]
-                if all(value.dtype == lack.dtype for value, lack in zip(values, missing, strict=True)):
-                    torch._foreach_add_(values, missing)
-                else:
-                    torch._foreach_copy_(values, torch._foreach_add(missing, values))
+        super().after_update(optimizer)
 
-    def _missing(self, now: Moments, eps: float) -> list[Tensor]:
-        """What updates at a learning rate of 1 lack: m̂ (1 / (√v̂ + ε) − 1 / (√d + ε)). Leaves nothing in `now`."""
-        wanted = self._wanted(now, self.share)
-        for roots in (now.second, wanted):
-            torch._foreach_sqrt_(roots)
-            torch._foreach_add_(roots, eps)
-            torch._foreach_reciprocal_(roots)
-        torch._foreach_sub_(now.second, wanted)
-        torch._foreach_mul_(now.first, now.second)
-        return now.first
+    def wanted(self, parameters: Sequence[nn.Parameter], now: Moments, group: State) -> list[Tensor]:
+        """What all-reduce would divide by."""
+        return self._whole(now, group, self.share)
 
-    def _wanted(self, now: Moments, share: float) -> list[Tensor]:
-        """d, what all-reduce would divide by the root of."""
+    def _whole(self, now: Moments, group: State, share: float) -> list[Tensor]:
+        """d, for this share of the world."""
         wanted = torch._foreach_addcmul(now.second, now.first, now.first, value=-1)  # (1 − c) σ²
         # c is 1 in Adam's very first update, where it says nothing about noise.
-        torch._foreach_mul_(wanted, [-(1 - share) / (1 - _at_most(noise, 0.95)) for noise in now.noise])
+        noises = [_at_most(self._noise(group["betas"][0], step), 0.95) for step in now.steps]
+        torch._foreach_mul_(wanted, [-(1 - share) / (1 - noise) for noise in noises])
         torch._foreach_add_(wanted, now.second)
         torch._foreach_maximum_(wanted, torch._foreach_mul(now.second, share**2))
         torch._foreach_minimum_(wanted, now.second)
         return list(wanted)
-
-    def _moments(self, states: Sequence[State], group: State) -> Moments:
-        beta, beta_square = group["betas"]
-        steps = [_number(state["step"]) for state in states]
-        bias, bias_square = [1 - beta**step for step in steps], [1 - beta_square**step for step in steps]
-        name = "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"
-        first = torch._foreach_div([wide(reals(state["exp_avg"])) for state in states], bias)
-        second = torch._foreach_div([wide(reals(state[name])) for state in states], bias_square)
-        noise = [self._noise(beta, step) for step in steps]
-        return Moments(list(first), list(second), noise, bias_square)
 
     def _noise(self, beta: float, step: Any) -> Any:
         """The variance of a mean that weighs step i by βⁱ, relative to that of one gradient.
@@ -151,13 +91,13 @@ class SecondMoment:
         self.updates = 0
         if self.kind == "group":
             return
-        for p, group in self._adams():
+        for p, group in self.adams():
             state = self.optimizers.state_of(p)
-            (first,), (second,), (noise,), (bias,) = self._moments([state], group)
-            noise = _at_most(noise / self.share, 0.95)  # here all of it is shared
+            (first,), (second,), (step,), (bias,) = self.moments_of([state], group)
+            noise = _at_most(self._noise(group["betas"][0], step) / self.share, 0.95)  # here all of it is shared
             excess = torch.addcmul(second, first, first, value=-1).clamp_(min=0)  # (1 − c) s σ²
             more = excess.mul_((1 / self.share - 1) / (1 - noise)).mul_(bias)
-            for name in _SECOND:
+            for name in SECOND:
                 if name in state:
                     values = reals(state[name])
                     values.copy_(values + more)
@@ -166,11 +106,11 @@ class SecondMoment:
     def together(self) -> None:
         """The world trains together from now on: make second moments what all-reduce's would be."""
         if self.kind != "group":
-            for p, group in self._adams():
+            for p, group in self.adams():
                 state = self.optimizers.state_of(p)
-                now = self._moments([state], group)
-                wanted = self._wanted(now, self.share)[0].mul_(now.bias[0])
-                reals(state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]).copy_(wanted)
+                now = self.moments_of([state], group)
+                wanted = self._whole(now, group, self.share)[0].mul_(now.bias[0])
+                reals(state[second_of(group)]).copy_(wanted)
 
     @torch.no_grad()
     def exchange(self, parts: Mapping[int, Sequence[nn.Parameter]]) -> dict[int, Tensor]:
@@ -181,7 +121,7 @@ class SecondMoment:
         if self.kind != "shared":
             return {}
         parameters = [p for part in parts.values() for p in part]
-        adams = {id(p): group for p, group in self._adams()}
+        adams = {id(p): group for p, group in self.adams()}
         before = {id(p): self._divided_by(p, adams[id(p)], self.share) for p in parameters if id(p) in adams}
         kept = min((group["betas"][0] for group in adams.values()), default=0.0) ** self.updates
 
@@ -203,7 +143,7 @@ class SecondMoment:
 
     def _scale_rows(self, states: Sequence[tuple[State, State]], weight: float) -> None:
         """Give each row of second moments the mean size it has over groups."""
-        held = [(state, group, name) for state, group in states for name in _SECOND if name in state]
+        held = [(state, group, name) for state, group in states for name in SECOND if name in state]
         if not held or len(self.wire.topology.groups) == 1:
             return
         rows = [_by_row(wide(reals(state[name]))) for state, _, name in held]
@@ -215,19 +155,13 @@ class SecondMoment:
             # A row without any is filled. An element has at least the square of its first moment, which others may
             # have contributed: Adam would divide by next to nothing.
             scaled = torch.where(was > 0, now / was, 0)[:, None] * row + torch.where(was > 0, 0, now)[:, None]
-            (first,), _, _, (bias,) = self._moments([state], group)
+            (first,), _, _, (bias,) = self.moments_of([state], group)
             least = _by_row(first.square_().mul_(bias))
             reals(state[name]).copy_(torch.maximum(scaled, least).view_as(reals(state[name])))
 
     def _divided_by(self, p: nn.Parameter, group: State, share: float) -> Tensor:
-        (wanted,) = self._wanted(self._moments([self.optimizers.state_of(p)], group), share)
+        (wanted,) = self._whole(self.moments_of([self.optimizers.state_of(p)], group), group, share)
         return wanted.sqrt_().add_(max(group["eps"], math.sqrt(torch.finfo(wanted.dtype).tiny)))
-
-    def _adams(self) -> Iterator[tuple[nn.Parameter, State]]:
-        """Parameters that have moments, with their groups."""
-        for optimizer, group in self.optimizers.groups:
-            if isinstance(optimizer, Adam | AdamW):
-                yield from ((p, group) for p in group["params"] if "exp_avg" in optimizer.state.get(p, ()))
 
     def state_dict(self) -> dict[str, Any]:
         return {"updates": self.updates}
@@ -236,27 +170,9 @@ class SecondMoment:
         self.updates = state["updates"]
 
 
-def _few_at_once(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """All of them, some at a time."""
-    some, size = list[nn.Parameter](), 0
-    for p in parameters:
-        if some and size + p.numel() > _AT_ONCE:
-            yield some
-            some, size = [], 0
-        some.append(p)
-        size += p.numel()
-    if some:
-        yield some
-
-
 def _by_row(values: Tensor) -> Tensor:
     """Everything behind the first dimension in one; what has but one dimension has rows of one element."""
     return values.reshape(len(values), -1) if values.dim() else values.reshape(1, 1)
-
-
-def _number(step: Any) -> Any:
-    """A step counter that is not on a device as a number, which costs nothing to compute with."""
-    return step if isinstance(step, Tensor) and step.device.type != "cpu" else float(step)
 
 
 def _at_least(value: Any, limit: float) -> Any:

@@ -15,6 +15,7 @@ from thinwire.comm.compressed import CompressedSum
 from thinwire.methods.averaged import AveragedTensors, PendingAverage
 from thinwire.methods.base import Method
 from thinwire.methods.change_scales import ChangeScales
+from thinwire.methods.frozen import FrozenSecondMoment
 from thinwire.methods.gradients import GradientAveraging
 from thinwire.methods.notes import ChangeNotes
 from thinwire.methods.rows import SeenRows
@@ -147,6 +148,8 @@ def _inside(name: str, each: Any) -> list[tuple[str, Any]]:
         return [(name, each.moments), (name, each.rows)]
     if isinstance(each, SecondMoment):
         return [("residuals of moments", value) for value in each.coded.aggregators]
+    if isinstance(each, FrozenSecondMoment):
+        return [("frozen second moments", value) for value in each.kept.values()]
     if isinstance(each, SeenRows):
         return [("counts of rows", value) for value in each.counts.values()]
     if isinstance(each, PendingAverage | Aggregator | ChangeNotes | CompressedSum):
