@@ -18,7 +18,8 @@ demo: setup
 	$(BIN)/thinwire compare digits --methods allreduce,ab --workers 4 --group-size 2 --seeds 1 --out runs/demo --overwrite
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow"
+	# Half of the tests wait for workers, so two files at a time; not more, since those workers need the cores.
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow

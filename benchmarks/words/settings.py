@@ -4,6 +4,8 @@ from pathlib import Path
 
 from setting import Setting, by
 
+FROZEN = ("warmup=0.15", "warmup_wire=lowrank:16", "freeze_second_moment=true")
+"""1-bit Adam's warm-up, in a cheap code."""
 CHEAP = ("warmup=0.05", "warmup_wire=lowrank:16")
 MOMENTS = {
     "": (),
@@ -67,8 +69,10 @@ SETS: dict[str, list[Setting]] = {
     ],
     "codes": [
         *(coded(wire) for wire in ("bit", "int2", "int4", "lowrank:4", "lowrank:8", "lowrank:16", "topk:0.01")),
-        gpt("powersgd-8", "powersgd", "rank=8", *CHEAP),
-        gpt("onebit", "onebit", *CHEAP),
+        gpt("powersgd-8", "powersgd", "rank=8", *FROZEN[:2]),
+        gpt("onebit", "onebit", *FROZEN[:2]),
+        gpt("onebit-frozen", "onebit", *FROZEN),
+        gpt("powersgd-8-frozen", "powersgd", "rank=8", *FROZEN),
     ],
     "apart": [
         *(local(every, moments) for every in (2, 4, 8, 16, 24) for moments in MOMENTS),
@@ -82,6 +86,8 @@ SETS: dict[str, list[Setting]] = {
         shakespeare("allreduce", "allreduce"),
         *(shakespeare_local(2, moments) for moments in ("", "-estimate", "-shared")),
         *(shakespeare_local(4, moments) for moments in ("", "-shared")),
+        shakespeare("onebit", "onebit", *FROZEN[:2]),
+        shakespeare("onebit-frozen", "onebit", *FROZEN),
     ],
     "longer": [
         longer(setting)
