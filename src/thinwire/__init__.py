@@ -2,6 +2,7 @@
 
 from thinwire.compress import Compressed, compress
 from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, Nesterov, OneBit, PowerSGD, Radial, TopK
+from thinwire.config.faults import Faults
 from thinwire.ema import EMA
 from thinwire.errors import ConfigError, DisagreementError, DivergedError, ThinwireError
 from thinwire.factor.stability import Stability
@@ -22,6 +23,7 @@ __all__ = [
     "DiLoCo",
     "DisagreementError",
     "DivergedError",
+    "Faults",
     "LocalSGD",
     "Method",
     "Nesterov",

@@ -19,6 +19,7 @@ from thinwire.comm.replicate import step_of_allreduce, step_of_ideal
 from thinwire.comm.times import Clock
 from thinwire.comm.topology import Topology, join
 from thinwire.compiling import Recompilations, compile_in_place
+from thinwire.config.faults import Faults
 from thinwire.errors import ThinwireError
 from thinwire.factor.export import to_plain
 from thinwire.factor.layers import mark_as_read, weight_was_read
@@ -35,6 +36,7 @@ from thinwire.preflight import (
     check_same_architecture,
     given_optimizers,
 )
+from thinwire.recovery import Recovery, met
 from thinwire.scaling import SharedScale
 from thinwire.settings import describe as describe_config
 from thinwire.stepping import Stepping
@@ -50,13 +52,15 @@ def attach(
     scaler: Any = None,
     compile: dict[str, Any] | None = None,
     ddp: dict[str, Any] | None = None,
+    faults: Faults | None = None,
 ) -> "Replica":
     """Train `model` by the method whose config this is; collective.
 
     Call the returned replica instead of the model and keep the loop as it is. Several optimizers, such as Muon for
     matrices and AdamW for the rest, are given as a list: a step is over when each has stepped. Give the `GradScaler` as
     `scaler` if there is one, arguments of `torch.compile` as `compile`, further ones of
-    `DistributedDataParallel` (`bucket_cap_mb`, `find_unused_parameters`, …) as `ddp`.
+    `DistributedDataParallel` (`bucket_cap_mb`, `find_unused_parameters`, …) as `ddp`. With `faults` the run goes on
+    without groups that die; each group then has a launcher of its own.
     """
     ensure_logging()
     name_of(config)
@@ -64,13 +68,19 @@ def attach(
     check_model(model)
     optimizers = given_optimizers(optimizer)
     check_optimizers(model, optimizers)
-    join()
+    membership = met(config, faults) if faults is not None else None
+    if membership is None:
+        join()
     device = next(model.parameters()).device
-    wire = Wire.open(config.group_size, repr(config), device, Ledger(Clock(device), watched()))
+    groups = membership.layout if membership is not None else None
+    wire = Wire.open(config.group_size, repr(config), device, Ledger(Clock(device), watched()), groups)
+    wire.outlives_groups = membership is not None
     check_same_architecture(model, optimizers, wire)
     broadcast_initial_values(model, wire)
     context = MethodContext(model, optimizers, wire, ddp=dict(ddp or {}), has_scaler=scaler is not None)
-    replica = Replica(make(config, context), scaler=scaler, compile=compile)
+    method = make(config, context)
+    recovery = Recovery(method, membership) if membership is not None else None
+    replica = Replica(method, scaler=scaler, compile=compile, recovery=recovery)
     log_attached(replica._method, replica._trained)
     return replica
 
@@ -78,12 +88,21 @@ def attach(
 class Replica(nn.Module):
     """A model in training on many workers; call it as you would the model."""
 
-    def __init__(self, method: Method, *, scaler: Any = None, compile: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        method: Method,
+        *,
+        scaler: Any = None,
+        compile: dict[str, Any] | None = None,
+        recovery: Recovery | None = None,
+    ) -> None:
         super().__init__()
         self.module = method.model
         self._method = method
         self._scaler = scaler
         self._release: list[Callable[[], None]] = []
+        self._recovery = recovery
+        self._is_skipped = False  # a group was lost, and nobody takes this step
         self._finished = False
         self._was_called = False
         self._shows_merged = False
@@ -109,14 +128,16 @@ class Replica(nn.Module):
         context.after_merge = scale.expect
         if scaler is not None:
             context.scale = scaler.get_scale
+        if recovery is not None:
+            recovery.on_regroup.append(self._keep_baseline)
         method.attach()
         if compile is not None:
             compile_in_place(self.module, compile)
         self._stepping = Stepping(
             method.optimizers,
             lr_factor=lambda: context.lr_factor(),
-            before_update=lambda optimizer: _call_all(context.before_update, optimizer),
-            after_update=lambda optimizer: _call_all(context.after_update, optimizer),
+            before_update=self._before_update,
+            after_update=self._after_update,
             end_step=self._end_step,
         )
         self._release += self._stepping.follow(scaler, self._agree_on_scale)
@@ -184,7 +205,7 @@ class Replica(nn.Module):
         self._method.wire.barrier("finish()")
         check_parameters(self._method, "finish()", finite=False)
         with self._unrounded():
-            self._method.finish(cutoff)
+            self._together(lambda: self._method.finish(cutoff))
         check_parameters(self._method, "finish()", everywhere=True)
         agree_on_buffers(self._method)
         self._agree_on_read_weights()
@@ -362,9 +383,31 @@ class Replica(nn.Module):
         self._was_called = False
         self._refuse_other_flags()
         self.traffic.times.end_step()
+        if self._is_skipped:
+            self._is_skipped = False
+            return
         with self._unrounded():
-            self._method.end_step()
+            self._method.end_step() if self._recovery is None else self._recovery.end_step()
         self._recompiles.update()
+
+    def _before_update(self, optimizer: Optimizer) -> None:
+        first = optimizer is self._method.optimizers[0]
+        if self._recovery is not None and first:
+            self._is_skipped = not self._recovery.before_update()
+        if not self._is_skipped:
+            _call_all(self._method.context.before_update, optimizer)
+
+    def _after_update(self, optimizer: Optimizer) -> None:
+        if not self._is_skipped:
+            _call_all(self._method.context.after_update, optimizer)
+
+    def _together(self, work: Callable[[], Any]) -> Any:
+        """Work that all groups do together; if one is lost, the others do it again."""
+        return work() if self._recovery is None else self._recovery.together(work)
+
+    def _keep_baseline(self) -> None:
+        """A world of another size takes the next steps."""
+        self._earlier, self._earlier_steps = self.baseline(), self.step
 
     def _unrounded(self) -> torch.autocast:
         """No autocast: it would round weights that are decomposed, merged or multiplied out."""

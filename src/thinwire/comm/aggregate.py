@@ -95,6 +95,9 @@ class Aggregator(ABC):
     def load(self, shared: State, local: State) -> None:  # noqa: B027
         """Continue from a state."""
 
+    def keep(self, shared: State, local: State) -> None:  # noqa: B027
+        """Continue from this worker's own state, beside other groups than before; what does not fit is dropped."""
+
     def adopt(self, shared: State, everyone: Sequence[State]) -> None:  # noqa: B027
         """Continue from the states of all workers of another world."""
 

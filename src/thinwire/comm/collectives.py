@@ -50,19 +50,25 @@ class Wire:
 
     is_simulated = False
     """Whether it only counts, for workers that do not exist."""
+    outlives_groups = False
+    """Whether workers go on when a group is lost; a step must then be whole before anybody takes it."""
 
     def __init__(self, topology: Topology, ledger: Ledger) -> None:
-        self.topology = topology
         self.ledger = ledger
         self._in_background = False
+        self.lay_out(topology)
+
+    def lay_out(self, topology: Topology) -> None:
+        """Make the process groups for a layout, in place of those before; collective."""
+        self.topology = topology
         self._group = self._process_group_of(topology.groups)
         self._cross = self._crossing_group()
         self._control = None
         if topology.world_size > 1:
             self._control = process_groups.control_group()
-            ledger.times.on_step = process_groups.StepNotes(topology.rank)
+            self.ledger.times.on_step = process_groups.StepNotes(topology.rank)
             process_groups.register_holder(self)
-            missing.explain_uncaught(topology.rank, ledger.times)
+            missing.explain_uncaught(topology.rank, self.ledger.times)
 
     def in_background(self) -> "Wire":
         """The same wire for another thread: its own process group between groups, and waiting for it is not timed."""
@@ -77,9 +83,19 @@ class Wire:
         self._group = self._cross = self._control = None
 
     @classmethod
-    def open(cls, group_size: int | str | None, settings: str, device: torch.device, ledger: Ledger) -> "Wire":
-        """Lay out the running job, whose workers must all have the same settings; collective."""
-        wire = cls(discover(group_size, settings, device), ledger)
+    def open(
+        cls,
+        group_size: int | str | None,
+        settings: str,
+        device: torch.device,
+        ledger: Ledger,
+        groups: tuple[Ranks, ...] | None = None,
+    ) -> "Wire":
+        """Lay out the running job, whose workers must all have the same settings; collective.
+
+        Where launchers made the groups, these are given.
+        """
+        wire = cls(discover(group_size, settings, device, groups), ledger)
         wire.count_opening()
         return wire
 

@@ -171,6 +171,18 @@ class CompressedSum:
         self.residual.copy_(state["residual"])
         self.owned.copy_(state["owned"])
 
+    def keep(self, state: dict[str, Tensor]) -> None:
+        """Continue from this worker's state, if its share of the values is the same beside other groups.
+
+        Another part may be its own now, so what it had left out of the sums it sends as a part of its own values.
+        """
+        start, end, own, _ = state["place"].tolist()
+        if (int(start), int(end)) == self.span:
+            weight = len(self.wire.topology.group) / self.wire.topology.world_size
+            place = int(own - start)
+            self.residual.copy_(state["residual"])
+            self.residual[place : place + len(state["owned"])].add_(state["owned"], alpha=1 / weight)
+
     def adopt(self, everyone: Sequence[dict[str, Tensor]]) -> None:
         """Continue from the states of all workers of another world: each group starts from their mean."""
         whole = unsent(everyone, self.size)

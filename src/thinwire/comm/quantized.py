@@ -116,6 +116,11 @@ class Quantized(Aggregator):
         if self.sum is not None and local:
             self.sum.load_state(local)
 
+    def keep(self, shared: State, local: State) -> None:
+        """This group's own error, and with it that of the sums this worker owned."""
+        if self.sum is not None and local:
+            self.sum.keep(local)
+
     def adopt(self, shared: State, everyone: Sequence[State]) -> None:
         """All that the old world had not sent yet, divided among the new one."""
         if self.sum is not None and everyone[0]:

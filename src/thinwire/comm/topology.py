@@ -250,7 +250,9 @@ def _backend(here: Place) -> str:
     return "cpu:gloo,cuda:nccl" if alone else "gloo"
 
 
-def discover(group_size: int | str | None, settings: str, device: torch.device) -> Topology:
+def discover(
+    group_size: int | str | None, settings: str, device: torch.device, groups: tuple[Ranks, ...] | None = None
+) -> Topology:
     """The layout of the running job, whose workers must all have the same settings; collective."""
     if not dist.is_initialized():
         return arrange(0, [0], group_size)
@@ -264,7 +266,9 @@ def discover(group_size: int | str | None, settings: str, device: torch.device) 
             f"workers were attached with different settings: ranks {', '.join(map(str, odd))} differ from rank 0, "
             f"here is {settings}; give the same config on every worker"
         )
-    return arrange(dist.get_rank(), machines, group_size)
+    return (
+        arrange(dist.get_rank(), machines, group_size) if groups is None else Topology(dist.get_rank(), groups, groups)
+    )
 
 
 def arrange(rank: int, machines: Sequence[int], group_size: int | str | None) -> Topology:

@@ -305,7 +305,8 @@ class AveragedTensors:
         }
         return {"shared": shared, "local": self.aggregator.local()}
 
-    def load_state_dict(self, shared: dict[str, Any], local: dict[str, Tensor]) -> None:
+    def load_state_dict(self, shared: dict[str, Any], local: dict[str, Tensor], stays: bool = False) -> None:
+        """Continue from a state; `stays` if it is this worker's own, beside other groups than before."""
         agreed = shared["agreed"]
         if agreed is not None and agreed.shape != self.scratch.shape:
             raise ConfigError(
@@ -320,7 +321,7 @@ class AveragedTensors:
             self.scratch = shared["received"]
             if self.notes is not None:
                 self.notes.values = shared["notes"]
-        self.aggregator.load(shared["aggregator"], local)
+        (self.aggregator.keep if stays else self.aggregator.load)(shared["aggregator"], local)
 
 
 @contextmanager

@@ -295,7 +295,7 @@ class LocalTraining(Method):
 
     def load_state_dict(self, saved: Saved) -> None:
         """Pending averages are dropped; a save of one group may hold nothing agreed on but the model."""
-        for fragment in self.fragments:
+        for fragment in self.fragments if not saved.stays else ():  # where a group was lost, nothing more arrives
             fragment.drop()
         super().load_state_dict(saved)
         shared, local = saved.shared, saved.local
@@ -303,11 +303,12 @@ class LocalTraining(Method):
         self.round.load_state_dict(shared["round"])
         self.agreement.load_state_dict(shared["agreement"])
         self.statistics.load_state_dict(shared["statistics"])
-        self.scales.load_state_dict(shared["scales"], local["scales"] if local else None)
+        self.scales.load_state_dict(shared["scales"], local["scales"] if local else None, saved.stays)
+        self.scales.moments.share = self.weight
         if self.phase != "warmup":
             self._make_fragments()
         for i, (fragment, kept) in enumerate(zip(self.fragments, shared["fragments"], strict=False)):
-            fragment.load_state_dict(kept, local["fragments"][i] if local else {})
+            fragment.load_state_dict(kept, local["fragments"][i] if local else {}, saved.stays)
 
     @property
     def cycle(self) -> Cycle | None:

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from thinwire.comm.topology import Topology
 from thinwire.factor.convert import Kept, Layer, find_layers, to_factors
 from thinwire.methods.agree import agreed_factors
 from thinwire.methods.context import MethodContext, Saved
@@ -38,7 +39,6 @@ class Method(ABC):
         self.config = config
         self.context = context
         self.model, self.optimizers, self.wire = context.model, context.optimizers, context.wire
-        self.topology = context.wire.topology
         self.gradients = GradientAveraging(context)
         self.step = 0
         self.forwards = 0
@@ -53,6 +53,11 @@ class Method(ABC):
         self.forward = torch.compiler.disable(self.forward, recursive=False)  # type: ignore[method-assign]
         self.watch = torch.compiler.disable(self.gradients.replicated.watch)
         self.set_phase(self.phases[0])
+
+    @property
+    def topology(self) -> Topology:
+        """The layout, as it is now."""
+        return self.wire.topology
 
     # The contract.
 
@@ -123,6 +128,10 @@ class Method(ABC):
     def end_step(self) -> None:
         """All optimizers have stepped."""
         self.step += 1
+        self.settle()
+
+    def settle(self) -> None:
+        """What is to be done after a step; where nothing is due, it may be done again."""
         self.gradients.end_step()
         self.wire.ledger.clock.time_all()
         self.after_step()

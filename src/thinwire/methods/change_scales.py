@@ -56,10 +56,10 @@ class ChangeScales:
             "local": {"moments": self.moments.coded.state_dict(), "rows": rows},
         }
 
-    def load_state_dict(self, shared: dict[str, Any], local: dict[str, Any] | None) -> None:
-        """Counts and errors start again where groups are not as they were."""
+    def load_state_dict(self, shared: dict[str, Any], local: dict[str, Any] | None, stays: bool = False) -> None:
+        """Errors start again where groups are not as they were, and counts unless this worker `stays`."""
         self.moments.load_state_dict(shared)
-        self.moments.coded.load_state_dict(local["moments"] if local else {})
+        self.moments.coded.load_state_dict(local["moments"] if local and not stays else {})
         if self.rows is not None:
             self.rows.load_state_dict(local["rows"] if local else {})
 

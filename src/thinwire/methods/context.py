@@ -27,6 +27,8 @@ class Saved:
     """Which of these is this worker's; None where groups are not as they were."""
     load_values: Callable[[], None]
     """Fills model and optimizers, which must have their shapes by then."""
+    stays: bool = False
+    """Whether this worker goes on by itself, beside other groups than before: its own part is not cut as theirs is."""
 
     @property
     def local(self) -> dict[str, Any] | None:

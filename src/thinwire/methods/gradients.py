@@ -23,8 +23,10 @@ from thinwire.comm.aggregate import Aggregator
 from thinwire.comm.background import EarlyBuckets
 from thinwire.comm.codes import aggregator
 from thinwire.comm.collectives import Wire
+from thinwire.comm.losses import is_loss
 from thinwire.comm.replicate import Replicated
 from thinwire.comm.sent import Ranks, Sent
+from thinwire.comm.topology import Topology
 from thinwire.config.codes import parse_code
 from thinwire.errors import ConfigError, DivergedError
 from thinwire.methods.context import MethodContext, Saved
@@ -42,7 +44,6 @@ class GradientAveraging:
     def __init__(self, context: MethodContext) -> None:
         self.context = context
         self.wire = context.wire
-        self.topology = context.wire.topology
         self.replicated = Replicated(context.model, context.wire, context.ddp)
         self.code: str | None = None
         """None while groups train alone."""
@@ -58,6 +59,8 @@ class GradientAveraging:
         self._names: list[str] = []
         self.scale = 1.0
         """What losses were multiplied by when residuals were left."""
+        self.lost: RuntimeError | None = None
+        """Why the last exchange failed, where workers go on without a group."""
         self._staged = False  # gradients were exchanged for a step that is not taken yet
         self._updated = False
         context.after_update.append(self._note_update)
@@ -98,13 +101,20 @@ class GradientAveraging:
                 )
 
     @property
+    def topology(self) -> Topology:
+        return self.wire.topology
+
+    @property
     def members(self) -> Ranks:
         """Who holds the same model after a step."""
         return self.topology.group if self.code is None else self.topology.world
 
     @property
     def _is_coded(self) -> bool:
-        return self.code is not None and len(self.topology.groups) > 1 and not parse_code(self.code).is_exact
+        if self.code is None or len(self.topology.groups) == 1:
+            return False
+        # DDP's exchange would raise in the user's backward pass, and could not be taken back.
+        return self.wire.outlives_groups or not parse_code(self.code).is_exact
 
     def _wrap(self) -> None:
         replicated, coded = self.replicated, self._is_coded
@@ -112,7 +122,7 @@ class GradientAveraging:
         replicated.before_backward = self._begin_backward if coded else None
         replicated.on_gradient = self._note_gradient if self._early is not None else None
         replicated.norm_members = self.members
-        replicated.rounding = "bf16" if self.code == "bf16" else "fp32"
+        replicated.rounding = "bf16" if self.code == "bf16" and not coded else "fp32"
         replicated.wrap(self.topology.group if coded else self.members)
 
     def rewrap(self) -> None:
@@ -144,7 +154,7 @@ class GradientAveraging:
         on_cpu = self._trained[0].device.type == "cpu" and not self.wire.is_simulated
         # All workers must decide alike, so a group of one beside larger ones does not.
         alone = all(len(group) == 1 for group in self.topology.groups)
-        return on_cpu and alone and self.prepare is None
+        return on_cpu and alone and self.prepare is None and not self.wire.outlives_groups
 
     # A step.
 
@@ -174,6 +184,14 @@ class GradientAveraging:
 
     def _exchange(self) -> None:
         """At the end of the backward pass: whatever was not exchanged while it went on."""
+        try:
+            self._exchange_now()
+        except RuntimeError as error:
+            if not (self.wire.outlives_groups and is_loss(error)):
+                raise
+            self.lost = error  # before the step is taken, not in the user's backward pass
+
+    def _exchange_now(self) -> None:
         again, self._outcomes = self._staged, {}
         if self._early is not None and not again:
             ledger = self.wire.ledger
@@ -251,6 +269,12 @@ class GradientAveraging:
             "it to attach(…, scaler=scaler)"
         )
 
+    def throw_away(self) -> None:
+        """Nobody takes this step: what it left out is not kept, and there is nothing to apply."""
+        self._staged, self.lost = False, None
+        for p in self._trained:
+            p.grad = None
+
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
@@ -261,6 +285,9 @@ class GradientAveraging:
     def load_state_dict(self, saved: Saved) -> None:
         """Continue from this worker's state, or from those of another world."""
         shared, local = saved.shared["gradients"], saved.local
+        if saved.stays:
+            self.replicated.unwrap()  # the process groups it is on are gone
+            self.replicated.members = ()
         if shared["code"] is None:
             self.apart()
         else:
@@ -268,7 +295,9 @@ class GradientAveraging:
         self.scale = shared["scale"]
         kept = shared["buckets"] or [{}] * len(self.buckets)
         for i, bucket in enumerate(self.buckets):
-            if local is not None:
+            if saved.stays and local is not None:
+                bucket.keep(kept[i], local["gradients"]["buckets"][i])
+            elif local is not None:
                 bucket.load(kept[i], local["gradients"]["buckets"][i])
             else:
                 others = [worker["gradients"]["buckets"] for worker in saved.everyone]

@@ -1,0 +1,235 @@
+"""Which groups train together: one generation after another, agreed on through a store that all of them reach.
+
+A generation is a list of groups. It ends when a group is lost or another one wants in; then every worker that is left
+reports to the next one, and the first to see that nobody else is coming writes down who is in it. The store takes the
+first such list and no other, so all workers read the same one, and whoever is not on it stops: a network that was cut
+in two never trains two models. Whoever cannot reach the store stops too.
+
+Keys, of which only small JSON is the value:
+
+    alive/GROUP/WORKER               a counter that each worker raises every second
+    N/report/GROUP/WORKER            what a worker reports to generation N
+    N/groups                         the groups of generation N, with their sizes
+    N/world/…                        where torch's process groups of generation N meet
+"""
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from thinwire.comm.topology import place
+from thinwire.config.faults import Faults
+from thinwire.errors import ConfigError, ThinwireError
+
+log = logging.getLogger("thinwire")
+
+STORE, GROUP, GROUPS = "THINWIRE_STORE", "THINWIRE_GROUP", "THINWIRE_GROUPS"
+"""Environment variables: the store's host:port, this group's number from 0 on, and how many groups there are."""
+_BEAT_S = 0.5
+_POLL_S = 0.05
+
+Reports = Mapping[tuple[int, int], Any]
+"""What each worker reported, by its group and its number in it."""
+
+
+class LostError(ThinwireError, RuntimeError):
+    """This worker cannot go on: its group was given up, too few are left, or the store is gone."""
+
+
+class Seat(NamedTuple):
+    """A worker's place in its group, as its launcher gave it."""
+
+    group: int
+    worker: int
+    workers: int
+
+
+class Membership:
+    """This worker's view of the generations."""
+
+    def __init__(self, store: Any, seat: Seat, groups: int, faults: Faults) -> None:
+        self.store, self.seat, self.faults = store, seat, faults
+        self.generation = -1
+        self.groups: dict[int, int] = {}
+        """Workers of each group of this generation."""
+        self._expected = groups
+        self._called = threading.Event()
+        self._stop = threading.Event()
+        self._beats: dict[tuple[int, int], tuple[bytes, float]] = {}
+        self._heart = threading.Thread(target=self._beat, daemon=True)
+        self._heart.start()
+
+    @classmethod
+    def from_environment(cls, faults: Faults) -> "Membership":
+        """Find the store and this worker's seat; every launcher sets the same store and its own group."""
+        missing = [name for name in (STORE, GROUP, GROUPS) if name not in os.environ]
+        if missing:
+            raise ConfigError(
+                f"faults=… needs {', '.join(missing)} in the environment: start `thinwire store` on one machine, and "
+                f"one launcher per group with {STORE}=host:port, {GROUP}=0, 1, … and {GROUPS}=their number"
+            )
+        address, group, groups = (os.environ[name] for name in (STORE, GROUP, GROUPS))
+        host, _, port = address.rpartition(":")
+        if not (host and port.isdigit() and group.isdigit() and groups.isdigit() and int(group) < int(groups)):
+            raise ConfigError(
+                f"{STORE}={address!r}, {GROUP}={group!r}, {GROUPS}={groups!r}: give host:port, a number from 0 on, and "
+                "how many groups there are"
+            )
+        if dist.is_initialized():
+            raise ConfigError("faults=… starts torch.distributed itself: leave out init_process_group()")
+        here = place()
+        seat = Seat(int(group), here.rank if here else 0, here.world_size if here else 1)
+        return cls(_connected(host, int(port), faults), seat, int(groups), faults)
+
+    # Signs of life.
+
+    def _beat(self) -> None:
+        """Raise the counter, and note when others have called for the next generation."""
+        store = self.store.clone() if hasattr(self.store, "clone") else self.store
+        key, count = f"alive/{self.seat.group}/{self.seat.worker}", 0
+        while not self._stop.wait(_BEAT_S):
+            with contextlib.suppress(RuntimeError):
+                count += 1
+                store.set(key, str(count))
+                if store.check([f"{self.generation + 1}/called"]):
+                    self._called.set()
+
+    @property
+    def is_called(self) -> bool:
+        """Whether a worker has left this generation."""
+        return self._called.is_set()
+
+    def close(self) -> None:
+        """No more signs of life."""
+        self._stop.set()
+
+    # Generations.
+
+    def begin(self) -> Reports:
+        """The first generation: all groups meet."""
+        return self._renew({}, dict.fromkeys(range(self._expected), 0))
+
+    def renew(self, report: Any) -> Reports:
+        """The next generation, of those who are left; what each of them reported."""
+        return self._renew(report, self.groups)
+
+    def _renew(self, report: Any, before: Mapping[int, int]) -> Reports:
+        number = self.generation + 1
+        try:
+            self.store.set(f"{number}/report/{self.seat.group}/{self.seat.worker}", json.dumps([self.seat, report]))
+            self.store.set(f"{number}/called", "")
+            groups = self._decided(number, before)
+            found = {seat: self._read_report(number, seat)[1] for seat in _seats(groups)}
+        except RuntimeError as error:
+            raise LostError(
+                f"the store cannot be reached any more ({error}), so nobody can say who goes on; this worker stops. "
+                "Resume from a checkpoint"
+            ) from error
+        self.generation, self.groups = number, groups
+        self._called.clear()
+        self._beats.clear()
+        self._refuse_if_lost(before)
+        return found
+
+    def _decided(self, number: int, before: Mapping[int, int]) -> dict[int, int]:
+        """Wait until all are here or will not come; the list that was written first."""
+        key, deadline = f"{number}/groups", time.monotonic() + self.faults.timeout
+        while not self.store.check([key]):
+            here = self._complete(number, before)
+            missing = [group for group in before if group not in here]
+            late = time.monotonic() > deadline
+            if not missing or late or (self.generation >= 0 and not any(map(self._is_alive, missing))):
+                if self.generation < 0 and missing:
+                    raise LostError(
+                        f"after {self.faults.timeout:g} s group {missing[0]} has not come; start a launcher for each "
+                        f"of the {len(before)} groups, or give a longer `timeout`"
+                    )
+                self.store.compare_set(key, "", json.dumps(here))
+                break
+            time.sleep(_POLL_S)
+        return {int(group): size for group, size in json.loads(self.store.get(key)).items()}
+
+    def _complete(self, number: int, before: Mapping[int, int]) -> dict[int, int]:
+        """Groups all of whose workers have reported, with their sizes."""
+        found = {}
+        for group in sorted(before):
+            if self._has_report(number, (group, 0)):
+                size = self._read_report(number, (group, 0))[0][2]
+                if all(self._has_report(number, (group, worker)) for worker in range(1, size)):
+                    found[group] = size
+        return found
+
+    def _has_report(self, number: int, seat: tuple[int, int]) -> bool:
+        return self.store.check([f"{number}/report/{seat[0]}/{seat[1]}"])
+
+    def _read_report(self, number: int, seat: tuple[int, int]) -> Any:
+        return json.loads(self.store.get(f"{number}/report/{seat[0]}/{seat[1]}"))
+
+    def _is_alive(self, group: int) -> bool:
+        """Whether all workers of a group have shown a sign of life of late."""
+        return all(self._beats_still((group, worker)) for worker in range(max(1, self.groups.get(group, 1))))
+
+    def _beats_still(self, seat: tuple[int, int]) -> bool:
+        key, now = f"alive/{seat[0]}/{seat[1]}", time.monotonic()
+        count = self.store.get(key) if self.store.check([key]) else b""
+        last, since = self._beats.get(seat, (None, now))
+        if count != last:
+            self._beats[seat] = count, now
+            return True
+        return now - since < self.faults.silence
+
+    def _refuse_if_lost(self, before: Mapping[int, int]) -> None:
+        left, then = len(self.groups), len(before)
+        if self.seat.group not in self.groups:
+            raise LostError(
+                f"group {self.seat.group} was given up: it did not answer for {self.faults.timeout:g} s, or a worker "
+                "of it is gone; start it again to join"
+            )
+        if left < self.faults.min_groups or 2 * left < then:
+            raise LostError(
+                f"{left} of {then} groups are left: too few to go on (`min_groups`={self.faults.min_groups}, and at "
+                "least half of those before); resume from a checkpoint"
+            )
+
+    # The world.
+
+    def open_world(self) -> None:
+        """Process groups for this generation; those of the last one were abandoned."""
+        seats = _seats(self.groups)
+        rank = seats.index((self.seat.group, self.seat.worker))
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"{self.generation}/world", self.store),
+            rank=rank,
+            world_size=len(seats),
+            timeout=timedelta(seconds=self.faults.timeout),
+        )
+
+    @property
+    def layout(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each group."""
+        ranks = iter(range(sum(self.groups.values())))
+        return tuple(tuple(next(ranks) for _ in range(self.groups[group])) for group in sorted(self.groups))
+
+
+def _seats(groups: Mapping[int, int]) -> list[tuple[int, int]]:
+    """All workers in the order of their ranks."""
+    return [(group, worker) for group in sorted(groups) for worker in range(groups[group])]
+
+
+def _connected(host: str, port: int, faults: Faults) -> Any:
+    try:
+        return dist.TCPStore(host, port, None, False, timeout=timedelta(seconds=faults.timeout))
+    except RuntimeError as error:
+        raise ConfigError(
+            f"there is no store at {host}:{port} ({error}); start `thinwire store` there, and check that the port is "
+            "reachable from this machine"
+        ) from error

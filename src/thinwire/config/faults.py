@@ -1,0 +1,27 @@
+"""What a run does about groups that fail."""
+
+from dataclasses import dataclass
+
+from thinwire.checks import check_whole, is_number
+from thinwire.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """Go on without groups that die or cannot be reached; each group is started by a launcher of its own."""
+
+    min_groups: int = 1
+    """With fewer groups the run stops."""
+
+    timeout: float = 60.0
+    """Seconds after which a group that is waited for is given up. One that has died is noticed earlier."""
+
+    def __post_init__(self) -> None:
+        check_whole(self, "min_groups", 1)
+        if not (is_number(self.timeout) and self.timeout >= 1):
+            raise ConfigError(f"`timeout`={self.timeout!r} must be a number of seconds from 1 on, such as 60")
+
+    @property
+    def silence(self) -> float:
+        """Seconds without a sign of life after which a worker counts as dead."""
+        return max(2.0, self.timeout / 6)
