@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.comm import process_groups
-from thinwire.comm.losses import in_short, is_loss
-from thinwire.comm.membership import Membership
+from thinwire.comm.losses import tried
+from thinwire.comm.membership import LostError, Membership
 from thinwire.comm.topology import Topology
 from thinwire.config import LocalSGD
 from thinwire.config.faults import Faults
@@ -47,7 +46,8 @@ def met(config: Any, faults: Faults) -> Membership:
         raise ConfigError(f"`overlap`={config.overlap} with faults=… is not supported so far; leave one of them out")
     membership = Membership.from_environment(faults)
     membership.begin()
-    membership.open_world()
+    with membership.connections.noted():
+        membership.open_world()
     return membership
 
 
@@ -89,61 +89,45 @@ class Recovery:
         else:
             self.together(method.end_step)
 
-    def together(self, work: Callable[[], Any]) -> Any:
+    def together(self, work: Callable[[], None]) -> None:
         """Work that all groups do together, on all of them or on none."""
         while True:
-            before, lost, ready, result = Undo(self.method), None, False, None
-            try:
-                result = work()
-                ready = True
-            except RuntimeError as error:
-                if not is_loss(error):
-                    raise
-                lost = error
+            before = Undo(self.method)
+            lost = tried(work)
+            ready = lost is None
             lost = lost or self._vote()
             if lost is None or self._regroup(lost, ready=ready, undo=before):
-                return result
+                return
 
     def _until_done(self, work: Callable[[], None], again: Callable[[], None]) -> None:
         """Work that may be repeated."""
-        try:
-            work()
-        except RuntimeError as error:
-            if not is_loss(error):
-                raise
-            self._regroup(error, ready=False)
+        if lost := tried(work):
+            self._regroup(lost, ready=False)
             self._until_done(again, again)
 
-    def _vote(self) -> RuntimeError | None:
+    def _vote(self) -> str | None:
         """Wait until every worker has done its part; why that is not known, if it is not."""
-        try:
-            self.method.wire.all_reduce_max(torch.zeros(1), "control")
-        except RuntimeError as error:
-            if not is_loss(error):
-                raise
-            return error
-        self.votes += 1
-        return None
+        lost = tried(lambda: self.method.wire.all_reduce_max(torch.zeros(1), "control"))
+        self.votes += lost is None
+        return lost
 
     # Other groups.
 
-    def _regroup(self, why: RuntimeError | None, *, ready: bool, undo: "Undo | None" = None) -> bool:
+    def _regroup(self, why: str | None, *, ready: bool, undo: "Undo | None" = None) -> bool:
         """Go on with the groups that are left; whether what was under way is done."""
         method, before = self.method, dict(self.membership.groups)
         for callback in self.on_regroup:
             callback()
         applied = method.state_dict() if ready or undo is None else {}
-        self._leave()
+        self.membership.leave_world()
         for attempt in range(len(before) + 1):
             reports = self.membership.renew({"votes": self.votes, "ready": ready, "step": method.step})
             done = ready and any(report["votes"] > self.votes for report in reports.values())
-            try:
-                self._open()
+            if (again := tried(self._open)) is None:
                 break
-            except RuntimeError as error:
-                if not is_loss(error) or attempt == len(before):
-                    raise
-                self._leave()
+            if attempt == len(before):
+                raise LostError(f"groups that are left cannot reach one another ({again}); resume from a checkpoint")
+            self.membership.leave_world()
         if done:
             self.votes += 1
         undone = undo if undo is not None and not done else None
@@ -154,31 +138,22 @@ class Recovery:
         self._tell(before, why)
         return done
 
-    def _leave(self) -> None:
-        """Abandon all process groups: whoever waits for this worker learns of it at once."""
-        process_groups.leave()
-
     def _open(self) -> None:
-        self.membership.open_world()
         layout = self.membership.layout
-        self.method.wire.lay_out(Topology(torch.distributed.get_rank(), layout, layout))
+        with self.membership.connections.noted():
+            self.membership.open_world()
+            self.method.wire.lay_out(Topology(torch.distributed.get_rank(), layout, layout))
 
-    def _tell(self, before: dict[int, int], why: RuntimeError | None) -> None:
+    def _tell(self, before: dict[int, int], why: str | None) -> None:
         lost = sorted(before.keys() - self.membership.groups.keys())
         came = sorted(self.membership.groups.keys() - before.keys())
         event = {"step": self.method.step, "event": "groups", "lost": lost, "came": came}
         self.method.events.append(event | {"groups": len(self.membership.groups)})
         if not self.method.topology.rank and lost:
             who = f"group{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
+            left, step = len(self.membership.groups), self.method.step
             log.warning(
-                "%s lost after step %d, %d of %d go on%s",
-                *(
-                    who,
-                    self.method.step,
-                    len(self.membership.groups),
-                    len(before),
-                    f" ({in_short(why)})" if why else "",
-                ),
+                "%s lost after step %d, %d of %d go on (%s)", who, step, left, len(before), why or "as others say"
             )
 
 

@@ -73,7 +73,8 @@ def attach(
         join()
     device = next(model.parameters()).device
     groups = membership.layout if membership is not None else None
-    wire = Wire.open(config.group_size, repr(config), device, Ledger(Clock(device), watched()), groups)
+    with contextlib.nullcontext() if membership is None else membership.connections.noted():
+        wire = Wire.open(config.group_size, repr(config), device, Ledger(Clock(device), watched()), groups)
     wire.outlives_groups = membership is not None
     check_same_architecture(model, optimizers, wire)
     broadcast_initial_values(model, wire)

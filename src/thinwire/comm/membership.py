@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from thinwire.comm import process_groups
+from thinwire.comm.connections import Connections
 from thinwire.comm.topology import place
 from thinwire.config.faults import Faults
 from thinwire.errors import ConfigError, ThinwireError
@@ -61,6 +63,8 @@ class Membership:
         self.groups: dict[int, int] = {}
         """Workers of each group of this generation."""
         self._expected = groups
+        self.connections = Connections()
+        """Those of this generation's process groups."""
         self._called = threading.Event()
         self._stop = threading.Event()
         self._beats: dict[tuple[int, int], tuple[bytes, float]] = {}
@@ -99,8 +103,10 @@ class Membership:
             with contextlib.suppress(RuntimeError):
                 count += 1
                 store.set(key, str(count))
-                if store.check([f"{self.generation + 1}/called"]):
+                generation, connections = self.generation, self.connections
+                if store.check([f"{generation + 1}/called"]) and generation == self.generation:
                     self._called.set()
+                    connections.hang_up()  # this worker may wait for one that has left
 
     @property
     def is_called(self) -> bool:
@@ -133,6 +139,7 @@ class Membership:
                 f"the store cannot be reached any more ({error}), so nobody can say who goes on; this worker stops. "
                 "Resume from a checkpoint"
             ) from error
+        self.connections = Connections()
         self.generation, self.groups = number, groups
         self._called.clear()
         self._beats.clear()
@@ -200,6 +207,11 @@ class Membership:
             )
 
     # The world.
+
+    def leave_world(self) -> None:
+        """Abandon all process groups; whoever waits for this worker learns of it at once."""
+        self.connections.hang_up()
+        process_groups.leave()
 
     def open_world(self) -> None:
         """Process groups for this generation; those of the last one were abandoned."""

@@ -23,7 +23,7 @@ from thinwire.comm.aggregate import Aggregator
 from thinwire.comm.background import EarlyBuckets
 from thinwire.comm.codes import aggregator
 from thinwire.comm.collectives import Wire
-from thinwire.comm.losses import is_loss
+from thinwire.comm.losses import tried
 from thinwire.comm.replicate import Replicated
 from thinwire.comm.sent import Ranks, Sent
 from thinwire.comm.topology import Topology
@@ -59,7 +59,7 @@ class GradientAveraging:
         self._names: list[str] = []
         self.scale = 1.0
         """What losses were multiplied by when residuals were left."""
-        self.lost: RuntimeError | None = None
+        self.lost: str | None = None
         """Why the last exchange failed, where workers go on without a group."""
         self._staged = False  # gradients were exchanged for a step that is not taken yet
         self._updated = False
@@ -184,12 +184,10 @@ class GradientAveraging:
 
     def _exchange(self) -> None:
         """At the end of the backward pass: whatever was not exchanged while it went on."""
-        try:
+        if self.wire.outlives_groups:
+            self.lost = tried(self._exchange_now)  # for whoever takes the step; nothing is raised in a backward pass
+        else:
             self._exchange_now()
-        except RuntimeError as error:
-            if not (self.wire.outlives_groups and is_loss(error)):
-                raise
-            self.lost = error  # before the step is taken, not in the user's backward pass
 
     def _exchange_now(self) -> None:
         again, self._outcomes = self._staged, {}

@@ -1,0 +1,51 @@
+"""Connections that process groups have opened, to hang them up.
+
+gloo cannot cancel a collective: it waits for its timeout, and its connections stay open as long as anything holds the
+group. Whoever waits for a worker that has given up would wait just as long. So the sockets themselves are shut down:
+both ends then get an error at once.
+"""
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+_OPEN = Path("/proc/self/fd")
+"""Linux has it; elsewhere nothing is known of sockets, and workers wait for the timeout."""
+
+
+class Connections:
+    """Sockets that were opened while process groups were made."""
+
+    def __init__(self) -> None:
+        self._sockets: dict[int, str] = {}
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note those that are opened inside."""
+        before = _sockets()
+        try:
+            yield
+        finally:
+            self._sockets |= {number: name for number, name in _sockets().items() if before.get(number) != name}
+
+    def hang_up(self) -> None:
+        """Shut down those that are still open; not those that listen, without which gloo aborts."""
+        now, noted = _sockets(), self._sockets
+        self._sockets = {}
+        for number, name in noted.items():
+            if now.get(number) == name:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> dict[int, str]:
+    """This process's sockets: a file descriptor may be another's by the time it is looked at, its name not."""
+    found = {}
+    for entry in _OPEN.iterdir() if _OPEN.is_dir() else ():
+        with contextlib.suppress(OSError):
+            if (name := os.readlink(entry)).startswith("socket:"):
+                found[int(entry.name)] = name
+    return found

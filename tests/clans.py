@@ -1,0 +1,100 @@
+"""Groups of real workers that may die: each has a launcher of its own, and all meet at a store."""
+
+import os
+import queue
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+import gang
+
+TIMEOUT = 20.0
+"""What a test gives as `Faults(timeout=…)`, and more than any wait here should take."""
+
+
+class Clans:
+    """Some groups, started side by side; a group whose worker dies is killed whole, as torchrun does."""
+
+    def __init__(self, function: Callable[..., Any], groups: int, workers: int, *args: Any) -> None:
+        self.store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        self.function, self.count, self.workers, self.args = function, groups, workers, args
+        self.results = gang.context.Queue()
+        self.started = [0] * groups
+        self.processes: dict[int, list[Any]] = {}
+        for group in range(groups):
+            self.start(group)
+
+    def start(self, group: int) -> None:
+        """Start a group, or start it again."""
+        self.started[group] += 1
+        self.processes[group] = [
+            gang.context.Process(
+                target=_worker,
+                args=(self.function, self.store.port, group, self.count, worker, self.workers, self.args, self.results),
+                daemon=True,
+            )
+            for worker in range(self.workers)
+        ]
+        for process in self.processes[group]:
+            process.start()
+
+    def kill(self, group: int, how: int = signal.SIGKILL) -> None:
+        for process in self.processes[group]:
+            if process.is_alive():
+                os.kill(process.pid, how)
+
+    def collect(self, timeout: float = 120) -> dict[tuple[int, int], Any]:
+        """What workers returned, by group and worker; those that were killed returned nothing."""
+        found: dict[tuple[int, int], Any] = {}
+        end = time.monotonic() + timeout
+        try:
+            while time.monotonic() < end and not self._all_over(found):
+                try:
+                    group, worker, value = self.results.get(timeout=0.1)
+                    found[group, worker] = value
+                except queue.Empty:
+                    pass
+                self._reap()
+            assert self._all_over(found), f"after {timeout} s only {sorted(found)} are over"
+            return found
+        finally:
+            for group in self.processes:
+                self.kill(group)
+
+    def _reap(self) -> None:
+        for group, processes in self.processes.items():
+            if any(process.exitcode not in (None, 0) for process in processes):
+                self.kill(group)
+
+    def _all_over(self, found: dict[tuple[int, int], Any]) -> bool:
+        return all(
+            (group, worker) in found or process.exitcode not in (None, 0)
+            for group, processes in self.processes.items()
+            for worker, process in enumerate(processes)
+        )
+
+
+def _worker(
+    function: Callable[..., Any],
+    port: int,
+    group: int,
+    groups: int,
+    worker: int,
+    workers: int,
+    args: tuple[Any, ...],
+    results: Any,
+) -> None:
+    os.environ.update(THINWIRE_STORE=f"127.0.0.1:{port}", THINWIRE_GROUP=str(group), THINWIRE_GROUPS=str(groups))
+    os.environ.update(RANK=str(worker), WORLD_SIZE=str(workers), LOCAL_RANK=str(worker), LOCAL_WORLD_SIZE=str(workers))
+    try:
+        value: Any = function(group, worker, *args)
+    except Exception as error:
+        value = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+    results.put((group, worker, value))
+    results.close()
+    results.join_thread()
+    os._exit(0)
