@@ -1,7 +1,7 @@
 """Groups of real workers that may die: each has a launcher of its own, and all meet at a store."""
 
+import contextlib
 import os
-import queue
 import signal
 import time
 import traceback
@@ -22,25 +22,21 @@ class Clans:
     def __init__(self, function: Callable[..., Any], groups: int, workers: int, *args: Any) -> None:
         self.store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self.function, self.count, self.workers, self.args = function, groups, workers, args
-        self.results = gang.context.Queue()
-        self.started = [0] * groups
         self.processes: dict[int, list[Any]] = {}
+        # A queue would be locked for good by a worker that is killed while it writes.
+        self.results: dict[tuple[int, int], Any] = {}
         for group in range(groups):
             self.start(group)
 
     def start(self, group: int) -> None:
         """Start a group, or start it again."""
-        self.started[group] += 1
-        self.processes[group] = [
-            gang.context.Process(
-                target=_worker,
-                args=(self.function, self.store.port, group, self.count, worker, self.workers, self.args, self.results),
-                daemon=True,
-            )
-            for worker in range(self.workers)
-        ]
-        for process in self.processes[group]:
+        self.processes[group] = []
+        for worker in range(self.workers):
+            self.results[group, worker], sender = gang.context.Pipe(duplex=False)
+            seat = self.store.port, group, self.count, worker, self.workers
+            process = gang.context.Process(target=_worker, args=(self.function, seat, self.args, sender), daemon=True)
             process.start()
+            self.processes[group].append(process)
 
     def kill(self, group: int, how: int = signal.SIGKILL) -> None:
         for process in self.processes[group]:
@@ -53,12 +49,12 @@ class Clans:
         end = time.monotonic() + timeout
         try:
             while time.monotonic() < end and not self._all_over(found):
-                try:
-                    group, worker, value = self.results.get(timeout=0.1)
-                    found[group, worker] = value
-                except queue.Empty:
-                    pass
+                for seat, receiver in self.results.items():
+                    if seat not in found and receiver.poll():
+                        with contextlib.suppress(EOFError):  # killed
+                            found[seat] = receiver.recv()
                 self._reap()
+                time.sleep(0.05)
             assert self._all_over(found), f"after {timeout} s only {sorted(found)} are over"
             return found
         finally:
@@ -79,22 +75,14 @@ class Clans:
 
 
 def _worker(
-    function: Callable[..., Any],
-    port: int,
-    group: int,
-    groups: int,
-    worker: int,
-    workers: int,
-    args: tuple[Any, ...],
-    results: Any,
+    function: Callable[..., Any], seat: tuple[int, int, int, int, int], args: tuple[Any, ...], sender: Any
 ) -> None:
+    port, group, groups, worker, workers = seat
     os.environ.update(THINWIRE_STORE=f"127.0.0.1:{port}", THINWIRE_GROUP=str(group), THINWIRE_GROUPS=str(groups))
     os.environ.update(RANK=str(worker), WORLD_SIZE=str(workers), LOCAL_RANK=str(worker), LOCAL_WORLD_SIZE=str(workers))
     try:
         value: Any = function(group, worker, *args)
     except Exception as error:
         value = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-    results.put((group, worker, value))
-    results.close()
-    results.join_thread()
+    sender.send(value)
     os._exit(0)

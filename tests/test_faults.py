@@ -32,6 +32,7 @@ def trained(group: int, worker: int, name: str, deaths: dict[int, tuple[str, int
     optimizer = AdamW(model.parameters(), 3e-3)
     replica = thinwire.attach(model, optimizer, WAYS[name], faults=Faults(timeout=TIMEOUT))
     where, when = deaths.get(group, ("", -1))
+    seen: list[Any] = []
     while replica.step < STEPS:
         if replica.step == when and worker == 0:
             _die(where, replica)
@@ -41,8 +42,11 @@ def trained(group: int, worker: int, name: str, deaths: dict[int, tuple[str, int
         loss.backward()
         optimizer.step()
         time.sleep(slow)
+        if replica.step % 16 == 9:
+            with replica.merged():
+                seen.append(small.model_bits(model))
     replica.finish()
-    return small.model_bits(model), replica.step, replica.describe()["events"]
+    return small.model_bits(model), replica.step, replica.describe()["events"], seen
 
 
 def _die(where: str, replica: Any) -> None:
@@ -71,6 +75,7 @@ def survivors(found: dict[tuple[int, int], Any]) -> list[Any]:
         assert not isinstance(value, str), f"{seat}: {value}"
     values = list(found.values())
     assert len({value[0] for value in values}) == 1
+    assert len({tuple(value[3]) for value in values}) == 1
     return values
 
 

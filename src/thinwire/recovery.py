@@ -13,6 +13,7 @@ all, so nothing has to be copied. Before groups average parameters each worker k
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from thinwire.config.faults import Faults
 from thinwire.errors import ConfigError
 from thinwire.methods.base import Method
 from thinwire.methods.context import Saved
+from thinwire.methods.merging import restored
 
 log = logging.getLogger("thinwire")
 
@@ -89,15 +91,34 @@ class Recovery:
         else:
             self.together(method.end_step)
 
-    def together(self, work: Callable[[], None]) -> None:
-        """Work that all groups do together, on all of them or on none."""
+    def together(self, work: Callable[[], None], *, changes: bool = True) -> None:
+        """Work that all groups do together, on all of them or on none; if it `changes` nothing, there is no copy."""
         while True:
-            before = Undo(self.method)
+            before = Undo(self.method) if changes else None
             lost = tried(work)
             ready = lost is None
             lost = lost or self._vote()
             if lost is None or self._regroup(lost, ready=ready, undo=before):
                 return
+
+    def show_merged(self, merge_into: Callable[[ExitStack], None], stack: ExitStack) -> None:
+        """Let the model be the merged one until the stack is closed.
+
+        That may not end with other groups than it began with, so the merged values are copied.
+        """
+        model = self.method.model
+        merged: list[Tensor] = []
+
+        def look() -> None:
+            with ExitStack() as short:
+                merge_into(short)
+                merged[:] = [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
+
+        self.together(look, changes=False)
+        stack.enter_context(restored(model))
+        with torch.no_grad():
+            for t, value in zip((*model.parameters(), *model.buffers()), merged, strict=True):
+                t.copy_(value)
 
     def _until_done(self, work: Callable[[], None], again: Callable[[], None]) -> None:
         """Work that may be repeated."""

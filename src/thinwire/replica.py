@@ -184,16 +184,22 @@ class Replica(nn.Module):
         """Give every worker the merged model for a while; collective. Its bytes count as "evaluate"."""
         self._refuse_other_flags()
         with contextlib.ExitStack() as stack:
-            with self.traffic.booked_under("evaluate"), self._unrounded():
-                self._method.wire.barrier("merged()")
-                check_parameters(self._method, "merged()", finite=False)
-                if not self.in_sync:
-                    stack.enter_context(self._method.merged())
-                    check_parameters(self._method, "merged()", everywhere=True, finite=False)
+            if self._recovery is None:
+                self._merge_into(stack)
+            else:
+                self._recovery.show_merged(self._merge_into, stack)
             self._stepping.expect_changes()
             self._shows_merged = True
             stack.callback(setattr, self, "_shows_merged", False)
             yield self
+
+    def _merge_into(self, stack: contextlib.ExitStack) -> None:
+        with self.traffic.booked_under("evaluate"), self._unrounded():
+            self._method.wire.barrier("merged()")
+            check_parameters(self._method, "merged()", finite=False)
+            if not self.in_sync:
+                stack.enter_context(self._method.merged())
+                check_parameters(self._method, "merged()", everywhere=True, finite=False)
 
     def finish(self, cutoff: float | None = None) -> nn.Module:
         """The trained model in plain, low-rank torch.nn layers; collective, once. The replica becomes it."""
@@ -203,13 +209,7 @@ class Replica(nn.Module):
             check_cutoff(cutoff, zero_allowed=True)
         if not self.in_sync:
             self._refuse_other_flags()
-        self._method.wire.barrier("finish()")
-        check_parameters(self._method, "finish()", finite=False)
-        with self._unrounded():
-            self._together(lambda: self._method.finish(cutoff))
-        check_parameters(self._method, "finish()", everywhere=True)
-        agree_on_buffers(self._method)
-        self._agree_on_read_weights()
+        self._together(lambda: self._finish(cutoff))
         self.detach()
         self.finished_ranks = {layer.key: layer.rank for layer in self._method.layers if layer.rank}
         self.read_layers = [name for name, module in self.module.named_modules() if weight_was_read(module)]
@@ -220,6 +220,15 @@ class Replica(nn.Module):
             sizes, ranks = (self._full, _count(self.module)), self.finished_ranks.values()
             log_finished(self._method, sizes, ranks, self.baseline()["allreduce_fp32"])
         return self.module
+
+    def _finish(self, cutoff: float | None) -> None:
+        self._method.wire.barrier("finish()")
+        check_parameters(self._method, "finish()", finite=False)
+        with self._unrounded():
+            self._method.finish(cutoff)
+        check_parameters(self._method, "finish()", everywhere=True)
+        agree_on_buffers(self._method)
+        self._agree_on_read_weights()
 
     def detach(self) -> None:
         """Release optimizer, scaler and model, in its present shape."""
@@ -262,6 +271,9 @@ class Replica(nn.Module):
         """Write model, optimizer, method and ledger to a folder all workers see; collective."""
         self._refuse_finished("save()")
         self._refuse_other_flags()
+        self._together(lambda: self._save(folder), changes=False)
+
+    def _save(self, folder: Path | str) -> None:
         self._method.wire.barrier("save()")
         check_parameters(self._method, "save()")
         snapshot.save(self._method, self._scaler, folder, self.baseline(), self.averages)
@@ -402,9 +414,12 @@ class Replica(nn.Module):
         if not self._is_skipped:
             _call_all(self._method.context.after_update, optimizer)
 
-    def _together(self, work: Callable[[], Any]) -> Any:
+    def _together(self, work: Callable[[], None], *, changes: bool = True) -> None:
         """Work that all groups do together; if one is lost, the others do it again."""
-        return work() if self._recovery is None else self._recovery.together(work)
+        if self._recovery is None:
+            work()
+        else:
+            self._recovery.together(work, changes=changes)
 
     def _keep_baseline(self) -> None:
         """A world of another size takes the next steps."""

@@ -6,7 +6,7 @@ from typing import Any
 
 _LOST = re.compile(
     r"connection (was )?(likely )?(closed|reset|refused|aborted)|broken pipe|remote process exited|timed out|"
-    r"wait timeout|socket|no route to host|network is unreachable",
+    r"wait timeout|monitoredbarrier|socket|no route to host|network is unreachable",
     re.IGNORECASE,
 )
 
