@@ -71,10 +71,7 @@ def _die(where: str, replica: Any) -> None:
 
 def survivors(found: dict[tuple[int, int], Any]) -> list[Any]:
     """What those that were left came to; they must hold the same model."""
-    for seat, value in found.items():
-        assert not isinstance(value, str), f"{seat}: {value}"
-    values = list(found.values())
-    assert len({value[0] for value in values}) == 1
+    values = one_model(found)
     assert len({tuple(value[3]) for value in values}) == 1
     return values
 
@@ -166,3 +163,23 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(f"THINWIRE_{name}", value)
     with pytest.raises(ConfigError, match="THINWIRE_STORE='nowhere'"):
         thinwire.attach(model, optimizer, LocalSGD(every=2), faults=Faults())
+
+
+@pytest.mark.parametrize("name", ["diloco", *(pytest.param(n, marks=pytest.mark.slow) for n in ("plain", "coded"))])
+def test_a_group_that_is_started_again_joins(name: str) -> None:
+    clans = Clans(trained, 3, 1, name, {}, 0.2)
+    time.sleep(3)
+    clans.kill(1)
+    clans.processes[1][0].join()
+    clans.start(1)
+    found = clans.collect()
+    assert len(one_model(found)) == 3
+    assert [1] in [event["came"] for event in found[0, 0][2]]
+
+
+def one_model(found: dict[tuple[int, int], Any]) -> list[Any]:
+    """What groups returned; they must have come to the same model."""
+    for seat, value in found.items():
+        assert not isinstance(value, str), f"{seat}: {value}"
+    assert len({value[0] for value in found.values()}) == 1
+    return list(found.values())

@@ -23,6 +23,7 @@ from thinwire.commands.fields import WithFields
 from thinwire.commands.netbench import netbench
 from thinwire.commands.plan import plan
 from thinwire.commands.stability import stability
+from thinwire.commands.store import store
 from thinwire.errors import ConfigError, ThinwireError, is_refusal, one_line
 from thinwire.jobs import Job, variant, variants
 from thinwire.launch import inside_job
@@ -262,6 +263,7 @@ main.add_command(export)
 main.add_command(plan)
 main.add_command(netbench)
 main.add_command(stability)
+main.add_command(store)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,19 @@ In phases that average gradients the vote comes before an optimizer changes anyt
 all, so nothing has to be copied. Before groups average parameters each worker keeps a copy of what that changes.
 """
 
+import json
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
+from thinwire.comm import process_groups
+from thinwire.comm.collectives import Wire
+from thinwire.comm.ledger import Ledger
 from thinwire.comm.losses import tried
 from thinwire.comm.membership import LostError, Membership
 from thinwire.comm.topology import Topology
@@ -28,12 +33,13 @@ from thinwire.errors import ConfigError
 from thinwire.methods.base import Method
 from thinwire.methods.context import Saved
 from thinwire.methods.merging import restored
+from thinwire.store import apart, together
 
 log = logging.getLogger("thinwire")
 
 
-def met(config: Any, faults: Faults) -> Membership:
-    """The groups that launchers started, all of them here; collective."""
+def met(config: Any, faults: Faults, device: torch.device, ledger: Ledger) -> tuple[Wire, Membership]:
+    """The groups that launchers started, all of them here, or those of a run that is under way; collective."""
     if config.group_size is not None:
         raise ConfigError(
             f"`group_size`={config.group_size} with faults=…: there each launcher's workers are a group; leave "
@@ -47,10 +53,23 @@ def met(config: Any, faults: Faults) -> Membership:
     if config.overlap:
         raise ConfigError(f"`overlap`={config.overlap} with faults=… is not supported so far; leave one of them out")
     membership = Membership.from_environment(faults)
-    membership.begin()
+    if membership.is_under_way:
+        log.info("group %d joins a run that is under way", membership.seat.group)
+        membership.join()
+    else:
+        membership.begin()
     with membership.connections.noted():
         membership.open_world()
-    return membership
+        if membership.joins:
+            wire = Wire(_topology(membership), ledger)
+        else:
+            wire = Wire.open(None, repr(config), device, ledger, membership.layout)
+    wire.outlives_groups = True
+    return wire, membership
+
+
+def _topology(membership: Membership) -> Topology:
+    return Topology(torch.distributed.get_rank(), membership.layout, membership.layout)
 
 
 class Recovery:
@@ -60,6 +79,7 @@ class Recovery:
         self.method, self.membership = method, membership
         self.votes = 0
         """Votes that this worker has seen complete."""
+        self._lets_in = False  # as of the last vote, a group waits to be let in
         self.on_regroup: list[Callable[[], None]] = []
         """Called when other groups are to come, while those before are still known."""
 
@@ -75,7 +95,7 @@ class Recovery:
             lost = self._vote()
         if lost is None:
             return True
-        done = self._regroup(lost, ready=ready)
+        done = self._regroup(lost, ready=ready, admits=False)
         if not done:
             gradients.throw_away()
             log.warning("nobody takes the step after step %d: its gradients were lost", self.method.step)
@@ -87,18 +107,36 @@ class Recovery:
         if self.membership.is_called and method.gradients.code is None:
             self._regroup(None, ready=False)  # others have lost a group and wait
         if method.next_event > method.step + 1:
-            self._until_done(method.end_step, again=method.settle)
+            self._until_done(self._count_and_end, again=method.settle)
         else:
-            self.together(method.end_step)
+            self.together(self._count_and_end, admits=True)
+        if self._lets_in:
+            self._regroup(None, ready=False)
 
-    def together(self, work: Callable[[], None], *, changes: bool = True) -> None:
-        """Work that all groups do together, on all of them or on none; if it `changes` nothing, there is no copy."""
+    def _count_and_end(self) -> None:
+        """Steps that were skipped, or that others took before this group came, have left no trace in its counters."""
+        self.method.forwards = self.method.step + 1
+        self.method.end_step()
+
+    def together(
+        self, work: Callable[[], None], *, changes: bool = True, admits: bool = False, last: bool = False
+    ) -> None:
+        """Work that all groups do together, on all of them or on none.
+
+        If it `changes` nothing, there is no copy. It may go on with groups that want in, if it `admits` them. Who has
+        seen the `last` one leaves, and says so.
+        """
         while True:
             before = Undo(self.method) if changes else None
             lost = tried(work)
             ready = lost is None
             lost = lost or self._vote()
-            if lost is None or self._regroup(lost, ready=ready, undo=before):
+            if lost is not None and ready and last and self.membership.was_seen(self.votes + 1):
+                return
+            if lost is None or self._regroup(lost, ready=ready, undo=before, admits=admits):
+                if last:
+                    self.membership.testify(self.votes)
+                    self.membership.close()
                 return
 
     def show_merged(self, merge_into: Callable[[ExitStack], None], stack: ExitStack) -> None:
@@ -128,13 +166,21 @@ class Recovery:
 
     def _vote(self) -> str | None:
         """Wait until every worker has done its part; why that is not known, if it is not."""
-        lost = tried(lambda: self.method.wire.all_reduce_max(torch.zeros(1), "control"))
-        self.votes += lost is None
+        found = []
+
+        def vote() -> None:
+            wanted = float(self.membership.wanted > self.membership.generation)
+            found.append(self.method.wire.all_reduce_max(torch.tensor([wanted]), "control"))
+
+        lost = tried(vote)
+        if lost is None:
+            self.votes += 1
+            self._lets_in = bool(found[0])
         return lost
 
     # Other groups.
 
-    def _regroup(self, why: str | None, *, ready: bool, undo: "Undo | None" = None) -> bool:
+    def _regroup(self, why: str | None, *, ready: bool, undo: "Undo | None" = None, admits: bool = True) -> bool:
         """Go on with the groups that are left; whether what was under way is done."""
         method, before = self.method, dict(self.membership.groups)
         for callback in self.on_regroup:
@@ -142,8 +188,8 @@ class Recovery:
         applied = method.state_dict() if ready or undo is None else {}
         self.membership.leave_world()
         for attempt in range(len(before) + 1):
-            reports = self.membership.renew({"votes": self.votes, "ready": ready, "step": method.step})
-            done = ready and any(report["votes"] > self.votes for report in reports.values())
+            reports = self.membership.renew({"votes": self.votes, "admits": admits})
+            done = ready and any(report.get("votes", 0) > self.votes for report in reports.values())
             if (again := tried(self._open)) is None:
                 break
             if attempt == len(before):
@@ -155,27 +201,78 @@ class Recovery:
         state = applied if undone is None else undone.state
         values = undone.restore_values if undone is not None else lambda: None
         method.load_state_dict(Saved(state["shared"], [state["local"]], 0, values, stays=True))
-        method.forwards = method.step  # a step that was skipped has run a batch
+        method.forwards = method.step
+        self._lets_in = False
         self._tell(before, why)
+        new = self.membership.joined
+        if new and (again := tried(lambda: self._hand_over(new))):
+            self._regroup(again, ready=False)
         return done
 
+    # Groups that join.
+
+    def _hand_over(self, new: set[int]) -> None:
+        """Give groups that join what this run has come to; collective."""
+        ranks, donor = self._ranks_for(new)
+        transfer = process_groups.process_group(ranks)
+        if self.method.topology.rank == donor:
+            _broadcast(pack(self._whole()), ranks, donor, transfer, self.method.wire)
+
+    def take_over(self) -> None:
+        """In a group that joins: be what a group that is in the run is, with nothing left unsent; collective."""
+        ranks, donor = self._ranks_for(self.membership.joined)
+        transfer = process_groups.process_group(ranks)
+        whole = unpack(_broadcast(None, ranks, donor, transfer, self.method.wire))
+        if whole["settings"] != repr(self.method.config):
+            raise ConfigError(
+                f"the run that is under way has {whole['settings']}, here is {self.method.config!r}; join with the same"
+            )
+        local = whole["method"]["local"]
+        local["gradients"]["buckets"] = []
+        device = next(self.method.model.parameters()).device
+        shared = _moved(whole["method"]["shared"], device)
+        self.method.load_state_dict(Saved(shared, [local], None, lambda: self._load(whole), stays=True))
+        self.method.forwards = self.method.step
+        self.votes = whole["votes"]
+
+    def _ranks_for(self, new: set[int]) -> tuple[tuple[int, ...], int]:
+        """The worker that gives, and it with those that take."""
+        layout = dict(zip(sorted(self.membership.groups), self.membership.layout, strict=True))
+        donor = next(ranks[0] for group, ranks in layout.items() if group not in new)
+        return (donor, *(rank for group in sorted(new) for rank in layout[group])), donor
+
+    def _whole(self) -> dict[str, Any]:
+        states = [optimizer.state_dict()["state"] for optimizer in self.method.optimizers]
+        return {
+            "settings": repr(self.method.config),
+            "votes": self.votes,
+            "method": self.method.state_dict(),
+            "model": dict(self.method.model.state_dict()),
+            "optimizers": [{str(i): state for i, state in found.items()} for found in states],
+        }
+
+    def _load(self, whole: dict[str, Any]) -> None:
+        self.method.model.load_state_dict(whole["model"])
+        for optimizer, found in zip(self.method.optimizers, whole["optimizers"], strict=True):
+            state = {int(i): values for i, values in found.items()}
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+
     def _open(self) -> None:
-        layout = self.membership.layout
         with self.membership.connections.noted():
             self.membership.open_world()
-            self.method.wire.lay_out(Topology(torch.distributed.get_rank(), layout, layout))
+            self.method.wire.lay_out(_topology(self.membership))
 
     def _tell(self, before: dict[int, int], why: str | None) -> None:
-        lost = sorted(before.keys() - self.membership.groups.keys())
-        came = sorted(self.membership.groups.keys() - before.keys())
-        event = {"step": self.method.step, "event": "groups", "lost": lost, "came": came}
-        self.method.events.append(event | {"groups": len(self.membership.groups)})
-        if not self.method.topology.rank and lost:
-            who = f"group{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
-            left, step = len(self.membership.groups), self.method.step
-            log.warning(
-                "%s lost after step %d, %d of %d go on (%s)", who, step, left, len(before), why or "as others say"
-            )
+        now, came = self.membership.groups, self.membership.joined
+        lost = sorted((before.keys() - now.keys()) | (before.keys() & came))
+        event = {"step": self.method.step, "event": "groups", "lost": lost, "came": sorted(came), "groups": len(now)}
+        self.method.events.append(event)
+        if not self.method.topology.rank:
+            for who, what in ((lost, "lost"), (sorted(came), "joined")):
+                if who:
+                    names = f"group{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}"
+                    reason = f" ({why})" if why and what == "lost" else ""
+                    log.warning("%s %s after step %d, %d go on%s", names, what, self.method.step, len(now), reason)
 
 
 class Undo:
@@ -202,6 +299,39 @@ class Undo:
                 optimizer.state[p] = state
             else:
                 optimizer.state.pop(p, None)
+
+
+def pack(tree: Any) -> Tensor:
+    """A tree of plain values and tensors as bytes, which hold no code."""
+    plain, tensors = apart(tree)
+    text = json.dumps(plain).encode()
+    values = save({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()})
+    return torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text + values), dtype=torch.uint8)
+
+
+def unpack(packed: Tensor) -> Any:
+    """The tree again, on the CPU."""
+    raw = packed.numpy().tobytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    return together(json.loads(raw[8:end]), load(raw[end:]))
+
+
+def _broadcast(packed: Tensor | None, ranks: tuple[int, ...], root: int, group: Any, wire: Wire) -> Tensor:
+    size = torch.tensor([0 if packed is None else len(packed)])
+    torch.distributed.broadcast(size, root, group=group)
+    packed = torch.empty(int(size), dtype=torch.uint8) if packed is None else packed
+    torch.distributed.broadcast(packed, root, group=group)
+    for number in (8, len(packed)):
+        wire.count("join", wire.topology.tree(ranks, number, root))
+    return packed
+
+
+def _moved(tree: Any, device: torch.device) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.to(device)
+    if isinstance(tree, dict):
+        return {key: _moved(value, device) for key, value in tree.items()}
+    return [_moved(value, device) for value in tree] if isinstance(tree, list) else tree
 
 
 def _copied(tree: Any) -> Any:

@@ -68,16 +68,16 @@ def attach(
     check_model(model)
     optimizers = given_optimizers(optimizer)
     check_optimizers(model, optimizers)
-    membership = met(config, faults) if faults is not None else None
-    if membership is None:
-        join()
     device = next(model.parameters()).device
-    groups = membership.layout if membership is not None else None
-    with contextlib.nullcontext() if membership is None else membership.connections.noted():
-        wire = Wire.open(config.group_size, repr(config), device, Ledger(Clock(device), watched()), groups)
-    wire.outlives_groups = membership is not None
-    check_same_architecture(model, optimizers, wire)
-    broadcast_initial_values(model, wire)
+    ledger, membership = Ledger(Clock(device), watched()), None
+    if faults is None:
+        join()
+        wire = Wire.open(config.group_size, repr(config), device, ledger)
+    else:
+        wire, membership = met(config, faults, device, ledger)
+    if membership is None or not membership.joins:
+        check_same_architecture(model, optimizers, wire)
+        broadcast_initial_values(model, wire)
     context = MethodContext(model, optimizers, wire, ddp=dict(ddp or {}), has_scaler=scaler is not None)
     method = make(config, context)
     recovery = Recovery(method, membership) if membership is not None else None
@@ -131,7 +131,10 @@ class Replica(nn.Module):
             context.scale = scaler.get_scale
         if recovery is not None:
             recovery.on_regroup.append(self._keep_baseline)
-        method.attach()
+        if recovery is not None and recovery.membership.joins:
+            recovery.take_over()
+        else:
+            method.attach()
         if compile is not None:
             compile_in_place(self.module, compile)
         self._stepping = Stepping(
@@ -209,7 +212,7 @@ class Replica(nn.Module):
             check_cutoff(cutoff, zero_allowed=True)
         if not self.in_sync:
             self._refuse_other_flags()
-        self._together(lambda: self._finish(cutoff))
+        self._together(lambda: self._finish(cutoff), last=True)
         self.detach()
         self.finished_ranks = {layer.key: layer.rank for layer in self._method.layers if layer.rank}
         self.read_layers = [name for name, module in self.module.named_modules() if weight_was_read(module)]
@@ -414,12 +417,12 @@ class Replica(nn.Module):
         if not self._is_skipped:
             _call_all(self._method.context.after_update, optimizer)
 
-    def _together(self, work: Callable[[], None], *, changes: bool = True) -> None:
+    def _together(self, work: Callable[[], None], *, changes: bool = True, last: bool = False) -> None:
         """Work that all groups do together; if one is lost, the others do it again."""
         if self._recovery is None:
             work()
         else:
-            self._recovery.together(work, changes=changes)
+            self._recovery.together(work, changes=changes, last=last)
 
     def _keep_baseline(self) -> None:
         """A world of another size takes the next steps."""

@@ -10,6 +10,9 @@ Keys, of which only small JSON is the value:
     alive/GROUP/WORKER               a counter that each worker raises every second
     N/report/GROUP/WORKER            what a worker reports to generation N
     N/groups                         the groups of generation N, with their sizes
+    N/wants                          a group asks to be in generation N
+    now                              the generation that is going on
+    seen/V                           somebody has seen vote V and is gone, as all are at the end of a run
     N/world/…                        where torch's process groups of generation N meet
 """
 
@@ -19,7 +22,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -38,6 +41,8 @@ STORE, GROUP, GROUPS = "THINWIRE_STORE", "THINWIRE_GROUP", "THINWIRE_GROUPS"
 _BEAT_S = 0.5
 _POLL_S = 0.05
 
+JOINS = {"joins": True}
+"""What a worker reports that has nothing yet."""
 Reports = Mapping[tuple[int, int], Any]
 """What each worker reported, by its group and its number in it."""
 
@@ -62,9 +67,13 @@ class Membership:
         self.generation = -1
         self.groups: dict[int, int] = {}
         """Workers of each group of this generation."""
+        self.joined: set[int] = set()
+        """Groups that are new in it."""
         self._expected = groups
         self.connections = Connections()
         """Those of this generation's process groups."""
+        self.wanted = -1
+        """The last generation that a group has asked to be in, as far as this worker has noticed."""
         self._called = threading.Event()
         self._stop = threading.Event()
         self._beats: dict[tuple[int, int], tuple[bytes, float]] = {}
@@ -104,6 +113,8 @@ class Membership:
                 count += 1
                 store.set(key, str(count))
                 generation, connections = self.generation, self.connections
+                if generation >= 0 and store.check([f"{generation + 1}/wants"]):
+                    self.wanted = generation + 1
                 if store.check([f"{generation + 1}/called"]) and generation == self.generation:
                     self._called.set()
                     connections.hang_up()  # this worker may wait for one that has left
@@ -119,39 +130,87 @@ class Membership:
 
     # Generations.
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the run has begun without this group, which can only join it."""
+        return self.store.check(["0/groups"])
+
     def begin(self) -> Reports:
         """The first generation: all groups meet."""
         return self._renew({}, dict.fromkeys(range(self._expected), 0))
 
     def renew(self, report: Any) -> Reports:
-        """The next generation, of those who are left; what each of them reported."""
+        """The next generation, of those who are left and those who want in; what each of them reported."""
         return self._renew(report, self.groups)
+
+    def join(self) -> Reports:
+        """Ask to be let in, again after each generation that has come about without this group."""
+        asked = -1
+        with self._reaching_the_store():
+            while True:
+                if asked >= 0 and self.store.check([f"{asked}/groups"]):
+                    groups = self._groups_of(asked)
+                    if groups.get(self.seat.group) == self.seat.workers:
+                        return self._enter(asked, groups)
+                now = int(self.store.get("now")) if self.store.check(["now"]) else 0
+                if now >= asked:
+                    asked = now + 1
+                    self._report(asked, JOINS)
+                    self.store.set(f"{asked}/wants", "")
+                time.sleep(_POLL_S)
 
     def _renew(self, report: Any, before: Mapping[int, int]) -> Reports:
         number = self.generation + 1
-        try:
-            self.store.set(f"{number}/report/{self.seat.group}/{self.seat.worker}", json.dumps([self.seat, report]))
+        with self._reaching_the_store():
+            self._report(number, report)
             self.store.set(f"{number}/called", "")
             groups = self._decided(number, before)
-            found = {seat: self._read_report(number, seat)[1] for seat in _seats(groups)}
+            found = self._enter(number, groups)
+        self._refuse_if_lost(before, sum(found[group, 0] != JOINS for group in groups))
+        return found
+
+    def _enter(self, number: int, groups: dict[int, int]) -> Reports:
+        self.connections = Connections()
+        self.generation, self.groups = number, groups
+        self._called.clear()
+        self._beats.clear()
+        self.store.set("now", str(number))
+        found = {seat: self._read_report(number, seat)[1] for seat in _seats(groups)}
+        self.joined = {group for group in groups if found[group, 0] == JOINS}
+        return found
+
+    def _report(self, number: int, report: Any) -> None:
+        self.store.set(f"{number}/report/{self.seat.group}/{self.seat.worker}", json.dumps([self.seat, report]))
+
+    @contextlib.contextmanager
+    def _reaching_the_store(self) -> Iterator[None]:
+        try:
+            yield
+        except LostError:
+            raise
         except RuntimeError as error:
             raise LostError(
                 f"the store cannot be reached any more ({error}), so nobody can say who goes on; this worker stops. "
                 "Resume from a checkpoint"
             ) from error
-        self.connections = Connections()
-        self.generation, self.groups = number, groups
-        self._called.clear()
-        self._beats.clear()
-        self._refuse_if_lost(before)
-        return found
+
+    def testify(self, votes: int) -> None:
+        """Say that this vote was complete, for those who did not see it; this worker leaves now."""
+        with self._reaching_the_store():
+            self.store.set(f"seen/{votes}", "")
+
+    def was_seen(self, votes: int) -> bool:
+        """Whether somebody who has left has said so."""
+        with self._reaching_the_store():
+            return self.store.check([f"seen/{votes}"])
 
     def _decided(self, number: int, before: Mapping[int, int]) -> dict[int, int]:
         """Wait until all are here or will not come; the list that was written first."""
         key, deadline = f"{number}/groups", time.monotonic() + self.faults.timeout
         while not self.store.check([key]):
             here = self._complete(number, before)
-            missing = [group for group in before if group not in here]
+            wanting = self._wanting(number, here)
+            missing = [group for group in before if group not in here and not self._wants(number, group)]
             late = time.monotonic() > deadline
             if not missing or late or (self.generation >= 0 and not any(map(self._is_alive, missing))):
                 if self.generation < 0 and missing:
@@ -159,20 +218,35 @@ class Membership:
                         f"after {self.faults.timeout:g} s group {missing[0]} has not come; start a launcher for each "
                         f"of the {len(before)} groups, or give a longer `timeout`"
                     )
-                self.store.compare_set(key, "", json.dumps(here))
+                self.store.compare_set(key, "", json.dumps(here | wanting))
                 break
             time.sleep(_POLL_S)
-        return {int(group): size for group, size in json.loads(self.store.get(key)).items()}
+        return self._groups_of(number)
 
-    def _complete(self, number: int, before: Mapping[int, int]) -> dict[int, int]:
-        """Groups all of whose workers have reported, with their sizes."""
+    def _groups_of(self, number: int) -> dict[int, int]:
+        return {int(group): size for group, size in json.loads(self.store.get(f"{number}/groups")).items()}
+
+    def _complete(self, number: int, before: Mapping[int, int], wanting: bool = False) -> dict[int, int]:
+        """Groups all of whose workers have reported, with their sizes: members, or those that want in."""
         found = {}
         for group in sorted(before):
             if self._has_report(number, (group, 0)):
-                size = self._read_report(number, (group, 0))[0][2]
-                if all(self._has_report(number, (group, worker)) for worker in range(1, size)):
+                (_, _, size), report = self._read_report(number, (group, 0))
+                whole = all(self._has_report(number, (group, worker)) for worker in range(1, size))
+                if whole and (report == JOINS) == wanting:
                     found[group] = size
         return found
+
+    def _wants(self, number: int, group: int) -> bool:
+        """Whether it was started again, so that it does not come back as it was."""
+        return self._has_report(number, (group, 0)) and self._read_report(number, (group, 0))[1] == JOINS
+
+    def _wanting(self, number: int, here: Mapping[int, int]) -> dict[int, int]:
+        """Groups that want in, if all members are where they can let them."""
+        if not all(self._read_report(number, seat)[1].get("admits") for seat in _seats(here)):
+            return {}
+        others = {group: 0 for group in range(self._expected) if group not in here}
+        return self._complete(number, others, wanting=True)
 
     def _has_report(self, number: int, seat: tuple[int, int]) -> bool:
         return self.store.check([f"{number}/report/{seat[0]}/{seat[1]}"])
@@ -193,8 +267,8 @@ class Membership:
             return True
         return now - since < self.faults.silence
 
-    def _refuse_if_lost(self, before: Mapping[int, int]) -> None:
-        left, then = len(self.groups), len(before)
+    def _refuse_if_lost(self, before: Mapping[int, int], left: int) -> None:
+        then = len(before)
         if self.seat.group not in self.groups:
             raise LostError(
                 f"group {self.seat.group} was given up: it did not answer for {self.faults.timeout:g} s, or a worker "
@@ -224,6 +298,11 @@ class Membership:
             world_size=len(seats),
             timeout=timedelta(seconds=self.faults.timeout),
         )
+
+    @property
+    def joins(self) -> bool:
+        """Whether this group has just come to a run that was under way."""
+        return self.seat.group in self.joined
 
     @property
     def layout(self) -> tuple[tuple[int, ...], ...]:

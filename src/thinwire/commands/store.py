@@ -1,0 +1,27 @@
+"""`thinwire store`: where groups meet that may come and go."""
+
+import threading
+
+import click
+
+from thinwire.errors import ConfigError
+
+
+@click.command()
+@click.option("--host", default="0.0.0.0", show_default=True, help="Address to listen on.")
+@click.option("--port", default=29400, show_default=True, help="Port to listen on; 0 takes a free one.")
+def store(host: str, port: int) -> None:
+    """Keep the store at which groups of a fault-tolerant run meet, until it is interrupted.
+
+    It holds a few kilobytes and never a model. The run needs it as long as it lasts: start it where it will not be
+    killed, such as a login node. One store is for one run.
+    """
+    from torch.distributed import TCPStore  # loading it takes seconds
+
+    try:
+        server = TCPStore(host, port, None, True, wait_for_workers=False)
+    except RuntimeError as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError(f"cannot listen on {host}:{port} ({why}); give another `--port`") from error
+    click.echo(f"listening on {host}:{server.port}: start the groups with THINWIRE_STORE=HOST:{server.port}")
+    threading.Event().wait()
