@@ -3,7 +3,7 @@
 from thinwire.compress import Compressed, compress
 from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, Nesterov, OneBit, PowerSGD, Radial, TopK
 from thinwire.ema import EMA
-from thinwire.errors import ConfigError, DisagreementError, DivergedError, ThinwireError
+from thinwire.errors import ConfigError, DisagreementError, DivergedError, SaveError, ThinwireError
 from thinwire.factor.stability import Stability
 from thinwire.methods.base import Method
 from thinwire.methods.registry import register
@@ -29,6 +29,7 @@ __all__ = [
     "PowerSGD",
     "Radial",
     "Replica",
+    "SaveError",
     "Stability",
     "ThinwireError",
     "TopK",

@@ -83,6 +83,7 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--resume", is_flag=True, help="Continue from the last save."),
         options.overwrite,
         click.option("--save-every", type=click.IntRange(1), metavar="N", help="Save every N steps."),
+        click.option("--keep", type=click.IntRange(1), metavar="K", help="Keep the last K saves; default: 2."),
         click.option("--no-model", "model", flag_value=False, default=True, help="Do not write the finished model."),
         click.option("--eval-every", type=click.IntRange(1), metavar="N", help="Evaluate every N steps."),
         click.option("--stability", type=click.IntRange(1), metavar="N", help="Compare the bases every N steps."),

@@ -37,6 +37,10 @@ class DamagedError(ConfigError):
     """A file is corrupt or incomplete; the message names it."""
 
 
+class SaveError(ThinwireError, OSError):
+    """A save could not be written; raised on all workers, the message has the rank, the file and the reason."""
+
+
 class DivergedError(ThinwireError, RuntimeError):
     """A loss or a parameter is not finite; the message names the group."""
 

@@ -22,7 +22,7 @@ from thinwire.settings import from_strings
 from thinwire.train import checkpoint, fit
 from thinwire.train.data.source import check_share
 from thinwire.train.first_step import FIRST_STEP, first_step
-from thinwire.train.folder import of_a_run, refuse_occupied
+from thinwire.train.folder import CHECKPOINTS, of_a_run, refuse_occupied
 
 Defaults = Callable[[str, str | None], Mapping[str, Any]]
 """Maps a method's name and a schedule's name to config fields, as `Recipe.defaults` does."""
@@ -59,6 +59,8 @@ class Job:
     """Replace an existing run in the folder."""
     save_every: int | None = None
     """Steps between saves."""
+    keep: int = 2
+    """Saves that are kept."""
     until: int | None = None
     """Save and stop after this many of the recipe's steps."""
     eval_every: int | None = None
@@ -121,8 +123,9 @@ class Job:
                 f"`--stability {self.stability} --stability-back {self.stability_back}` leaves nothing to compare "
                 f"in a run of {self.trained.steps} steps; measure more often"
             )
-        if self.resume and (saved := checkpoint.find(self.out / "checkpoint")):
-            checkpoint.position(saved, checkpoint.identity(self.trained, self.config, self.seed))
+        if self.resume:
+            identity = checkpoint.identity(self.trained, self.config, self.seed)
+            checkpoint.position_found(self.out / CHECKPOINTS, identity)
 
     def run(self, on_line: Callable[[str], None]) -> dict[str, Any]:
         """Train and return the summary: in this process if it is a worker or the only one, else in new workers."""
@@ -131,9 +134,8 @@ class Job:
         if (self.workers > 1 or self.hosts != (HostSpec(),)) and not inside_job():
             launch(self.arguments(), self.workers, on_line, self.hosts)
             result = self.out / (FIRST_STEP if self.first_step else "summary.json")
-            if self.until and not result.is_file():
-                position = read_json(self.out / "checkpoint" / "position.json")
-                return {"stopped_at": position["step"], "steps": self.trained.steps}
+            if self.until and not result.is_file() and (saved := checkpoint.find(self.out / CHECKPOINTS)):
+                return {"stopped_at": read_json(saved / "position.json")["step"], "steps": self.trained.steps}
             return read_json(result)
         with as_worker():
             summary = self._train()
@@ -153,6 +155,7 @@ class Job:
             resume=self.resume,
             overwrite=self.overwrite,
             save_every=self.save_every,
+            keep=self.keep,
             until=self.until,
             model=self.model,
             stability=self.stability,
@@ -185,6 +188,7 @@ class Job:
             "--group-size": self.group_size,
             "--data": self.data,
             "--save-every": self.save_every,
+            "--keep": self.keep,
             "--until": self.until,
             "--eval-every": self.eval_every,
             "--batch-size": self.batch_size,
