@@ -178,14 +178,18 @@ def test_a_killed_worker_ends_the_run_and_other_settings_are_not_resumed(tmp_pat
     assert "it was saved with `cutoff`=0.15, this run has 0.3" in said
 
 
-def test_ctrl_c_leaves_nothing_behind(tmp_path):
+def test_ctrl_c_saves_and_leaves_no_process_behind(tmp_path):
     out = tmp_path / "run"
     words = ["run", "digits", "--method", "allreduce", "--workers", 2, "--steps", 5000, "--out", out]
     process = _start(tmp_path / "said", *words)
     until(lambda: _records_seen(out) > 0, "the first step")
     os.kill(process.pid, signal.SIGINT)
     process.join(LIMIT_S)
-    assert process.exitcode == 1 and "Traceback" not in (tmp_path / "said").read_text()
+    said, (saved,) = (tmp_path / "said").read_text(), (out / "checkpoint").iterdir()
+    step = json.loads((saved / "position.json").read_text())["step"]
+    assert process.exitcode == 75 and "Traceback" not in said
+    assert f"stopped by SIGINT and saved after step {step} of 5000 in {out}; continue with --resume" in said
+    assert _records_seen(out) == step and saved.name == f"step-{step:06}"
     assert not _processes(str(out))
 
 

@@ -8,6 +8,7 @@ from thinwire.factor.stability import Stability
 from thinwire.methods.base import Method
 from thinwire.methods.registry import register
 from thinwire.replica import Replica, attach
+from thinwire.stopping import stop_requested
 
 __version__ = "0.1.0"
 
@@ -36,4 +37,5 @@ __all__ = [
     "attach",
     "compress",
     "register",
+    "stop_requested",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,13 +13,14 @@ from typing import Any, NamedTuple
 
 from thinwire.comm.process_groups import leave
 from thinwire.comm.topology import arrange, place
-from thinwire.errors import ConfigError, unknown
+from thinwire.errors import ConfigError, Stopped, unknown
 from thinwire.failures import as_worker
 from thinwire.files import read_json
 from thinwire.launch import HostSpec, inside_job, launch, workers_per_host
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, model_without_values, named
 from thinwire.settings import from_strings
+from thinwire.stopping import on_signals
 from thinwire.train import checkpoint, fit
 from thinwire.train.data.source import check_share
 from thinwire.train.first_step import FIRST_STEP, first_step
@@ -128,19 +130,27 @@ class Job:
             checkpoint.position_found(self.out / CHECKPOINTS, identity)
 
     def run(self, on_line: Callable[[str], None]) -> dict[str, Any]:
-        """Train and return the summary: in this process if it is a worker or the only one, else in new workers."""
+        """Train and return the summary: in this process if it is a worker or the only one, else in new workers.
+
+        Raises `Stopped` if a signal asked for a stop, after a save.
+        """
         if self.resume and (finished := self.finished()):
             return finished
         if (self.workers > 1 or self.hosts != (HostSpec(),)) and not inside_job():
-            launch(self.arguments(), self.workers, on_line, self.hosts)
+            launch(self.arguments(), self.workers, on_line, self.hosts, stops_in_order=not self.first_step)
             result = self.out / (FIRST_STEP if self.first_step else "summary.json")
             if self.until and not result.is_file() and (saved := checkpoint.find(self.out / CHECKPOINTS)):
                 return {"stopped_at": read_json(saved / "position.json")["step"], "steps": self.trained.steps}
             return read_json(result)
-        with as_worker():
+        with nullcontext() if self.first_step else on_signals(), as_worker():
             summary = self._train()
             if inside_job():
                 leave()
+            if "stopped_by" in summary:
+                raise Stopped(
+                    f"stopped by {summary['stopped_by']} and saved after step {summary['stopped_at']} of "
+                    f"{summary['steps']} in {self.out}; continue with --resume"
+                )
             return summary
 
     def _train(self) -> dict[str, Any]:

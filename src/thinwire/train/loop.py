@@ -16,7 +16,7 @@ from thinwire.train import checkpoint
 from thinwire.train.batcher import Batch
 from thinwire.train.folder import CHECKPOINTS, best_epochs
 from thinwire.train.run import Run, prepare
-from thinwire.train.saving import save_and_wait, save_best, save_checkpoint, settle
+from thinwire.train.saving import save_and_wait, save_best, save_checkpoint, settle, stopping
 from thinwire.train.summary import summarise, write_model, write_summary
 from thinwire.train.task import Recipe
 
@@ -44,8 +44,9 @@ def fit(
     `resume` continues from the latest sound save in `out/checkpoint` if there is one; `save_every` writes one every
     N steps while training goes on, and the last `keep` are kept. A save that cannot be written is reported and does
     not end the run. A folder that already holds a run is refused without `resume` or `overwrite`. `until` saves and
-    stops after that step; the summary then says only that. Without `model` the finished model is not
-    written. With `stability`, rank 0 compares its bases every N steps with those of `stability_back` comparisons
+    stops after that step; the summary then says only that. A request to stop does the same, and the summary has it in
+    `stopped_by`; `thinwire.stopping.on_signals` makes signals such requests. Without `model` the finished model is
+    not written. With `stability`, rank 0 compares its bases every N steps with those of `stability_back` comparisons
     before; a resumed run starts over.
 
     A recipe with patience returns to its best epoch at the end.
@@ -59,7 +60,7 @@ def fit(
     run.note_ranks()
     figures: dict[str, float] = {}
     last = min(until or recipe.steps, recipe.steps)
-    with run.fast_convolutions(), run.batcher.steps(range(run.replica.step, last)) as batches:
+    with run.fast_convolutions(), run.batcher.steps(range(run.replica.step, last)) as batches, stopping(run) as stop:
         for done, batch in enumerate(batches, start=run.replica.step + 1):
             train_step(run, batch)
             run.note_stability()
@@ -74,6 +75,8 @@ def fit(
                 save_best(run)
                 if tired:
                     break
+            if done < last and stop.now():
+                return _stop(run) | {"stopped_by": stop.why}
             if save_every and done % save_every == 0 and done < recipe.steps:
                 save_checkpoint(run)
         else:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from thinwire import saves
 from thinwire.errors import ConfigError, SaveError
+from thinwire.stopping import Stop
 from thinwire.train import checkpoint, folder
 from thinwire.train.run import Run
 
@@ -39,6 +42,16 @@ def save_and_wait(run: Run) -> None:
     """Write a checkpoint on which the rest of the run depends; collective. Raises if it cannot be written."""
     settle(run)
     _started(run, checkpoint.at_step(run.out / folder.CHECKPOINTS, run.replica.step)).wait()
+
+
+@contextmanager
+def stopping(run: Run) -> Iterator[Stop]:
+    """Follow requests to stop; collective."""
+    stop = Stop(run.replica.wire)
+    try:
+        yield stop
+    finally:
+        stop.release_groups()
 
 
 def _begin(run: Run, place: Path) -> None:
