@@ -31,7 +31,7 @@ RUN = {"recipe": "digits", "method": "allreduce", "steps": 8, "save_every": 4, "
 
 @pytest.fixture
 def full_disk(tmp_path):
-    """A real file system that is too small for a checkpoint."""
+    """A real file system that is too small for a checkpoint, and for the finished model."""
     if os.geteuid() != 0:
         pytest.skip("mounting a disk needs root")
     done = subprocess.run(
@@ -44,22 +44,30 @@ def full_disk(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_the_only_message(full_disk):
+def test_a_full_disk_is_reported_in_two_sentences(full_disk, tmp_path_factory, monkeypatch):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    monkeypatch.setenv("TMPDIR", str(elsewhere))
     words = ["run", "digits", "--method", "allreduce", "--workers", 2, "--steps", 8, "--save-every", 4, "--quiet"]
     result = CliRunner().invoke(main, [str(word) for word in [*words, "--out", full_disk / "run"]])
     assert result.exit_code == 1
-    last = result.output.strip().splitlines()[-1]
-    assert last.startswith(f"thinwire: worker 0 failed: No space left on device: {full_disk}")
+    *lines, last = result.output.strip().splitlines()
+    (warned,) = [line for line in lines if "was not written: rank 0: No space left on device" in line]
+    assert warned.endswith("training goes on")
+    assert last.startswith("thinwire: the result of the run, accuracy 0.")
+    assert f"could not be written: No space left on device: {full_disk}" in last and "it is in `" in last
     assert "Traceback" not in result.output and "collective" not in result.output
+    assert len(list(elsewhere.glob("thinwire-result-*/model/model.safetensors"))) == 1
 
 
 @pytest.mark.slow
-def test_a_file_size_limit_is_the_only_message(tmp_path):
-    limited = HostSpec(prefix=("bash", "-c", 'ulimit -f 300; exec "$@"', "bash"))
+def test_a_file_size_limit_is_reported_in_two_sentences(tmp_path):
+    limited, said = HostSpec(prefix=("bash", "-c", 'ulimit -f 300; exec "$@"', "bash")), []
     with pytest.raises(WorkerError) as found:
-        Job(out=tmp_path / "run", hosts=(limited,), **RUN).run(lambda line: None)
-    assert str(found.value).startswith(f"worker 0 failed: File too large: {tmp_path}")
-    assert str(found.value).count("\n") == 0 and not list(tmp_path.glob("run/checkpoint*"))
+        Job(out=tmp_path / "run", hosts=(limited,), **RUN).run(said.append)
+    assert f"could not be written: File too large: {tmp_path}" in str(found.value)
+    assert "nor to a temporary folder: File too large" in str(found.value) and "accuracy" in str(found.value)
+    assert str(found.value).count("\n") == 0 and not list(tmp_path.glob("run/checkpoint/*"))
+    assert any("step-000004` was not written: rank 0: File too large" in line for line in said)
 
 
 def test_one_process_reports_one_sentence_too(tmp_path, monkeypatch):

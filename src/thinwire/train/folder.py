@@ -14,7 +14,7 @@ _FILES = ("records.jsonl", "summary.json", "stability.png", "ranks.png")
 CHECKPOINTS = "checkpoint"
 """The folder of a run's saves."""
 _SAVE = re.compile(r"(step|best)-\d+(\.old|\.writing|\.removed)?")
-_MODEL = "model"
+MODEL = "model"
 MODEL_FILES = (
     "model.safetensors",
     "layers.json",
@@ -32,8 +32,8 @@ def of_a_run(out: Path) -> list[Path]:
     if not out.is_dir():
         return []
     found = [out / name for name in _FILES if (out / name).is_file()]
-    if any((out / _MODEL / name).exists() for name in MODEL_FILES):
-        found.append(out / _MODEL)
+    if any((out / MODEL / name).exists() for name in MODEL_FILES):
+        found.append(out / MODEL)
     checkpoints = out / CHECKPOINTS
     if checkpoints.is_dir() and (not any(checkpoints.iterdir()) or _saves(checkpoints)):
         found.append(checkpoints)
@@ -66,7 +66,7 @@ def refuse_occupied(out: Path, found: Iterable[Path], *, resume: bool = False) -
 def clear(out: Path) -> None:
     """Delete a run from its folder, and nothing else there."""
     for path in of_a_run(out):
-        if path.name == _MODEL:
+        if path.name == MODEL:
             remove_model(path)
         elif path.name == CHECKPOINTS:
             for save in _saves(path):

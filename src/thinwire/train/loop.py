@@ -17,7 +17,7 @@ from thinwire.train.batcher import Batch
 from thinwire.train.folder import CHECKPOINTS, best_epochs
 from thinwire.train.run import Run, prepare
 from thinwire.train.saving import save_and_wait, save_best, save_checkpoint, settle, stopping
-from thinwire.train.summary import summarise, write_model, write_summary
+from thinwire.train.summary import summarise, write_model, write_result
 from thinwire.train.task import Recipe
 
 
@@ -160,9 +160,8 @@ def _conclude(run: Run, before: dict[str, float], *, write: bool) -> dict[str, A
     summary |= {} if run.best is None else {"best_epoch": run.best}
     run.recorder.close()
     if run.replica.topology.rank == 0:
-        if write:
-            write_model(small, run.out / "model", run.batcher.example(), run.recipe.transform_name)
-        write_summary(run.out / "summary.json", summary)
+        example, transform = run.batcher.example(), run.recipe.transform_name
+        write_result(run.out, summary, (lambda place: write_model(small, place, example, transform)) if write else None)
         if not checkpoint.find(run.out / CHECKPOINTS):
             for epoch in best_epochs(run.out):
                 remove(epoch)
@@ -171,8 +170,8 @@ def _conclude(run: Run, before: dict[str, float], *, write: bool) -> dict[str, A
 
 def _stop(run: Run) -> dict[str, Any]:
     """Save, to be resumed later."""
-    save_and_wait(run)
     run.recorder.close()
+    save_and_wait(run)
     return {"stopped_at": run.replica.step, "steps": run.recipe.steps}
 
 
