@@ -82,6 +82,7 @@ def fit(
         else:
             if last < recipe.steps:
                 return _stop(run)
+    run.note_end()
     settle(run)
     if run.best:
         figures = run.go_back() or figures

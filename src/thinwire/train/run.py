@@ -117,18 +117,21 @@ class Run:
         """Where the best epoch is saved. Named by its step: the last checkpoint may refer to an earlier one."""
         return self.out / f"best-{self.best['step'] if self.best else None}"
 
+    def note_end(self) -> None:
+        """Note what was spent until the end of the run, before the run returns to its best epoch."""
+        if self.best is not None:
+            spent = {"slow_bytes": self.replica.traffic.slow_bytes, "wall_s": round(self.wall_s, 3)}
+            self.best["ended_at"] = {"step": self.replica.step, **spent}
+
     def go_back(self) -> dict[str, Any]:
         """Return to the best epoch, with its bytes and seconds, and return its figures; collective.
 
-        What was spent until the end of the run is added to them. If the epoch could not be saved, the model stays
-        the last one, and there are no figures.
+        If the epoch could not be saved, the model stays the last one, and there are no figures.
         """
         assert self.best is not None
         if self.replica.step > self.best["step"] and not self._has_best():
             self.best = None
             return {}
-        spent = {"slow_bytes": self.replica.traffic.slow_bytes, "wall_s": round(self.wall_s, 3)}
-        self.best["ended_at"] = {"step": self.replica.step, **spent}
         if self.replica.step > self.best["step"]:
             place = newest(self.best_folder)
             saved = read_json(place / "position.json")
