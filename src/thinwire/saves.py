@@ -36,7 +36,7 @@ _SAVED = re.compile(
     r"(manifest|state|position|random-\d+|worker-rank\d+|(model|method|optimizer|average).*)\.(json|safetensors)"
 )
 _ENDINGS = (".writing", ".old", ".removed")
-_OTHERS_WRITE_S = 1800.0
+_OTHERS_WRITE_S, _AT_EXIT_S = 1800.0, 60.0
 _LOOK_S = 0.02
 _numbers = itertools.count(1)  # the same on all workers, since saves are collective
 
@@ -122,9 +122,11 @@ class Save:
         deadline = time.monotonic() + _OTHERS_WRITE_S
         while missing := [key for key in keys if key not in found]:
             found |= {key: note for key in missing if (note := process_groups.posted(key)) is not None}
+            if not threading.main_thread().is_alive():
+                deadline = min(deadline, time.monotonic() + _AT_EXIT_S)  # do not hold up a process that has failed
             if time.monotonic() > deadline:
                 ranks = ", ".join(key.rpartition("/")[2] for key in missing)
-                raise TimeoutError(f"after {_OTHERS_WRITE_S:.0f} s nothing was heard of rank {ranks}")
+                raise TimeoutError(f"nothing was heard of the files of rank {ranks}")
             if len(found) < len(keys):
                 time.sleep(_LOOK_S)
         process_groups.remove_posted(keys)
@@ -206,12 +208,14 @@ def _put_in_place(draft: Path, path: Path) -> None:
                 shutil.copytree(entry, draft / entry.name, symlinks=True)
             else:
                 shutil.copy2(entry, draft / entry.name, follow_symlinks=False)
-    if path.exists():
+    replaces = path.exists()
+    if replaces:
         shutil.rmtree(old, ignore_errors=True)
         path.rename(old)
     draft.rename(path)
     _flush(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    if replaces:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _flush(folder: Path) -> None:

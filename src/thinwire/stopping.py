@@ -9,7 +9,9 @@ second, so that a step costs nothing and no byte crosses a wire that the ledger 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import itertools
 import os
 import signal
@@ -155,7 +157,6 @@ class Stop:
 
 
 _stops: weakref.WeakKeyDictionary[Replica, Stop] = weakref.WeakKeyDictionary()
-_handling = contextlib.ExitStack()
 
 
 def stop_requested(replica: Replica) -> bool:
@@ -166,7 +167,13 @@ def stop_requested(replica: Replica) -> bool:
     same step.
     """
     if replica not in _stops:
-        if not _stops:
-            _handling.enter_context(on_signals())
+        _handle_signals()
         _stops[replica] = Stop(replica.wire)
     return _stops[replica].now()
+
+
+@functools.cache
+def _handle_signals() -> None:
+    handling = contextlib.ExitStack()
+    handling.enter_context(on_signals())
+    atexit.register(handling.close)
