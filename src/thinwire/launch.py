@@ -148,13 +148,13 @@ def _stopped_at_exit(running: list[subprocess.Popen[str]]) -> Iterator[None]:
 
 @contextmanager
 def _first_signals(collect: bool) -> Iterator[list[int]]:
-    """Collect the first signal; the second one does what it would have done."""
+    """Collect the first signal; the second one ends this process, and all that it started."""
     received: list[int] = []
 
     def handle(number: int, frame: Any) -> None:
         received.append(number)
         if len(received) > 1:
-            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+            sys.exit(128 + number)
 
     with _signal_handler(handle, signal.SIGTERM, signal.SIGINT) if collect else nullcontext():
         yield received

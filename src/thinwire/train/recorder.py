@@ -34,7 +34,7 @@ class Recorder:
             kept = _lines_until(path, keep_until)
             with on_file(path):
                 path.write_text("".join(kept), encoding="utf-8")
-            self._file = path.open("ab", buffering=0)
+            self._file = FileIO(path, "a")
 
     def write(self, kind: str, **values: Any) -> None:
         """One line; values may be tensors of one number."""
