@@ -17,6 +17,7 @@ from safetensors import safe_open
 import gang
 from patience import LIMIT_S, until
 from thinwire.cli import main
+from thinwire.train import checkpoint
 
 STEPS, SAVE_EVERY = 60, 8
 COMPARED = ["--steps", "20", "--set", "every=5", "--no-model"]  # a field that one of the two methods has
@@ -136,7 +137,7 @@ def test_evaluation_says_which_model_and_stays_out_of_the_ratio(unbroken):
 def test_killed_and_resumed_is_as_never_stopped(unbroken, tmp_path):
     out = tmp_path / "run"
     process = _start(tmp_path / "said", *_ab(out, "--quiet"))
-    until(lambda: (out / "checkpoint").is_dir() and _records_seen(out) > 2 * SAVE_EVERY + 2, "two saves")
+    until(lambda: checkpoint.find(out / "checkpoint") and _records_seen(out) > 2 * SAVE_EVERY + 2, "two saves")
     process.kill()  # SIGKILL: nothing of it can run any more, its workers must notice
     until(lambda: not _processes(str(out)), "the workers to leave with their launcher")
     assert not (out / "summary.json").exists()
@@ -165,7 +166,7 @@ def _bytes(traffic: dict) -> dict:
 def test_a_killed_worker_ends_the_run_and_other_settings_are_not_resumed(tmp_path):
     out = tmp_path / "run"
     process = _start(tmp_path / "said", *_ab(out))
-    until(lambda: (out / "checkpoint").is_dir(), "a save")
+    until(lambda: checkpoint.find(out / "checkpoint"), "a save")
     workers = {rank: pid for pid in _processes(str(out)) if (rank := _rank(pid)) is not None}
     os.kill(workers[1], signal.SIGKILL)
     process.join(LIMIT_S)
@@ -178,14 +179,18 @@ def test_a_killed_worker_ends_the_run_and_other_settings_are_not_resumed(tmp_pat
     assert "it was saved with `cutoff`=0.15, this run has 0.3" in said
 
 
-def test_ctrl_c_leaves_nothing_behind(tmp_path):
+def test_ctrl_c_saves_and_leaves_no_process_behind(tmp_path):
     out = tmp_path / "run"
     words = ["run", "digits", "--method", "allreduce", "--workers", 2, "--steps", 5000, "--out", out]
     process = _start(tmp_path / "said", *words)
     until(lambda: _records_seen(out) > 0, "the first step")
     os.kill(process.pid, signal.SIGINT)
     process.join(LIMIT_S)
-    assert process.exitcode == 1 and "Traceback" not in (tmp_path / "said").read_text()
+    said, (saved,) = (tmp_path / "said").read_text(), (out / "checkpoint").iterdir()
+    step = json.loads((saved / "position.json").read_text())["step"]
+    assert process.exitcode == 75 and "Traceback" not in said
+    assert f"stopped by SIGINT and saved after step {step} of 5000 in {out}; continue with --resume" in said
+    assert _records_seen(out) == step and saved.name == f"step-{step:06}"
     assert not _processes(str(out))
 
 

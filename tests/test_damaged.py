@@ -18,6 +18,7 @@ RESUME = [*RUN, "--resume", "--out", "DIR"]
 EXPORT = ["export", "DIR", "--out", "SMALL"]
 CUT = [*EXPORT, "--rank", "2"]
 REPORT = ["report", "DIR"]
+SAVE = "checkpoint/step-000004"
 STABILITY = ["stability", "DIR/model", "DIR/checkpoint"]
 
 
@@ -58,12 +59,12 @@ CASES = [
     *(("summary.json", harm, words) for harm in (_half, _a_list, _no_text) for words in (REPORT, EXPORT, RESUME)),
     *(("summary.json", _no_values, words) for words in (REPORT, EXPORT)),
     ("records.jsonl", _broken_line, RESUME),
-    *(("checkpoint/position.json", harm, words) for harm in (_half, _no_values) for words in (EXPORT, RESUME)),
-    *(("checkpoint/replica/state.json", harm, words) for harm in (_half, _gone) for words in (EXPORT, RESUME)),
-    *(("checkpoint/replica/model.safetensors", harm, words) for harm in (_half, _gone) for words in (EXPORT, RESUME)),
-    ("checkpoint/replica/optimizer.safetensors", _half, RESUME),
-    ("checkpoint/random-0.safetensors", _half, RESUME),
-    ("checkpoint/random-0.json", _no_values, RESUME),
+    *((f"{SAVE}/position.json", harm, words) for harm in (_half, _no_values) for words in (EXPORT, RESUME)),
+    *((f"{SAVE}/state.json", harm, words) for harm in (_half, _gone) for words in (EXPORT, RESUME)),
+    *((f"{SAVE}/model.safetensors", harm, words) for harm in (_half, _gone) for words in (EXPORT, RESUME)),
+    (f"{SAVE}/optimizer.safetensors", _half, RESUME),
+    (f"{SAVE}/random-0.safetensors", _half, RESUME),
+    (f"{SAVE}/random-0.json", _no_values, RESUME),
     *(("model/model.safetensors", _half, words) for words in (CUT, STABILITY)),
     *(("model/layers.json", harm, words) for harm in (_half, _no_values, _a_list) for words in (CUT, STABILITY)),
     ("model/program.pt2", _half, [*EXPORT, "--onnx"]),

@@ -327,7 +327,7 @@ def train(rank: int, out: str) -> tuple[Tensor, int]:
     fit(recipe, config, out=out, save_every=17)
     model = recipe.model(recipe.source(None))
     replica = thinwire.attach(model, torch.optim.AdamW(model.parameters()), config)
-    replica.load(Path(out) / "checkpoint" / "replica")
+    replica.load(Path(out) / "checkpoint" / "step-000017")
     assert replica.phase == "groups"
     done = replica.finish().eval()
     return said(done, heldout()), count(done)
@@ -363,7 +363,7 @@ def pause(rank: int, folder: str) -> dict[str, tuple[Tensor, int]]:
         fit(recipe, config, out=Path(folder) / merge, until=17)
         model = recipe.model(recipe.source(None))
         replica = thinwire.attach(model, torch.optim.AdamW(model.parameters()), config)
-        replica.load(Path(folder) / merge / "checkpoint" / "replica")
+        replica.load(Path(folder) / merge / "checkpoint" / "step-000017")
         assert replica.phase == "groups"
         done = replica.finish().eval()
         found[merge] = said(done, heldout()), count(done)
@@ -389,7 +389,7 @@ def test_three_factors_to_a_weight_are_multiplied_out(tmp_path):
     (tmp_path / "run" / "summary.json").unlink()
     model = recipe.model(recipe.source(None))
     replica = thinwire.attach(model, torch.optim.AdamW(model.parameters()), config)
-    replica.load(tmp_path / "run" / "checkpoint" / "replica")
+    replica.load(tmp_path / "run" / "checkpoint" / "step-000005")
     assert "hidden.weight_s" in replica.state_dict()
     # As finish() has it: nothing is cut that training has not cut.
     export(tmp_path / "run", "--out", tmp_path / "small")

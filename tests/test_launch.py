@@ -89,7 +89,8 @@ def test_the_first_cause_is_reported(kind, code, pid, wanted, tmp_path):
 
 
 def _wait_for_a_host(file: str) -> None:
-    launch([], 1, print, [HostSpec(prefix=("sh", "-c", f"echo $$ > {file}; exec sleep 100"))])
+    said = Path(f"{file}-said")
+    launch([], 1, said.write_text, [HostSpec(prefix=("sh", "-c", f"echo $$ > {file}; exec sleep 100"))])
 
 
 def _written(file: Path) -> str:
@@ -109,11 +110,13 @@ def _terminated_while_starting_one(file: str) -> None:
 
 
 @pytest.mark.parametrize("how", [_wait_for_a_host, _terminated_while_starting_one])
-def test_a_terminated_launcher_leaves_no_processes(how, tmp_path):
+def test_a_launcher_that_is_terminated_twice_leaves_no_processes(how, tmp_path):
     process = gang.start(how, str(tmp_path / "pid"))
     number = _written(tmp_path / "pid")
     if how is _wait_for_a_host:
         os.kill(process.pid, signal.SIGTERM)
+    assert "a second signal ends at once" in _written(tmp_path / "pid-said")
+    os.kill(process.pid, signal.SIGTERM)
     process.join(LIMIT_S)
     assert process.exitcode == 128 + signal.SIGTERM
     assert not Path("/proc", number).exists()

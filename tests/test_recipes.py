@@ -186,12 +186,9 @@ def test_a_run_with_another_setting_is_neither_gone_on_with_nor_taken_for_finish
         with pytest.raises(ConfigError, match=f"saved with `{name}`=.*, this run has .*; give the same settings"):
             job(change).check()
     # Earlier versions wrote less of it.
-    files = [tmp_path / "run" / name for name in ("summary.json", "checkpoint/position.json")]
-    summary, position = (json.loads(file.read_text()) for file in files)
-    del summary["identity"], position["identity"]["task"], position["identity"]["autocast"]
-    for file, told in zip(files, (summary, position), strict=True):
-        file.write_text(json.dumps(told))
-    job().check()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    del summary["identity"]
+    (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
     assert job().finished() == job(CHANGES["clip"]).finished() == summary
     for change in (CHANGES["optimizer.lr"], '"steps": 4', '"batch": 32'):
         with pytest.raises(ConfigError, match="a finished run with"):

@@ -216,7 +216,7 @@ def test_every_form_is_the_same_model(forms):
 
 def test_a_save_of_a_group_phase_is_the_first_groups(tmp_path):
     states = [small.clone(small.net(seed)) for seed in range(3)]
-    folder = tmp_path / "run" / "checkpoint.old" / "replica"
+    folder = tmp_path / "run" / "checkpoint" / "step-000012.old"
     folder.mkdir(parents=True)
     for rank, state in zip((4, 12, 8), states, strict=True):
         write_tensors(folder / f"model-rank{rank}.safetensors", state)

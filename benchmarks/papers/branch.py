@@ -8,22 +8,23 @@ import json
 import shutil
 from pathlib import Path
 
+from thinwire import manifest
 from thinwire.errors import ConfigError
 from thinwire.jobs import Job
 from thinwire.settings import describe
-from thinwire.store import newest
 from thinwire.train import checkpoint
 
 
 def branch(saved: Path, job: Job) -> int:
     """Copy a checkpoint into the job's folder, under the job's name; returns the step it stands at."""
-    place = job.out / "checkpoint"
-    shutil.rmtree(place, ignore_errors=True)
-    shutil.copytree(newest(saved), place)
+    shutil.rmtree(job.out / "checkpoint", ignore_errors=True)
+    last = checkpoint.find_sound(saved)
+    place = job.out / "checkpoint" / last.name
+    shutil.copytree(last, place)
     position = json.loads((place / "position.json").read_text())
     position["identity"] = _plain(checkpoint.identity(job.trained, job.config, job.seed))
     (place / "position.json").write_text(json.dumps(position))
-    file = newest(place / "replica") / "state.json"
+    file = place / "state.json"
     state = json.loads(file.read_text())
     if state["method_name"] != "ab-paper" or state["method"]["phase"] != "warmup":
         raise ConfigError(f"{saved} is of {state['method_name']} in phase {state['method']['phase']}, not AB's warm-up")
@@ -31,6 +32,7 @@ def branch(saved: Path, job: Job) -> int:
     if job.method == "allreduce":
         state["method"] = {"step": state["method"]["step"], "phase": "train", "scale": 1.0}
     file.write_text(json.dumps(state))
+    manifest.sign(place)
     (job.out / "summary.json").unlink(missing_ok=True)  # of an earlier run, which `--resume` would take for this one
     shutil.copy(saved.parent / "records.jsonl", job.out / "records.jsonl")
     return position["step"]

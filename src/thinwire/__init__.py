@@ -4,11 +4,12 @@ from thinwire.compress import Compressed, compress
 from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, Nesterov, OneBit, PowerSGD, Radial, TopK
 from thinwire.config.faults import Faults
 from thinwire.ema import EMA
-from thinwire.errors import ConfigError, DisagreementError, DivergedError, ThinwireError
+from thinwire.errors import ConfigError, DisagreementError, DivergedError, SaveError, ThinwireError
 from thinwire.factor.stability import Stability
 from thinwire.methods.base import Method
 from thinwire.methods.registry import register
 from thinwire.replica import Replica, attach
+from thinwire.stopping import stop_requested
 
 __version__ = "0.1.0"
 
@@ -31,10 +32,12 @@ __all__ = [
     "PowerSGD",
     "Radial",
     "Replica",
+    "SaveError",
     "Stability",
     "ThinwireError",
     "TopK",
     "attach",
     "compress",
     "register",
+    "stop_requested",
 ]

@@ -14,6 +14,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from thinwire import stopping
 from thinwire.comm.process_groups import failed
 from thinwire.comm.topology import place
 from thinwire.commands import options, pictures
@@ -24,7 +25,7 @@ from thinwire.commands.netbench import netbench
 from thinwire.commands.plan import plan
 from thinwire.commands.stability import stability
 from thinwire.commands.store import store
-from thinwire.errors import ConfigError, ThinwireError, is_refusal, one_line
+from thinwire.errors import ConfigError, Stopped, ThinwireError, is_refusal, one_line
 from thinwire.jobs import Job, variant, variants
 from thinwire.launch import inside_job
 from thinwire.methods.registry import METHODS, load_installed
@@ -42,8 +43,13 @@ class _Commands(click.Group):
     """Thinwire's own errors, and those of the operating system, are printed as one sentence without a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        stopping.forget()
         try:
             return super().invoke(ctx)
+        except Stopped as stopped:
+            if _prints():
+                click.echo(f"thinwire: {stopped}", err=True)
+            ctx.exit(stopping.EXIT_CODE)
         except ThinwireError as error:
             code = 2 if isinstance(error, ConfigError) else 1
             failed(code)
@@ -84,6 +90,7 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--resume", is_flag=True, help="Continue from the last save."),
         options.overwrite,
         click.option("--save-every", type=click.IntRange(1), metavar="N", help="Save every N steps."),
+        click.option("--keep", type=click.IntRange(1), metavar="K", help="Keep the last K saves; default: 2."),
         click.option("--no-model", "model", flag_value=False, default=True, help="Do not write the finished model."),
         click.option("--eval-every", type=click.IntRange(1), metavar="N", help="Evaluate every N steps."),
         click.option("--stability", type=click.IntRange(1), metavar="N", help="Compare the bases every N steps."),
@@ -172,6 +179,8 @@ def compare(
     _refuse_occupied(folder, [job for _, job in jobs])
     _check_all(jobs)
     for label, job in jobs:
+        if (signal := stopping.requested()) is not None:
+            raise Stopped(f"stopped by {signal} before {label} seed {job.seed}; continue with --resume")
         _execute(job, label, quiet=quiet or as_json)
     if _prints():
         _report(folder, [job.out for _, job in jobs], as_json)

@@ -37,6 +37,14 @@ class DamagedError(ConfigError):
     """A file is corrupt or incomplete; the message names it."""
 
 
+class Stopped(ThinwireError):
+    """A signal asked for a stop, and it was followed in order; the message says what is saved and how to go on."""
+
+
+class SaveError(ThinwireError, OSError):
+    """A save could not be written; raised on all workers, the message has the rank, the file and the reason."""
+
+
 class DivergedError(ThinwireError, RuntimeError):
     """A loss or a parameter is not finite; the message names the group."""
 

@@ -24,7 +24,8 @@ from typing import Any
 
 from thinwire.comm.losses import is_loss
 from thinwire.comm.missing import uneven_batches
-from thinwire.errors import ConfigError, ConsequenceError, ThinwireError, is_refusal, one_line
+from thinwire.errors import ConfigError, ConsequenceError, Stopped, ThinwireError, is_refusal, one_line
+from thinwire.stopping import request
 
 ERROR_DIR = "THINWIRE_ERROR_DIR"
 """The environment variable that tells workers where to report errors; only our launcher sets it."""
@@ -96,6 +97,8 @@ def first_cause(error_dir: Path, log: TorchrunLog, code: int) -> ThinwireError:
     reports = sorted([*_read_reports(error_dir), *log.reports], key=lambda report: report["time"])
     if causes := [report for report in reports if report["kind"] in ("config", "cause")]:
         return (ConfigError if causes[0]["kind"] == "config" else WorkerError)(causes[0]["message"])
+    if stopped := stopped_in_order(error_dir, log):
+        return stopped
     if killed := log.killed():
         return WorkerError(f"worker {killed[0]} was killed by {killed[1]}; the other workers were stopped")
     if reports:  # an error that names another worker says more than a lost connection
@@ -103,6 +106,12 @@ def first_cause(error_dir: Path, log: TorchrunLog, code: int) -> ThinwireError:
     if log.exits:
         return WorkerError(f"the workers exited with code {next(iter(log.exits.values()))[0]}")
     return WorkerError(f"the workers exited with code {code}" + (f": {log.last_line}" if log.last_line else ""))
+
+
+def stopped_in_order(error_dir: Path, log: TorchrunLog) -> Stopped | None:
+    """That the workers stopped because a signal asked for it, if they did."""
+    reports = [*_read_reports(error_dir), *log.reports]
+    return next((Stopped(report["message"]) for report in reports if report["kind"] == "stopped"), None)
 
 
 def _read_reports(error_dir: Path) -> Iterator[dict[str, Any]]:
@@ -121,6 +130,9 @@ def as_worker() -> Iterator[None]:
     threading.Thread(target=_exit_with_launcher, daemon=True).start()
     try:
         yield
+    except Stopped as stopped:
+        report = {"time": time.time_ns(), "kind": "stopped", "message": str(stopped)}
+        _report_and_exit(Path(error_dir), report, code=0)  # torchrun waits for the others then, and kills none
     except Exception as error:
         _report_and_exit(Path(error_dir), {"time": time.time_ns(), "kind": _kind(error), "message": _message(error)})
 
@@ -145,17 +157,20 @@ def _message(error: Exception) -> str:
     return f"{summary}{batches}\n{traceback.format_exc()}"
 
 
-def _report_and_exit(error_dir: Path, report: dict[str, Any]) -> None:
+def _report_and_exit(error_dir: Path, report: dict[str, Any], code: int = 1) -> None:
     try:
         (error_dir / f"{os.environ['RANK']}.json").write_text(json.dumps(report), encoding="utf-8")
     except OSError:
         print(f"\n{_REPORT}{json.dumps(report)}", flush=True)
     # Not sys.exit: a regular exit would wait for workers that may be stuck in a collective.
-    os._exit(1)
+    os._exit(code)
 
 
 def _exit_with_launcher() -> None:
-    """Exit as soon as standard input, a pipe that the launcher holds open, is closed."""
-    while os.read(0, 1):
-        pass
+    """Exit as soon as standard input, a pipe that the launcher holds open, is closed.
+
+    A byte in it is a signal that the launcher received. One of its workers reads it, and the others learn of it.
+    """
+    while received := os.read(0, 1):
+        request(signal.Signals(received[0]).name)
     os._exit(1)

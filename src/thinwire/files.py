@@ -31,10 +31,15 @@ def on_file(path: Path) -> Iterator[None]:
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
+def json_text(value: Any) -> str:
+    """Plain values as JSON; floats round-trip exactly."""
+    return json.dumps(value, indent=1) + "\n"
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Write plain values as JSON; floats round-trip exactly."""
+    """Write plain values as JSON."""
     with on_file(path):
-        path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json_text(value), encoding="utf-8")
 
 
 def read_json(path: Path, remedy: str = REMEDY) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,17 +13,18 @@ from typing import Any, NamedTuple
 
 from thinwire.comm.process_groups import leave
 from thinwire.comm.topology import arrange, place
-from thinwire.errors import ConfigError, unknown
+from thinwire.errors import ConfigError, Stopped, unknown
 from thinwire.failures import as_worker
 from thinwire.files import read_json
 from thinwire.launch import HostSpec, inside_job, launch, workers_per_host
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, model_without_values, named
 from thinwire.settings import from_strings
+from thinwire.stopping import on_signals
 from thinwire.train import checkpoint, fit
 from thinwire.train.data.source import check_share
 from thinwire.train.first_step import FIRST_STEP, first_step
-from thinwire.train.folder import of_a_run, refuse_occupied
+from thinwire.train.folder import CHECKPOINTS, of_a_run, refuse_occupied
 
 Defaults = Callable[[str, str | None], Mapping[str, Any]]
 """Maps a method's name and a schedule's name to config fields, as `Recipe.defaults` does."""
@@ -59,6 +61,8 @@ class Job:
     """Replace an existing run in the folder."""
     save_every: int | None = None
     """Steps between saves."""
+    keep: int = 2
+    """Saves that are kept."""
     until: int | None = None
     """Save and stop after this many of the recipe's steps."""
     eval_every: int | None = None
@@ -121,24 +125,32 @@ class Job:
                 f"`--stability {self.stability} --stability-back {self.stability_back}` leaves nothing to compare "
                 f"in a run of {self.trained.steps} steps; measure more often"
             )
-        if self.resume and (saved := checkpoint.find(self.out / "checkpoint")):
-            checkpoint.position(saved, checkpoint.identity(self.trained, self.config, self.seed))
+        if self.resume:
+            identity = checkpoint.identity(self.trained, self.config, self.seed)
+            checkpoint.position_found(self.out / CHECKPOINTS, identity)
 
     def run(self, on_line: Callable[[str], None]) -> dict[str, Any]:
-        """Train and return the summary: in this process if it is a worker or the only one, else in new workers."""
+        """Train and return the summary: in this process if it is a worker or the only one, else in new workers.
+
+        Raises `Stopped` if a signal asked for a stop, after a save.
+        """
         if self.resume and (finished := self.finished()):
             return finished
         if (self.workers > 1 or self.hosts != (HostSpec(),)) and not inside_job():
-            launch(self.arguments(), self.workers, on_line, self.hosts)
+            launch(self.arguments(), self.workers, on_line, self.hosts, stops_in_order=not self.first_step)
             result = self.out / (FIRST_STEP if self.first_step else "summary.json")
-            if self.until and not result.is_file():
-                position = read_json(self.out / "checkpoint" / "position.json")
-                return {"stopped_at": position["step"], "steps": self.trained.steps}
+            if self.until and not result.is_file() and (saved := checkpoint.find(self.out / CHECKPOINTS)):
+                return {"stopped_at": read_json(saved / "position.json")["step"], "steps": self.trained.steps}
             return read_json(result)
-        with as_worker():
+        with nullcontext() if self.first_step else on_signals(), as_worker():
             summary = self._train()
             if inside_job():
                 leave()
+            if "stopped_by" in summary:
+                raise Stopped(
+                    f"stopped by {summary['stopped_by']} and saved after step {summary['stopped_at']} of "
+                    f"{summary['steps']} in {self.out}; continue with --resume"
+                )
             return summary
 
     def _train(self) -> dict[str, Any]:
@@ -153,6 +165,7 @@ class Job:
             resume=self.resume,
             overwrite=self.overwrite,
             save_every=self.save_every,
+            keep=self.keep,
             until=self.until,
             model=self.model,
             stability=self.stability,
@@ -185,6 +198,7 @@ class Job:
             "--group-size": self.group_size,
             "--data": self.data,
             "--save-every": self.save_every,
+            "--keep": self.keep,
             "--until": self.until,
             "--eval-every": self.eval_every,
             "--batch-size": self.batch_size,

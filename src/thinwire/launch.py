@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -23,7 +23,8 @@ from typing import Any, TextIO
 
 from thinwire.comm.topology import place
 from thinwire.errors import ConfigError
-from thinwire.failures import ERROR_DIR, TorchrunLog, first_cause
+from thinwire.failures import ERROR_DIR, TorchrunLog, first_cause, stopped_in_order
+from thinwire.stopping import request
 
 _SHUTDOWN_S = 15
 _OTHERS_REPORT_S = 5
@@ -48,20 +49,33 @@ def inside_job() -> bool:
 
 
 def launch(
-    arguments: list[str], workers: int, on_line: Callable[[str], None], hosts: Sequence[HostSpec] = (HostSpec(),)
+    arguments: list[str],
+    workers: int,
+    on_line: Callable[[str], None],
+    hosts: Sequence[HostSpec] = (HostSpec(),),
+    *,
+    stops_in_order: bool = True,
 ) -> None:
-    """Run `thinwire ARGUMENTS` as `workers` workers, evenly over `hosts`, and wait; their output goes to `on_line`."""
+    """Run `thinwire ARGUMENTS` as `workers` workers, evenly over `hosts`, and wait; their output goes to `on_line`.
+
+    A first SIGTERM or SIGINT is passed on to workers that stop in order, and then raises `Stopped`; a second one ends
+    everything at once.
+    """
     commands = _torchrun_commands(workers, hosts)
     running: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryDirectory(prefix="thinwire-") as error_dir:
         log = TorchrunLog(workers_per_host(workers, hosts))
-        with _stopped_at_exit(running):
+        with _stopped_at_exit(running), _first_signals(stops_in_order) as signals:
             for host, command in zip(hosts, commands, strict=True):
                 with _signals_deferred():
                     running.append(_start([*command, "-m", "thinwire", *arguments], host, error_dir))
-            code = _relay_output(running, log, on_line)
+            code = _relay_output(running, log, on_line, signals)
         if code:
             raise first_cause(Path(error_dir), log, code)
+        if stopped := stopped_in_order(Path(error_dir), log):
+            raise stopped
+        if signals:
+            request(signal.Signals(signals[0]).name)  # too late for this run, but there may be another after it
 
 
 def workers_per_host(workers: int, hosts: Sequence[HostSpec]) -> int:
@@ -133,6 +147,28 @@ def _stopped_at_exit(running: list[subprocess.Popen[str]]) -> Iterator[None]:
 
 
 @contextmanager
+def _first_signals(collect: bool) -> Iterator[list[int]]:
+    """Collect the first signal; the second one ends this process, and all that it started."""
+    received: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
+        received.append(number)
+        if len(received) > 1:
+            sys.exit(128 + number)
+
+    with _signal_handler(handle, signal.SIGTERM, signal.SIGINT) if collect else nullcontext():
+        yield received
+
+
+def _pass_on(number: int, running: list[subprocess.Popen[str]]) -> None:
+    """Not as a signal: torchrun would end the workers 30 s later, and they would hear it twice."""
+    for process in running:
+        assert process.stdin is not None
+        with suppress(OSError):  # it has ended
+            os.write(process.stdin.fileno(), bytes([number]))
+
+
+@contextmanager
 def _signals_deferred() -> Iterator[None]:
     """Handle signals afterwards: one that came between starting a process and listing it would leave it behind."""
     received: list[int] = []
@@ -161,8 +197,12 @@ def _signal_handler(handler: Callable[[int, Any], Any], *numbers: int) -> Iterat
             signal.signal(number, old)
 
 
-def _relay_output(running: list[subprocess.Popen[str]], log: TorchrunLog, on_line: Callable[[str], None]) -> int:
+def _relay_output(
+    running: list[subprocess.Popen[str]], log: TorchrunLog, on_line: Callable[[str], None], signals: list[int]
+) -> int:
     """Pass on workers' output until all hosts are done, or until one failed and the others had time to report.
+
+    Pass on the first of `signals` to the workers.
 
     Returns the exit code of the first host that failed, or 0.
     """
@@ -171,7 +211,12 @@ def _relay_output(running: list[subprocess.Popen[str]], log: TorchrunLog, on_lin
         assert process.stdout is not None
         threading.Thread(target=_read, args=(host, process.stdout, lines), daemon=True).start()
     still_open, code, deadline = len(running), 0, float("inf")
+    passed_on = False
     while still_open and time.monotonic() < deadline:
+        if signals and not passed_on:
+            passed_on = True
+            _pass_on(signals[0], running)
+            on_line("thinwire: stopping after this step, with a save; a second signal ends at once")
         if not code and (code := _failed_code(running)):
             deadline = time.monotonic() + _OTHERS_REPORT_S
         try:

@@ -20,7 +20,7 @@ from thinwire.comm.times import Clock
 from thinwire.comm.topology import Topology, join
 from thinwire.compiling import Recompilations, compile_in_place
 from thinwire.config.faults import Faults
-from thinwire.errors import ThinwireError
+from thinwire.errors import SaveError, ThinwireError
 from thinwire.factor.export import to_plain
 from thinwire.factor.layers import mark_as_read, weight_was_read
 from thinwire.guards import agree_on_buffers, attached, check_parameters, refuse_attached, refuse_wrappers, sign_as
@@ -37,6 +37,7 @@ from thinwire.preflight import (
     given_optimizers,
 )
 from thinwire.recovery import Recovery, met
+from thinwire.saves import Files, Save
 from thinwire.scaling import SharedScale
 from thinwire.settings import describe as describe_config
 from thinwire.stepping import Stepping
@@ -109,6 +110,7 @@ class Replica(nn.Module):
         self._shows_merged = False
         self._earlier = {"allreduce_fp32": 0, "ideal_fp32": 0}  # a world of another size may have taken the first steps
         self._earlier_steps = 0
+        self._save: Save | None = None
         self._recompiles = Recompilations()
         self.averages: list[nn.Module] = []
         """Moving averages of this replica, which saves include."""
@@ -226,6 +228,8 @@ class Replica(nn.Module):
 
     def _finish(self, cutoff: float | None) -> None:
         self._method.wire.barrier("finish()")
+        if (error := self._end_of_save()) is not None and self.topology.rank == 0:
+            log.warning("%s", error)  # not raised: the model, which is worth more, would be lost
         check_parameters(self._method, "finish()", finite=False)
         with self._unrounded():
             self._method.finish(cutoff)
@@ -270,24 +274,56 @@ class Replica(nn.Module):
         """The plain model's buffers under their own names."""
         return self.module.named_buffers(*args, **kwargs)
 
-    def save(self, folder: Path | str) -> None:
-        """Write model, optimizer, method and ledger to a folder all workers see; collective."""
+    def save(self, folder: Path | str, *, wait: bool = True) -> None:
+        """Write model, optimizer, method and ledger to a folder all workers see; collective.
+
+        Without `wait` everything is copied to memory and written while training goes on. The folder appears, or
+        replaces an older save there, when all workers have written. One save is written at a time: the next `save`,
+        `load`, `finish` or `wait_for_save` waits for it. A save that cannot be written raises `SaveError` on all
+        workers, here or, without `wait`, in the next `save`, after that one has begun, or in `wait_for_save`.
+        """
+        earlier = self._end_of_save()  # before copies are made: memory holds those of one save
+        self._save = Save(folder, self.capture(), self.wire)
+        if wait:
+            self.wait_for_save()
+        if earlier is not None:
+            raise earlier
+
+    def wait_for_save(self) -> None:
+        """Wait until a save that was begun is in place; collective. Raises `SaveError` if it could not be written."""
+        if (error := self._end_of_save()) is not None:
+            raise error
+
+    def capture(self) -> Files:
+        """This worker's files of a save, in memory, for a save that holds more than the replica; collective."""
         self._refuse_finished("save()")
         self._refuse_other_flags()
-        self._together(lambda: self._save(folder), changes=False)
+        found: list[Files] = []
+        self._together(lambda: found.append(self._captured()), changes=False)
+        return found[-1]
 
-    def _save(self, folder: Path | str) -> None:
+    def _captured(self) -> Files:
         self._method.wire.barrier("save()")
         check_parameters(self._method, "save()")
-        snapshot.save(self._method, self._scaler, folder, self.baseline(), self.averages)
+        return snapshot.capture(self._method, self._scaler, self.baseline(), self.averages)
 
-    def load(self, folder: Path | str) -> None:
-        """Continue from what `save` wrote; collective."""
+    def _end_of_save(self) -> SaveError | None:
+        save, self._save = self._save, None
+        try:
+            if save is not None:
+                save.wait()
+        except SaveError as error:
+            return error
+        return None
+
+    def load(self, folder: Path | str, *, check: bool = True) -> None:
+        """Continue from what `save` wrote; collective. Without `check`, files are not compared with their checksums."""
         self._refuse_finished("load()")
         self._refuse_other_flags()
         self._method.wire.barrier("load()")
-        if earlier := snapshot.load(self._method, self._scaler, folder, self.averages):
-            self._earlier, self._earlier_steps = earlier, self.step
+        self.wait_for_save()
+        self._earlier = snapshot.load(self._method, self._scaler, folder, self.averages, check=check)
+        self._earlier_steps = self.step
         self._stepping.expect_changes()
 
     # What it is doing.

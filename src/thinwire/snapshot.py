@@ -6,6 +6,7 @@ optimizer.safetensors / .json    the state of all optimizers, likewise
 averageN.safetensors             the Nth moving average, if there are any; averageN-rankR where groups differ
 worker-rankR.json                a worker's own counters and ledger
 worker-rankR.safetensors         a worker's own tensors, such as gradients it has not sent yet
+manifest.json                    size and checksum of all of them
 """
 
 import warnings
@@ -20,48 +21,60 @@ from torch.optim import Optimizer
 from thinwire.errors import ConfigError
 from thinwire.factor.moments import LINEAR, QUADRATIC
 from thinwire.factor.optimizers import Optimizers
-from thinwire.files import read_json, write_json
+from thinwire.files import json_text, read_json
+from thinwire.manifest import verify
 from thinwire.methods.base import Method
 from thinwire.methods.context import Saved
 from thinwire.methods.registry import name_of
+from thinwire.saves import Files, newest
 from thinwire.settings import describe
-from thinwire.store import apart, atomic_folder, like, newest, read_tensors, together, write_tensors
+from thinwire.store import apart, copied, like, read_tensors, together
 
-FORMAT = 5
+FORMAT = 6
 
 
-def save(
-    method: Method, scaler: Any, folder: Path | str, baseline: dict[str, int], averages: Sequence[nn.Module] = ()
-) -> None:
-    """Write everything; collective. `baseline` is what all-reduce would have sent so far, by this world and others."""
+def capture(method: Method, scaler: Any, baseline: dict[str, int], averages: Sequence[nn.Module] = ()) -> Files:
+    """This worker's files of a save, copied to memory; collective.
+
+    `baseline` is what all-reduce would have sent so far, by this world and others.
+    """
     kept, topology = method.state_dict(), method.topology
     shared, tensors = apart(kept["shared"])
     own, own_tensors = apart(kept["local"])
     traffic = method.wire.node_mean().state()
     common = [method.wire.agree(list(average.state_dict().values()), "checksums") for average in averages]
-    with atomic_folder(folder, method.wire) as aside:
-        if topology.rank == 0:
-            write_json(aside / "state.json", _common(method, shared, scaler, traffic) | {"baseline": baseline})
-        for number, (average, same) in enumerate(zip(averages, common, strict=True)):
-            if topology.rank == (0 if same else topology.group[0]):
-                ending = "" if same else f"-rank{topology.rank}"
-                write_tensors(aside / f"average{number}{ending}.safetensors", _distinct(average.state_dict()))
-        if topology.rank == (0 if method.in_sync else topology.group[0]):
-            suffix = "" if method.in_sync else f"-rank{topology.rank}"
-            write_tensors(aside / f"model{suffix}.safetensors", _distinct(method.model.state_dict()))
-            write_tensors(aside / f"method{suffix}.safetensors", tensors)
-            with method.context.users_optimizers():
-                _write_optimizers(aside, suffix, method)
-        worker = {"method": own, "ledger": method.wire.ledger.state(), "scaler": _scale(scaler)}
-        write_json(aside / f"worker-rank{topology.rank}.json", worker)
-        write_tensors(aside / f"worker-rank{topology.rank}.safetensors", own_tensors)
+    model, averaged = _distinct(method.model.state_dict()), [_distinct(average.state_dict()) for average in averages]
+    files: Files = {}
+    if topology.rank == 0:
+        files["state.json"] = json_text(_common(method, shared, scaler, traffic) | {"baseline": baseline})
+    for number, (average, same) in enumerate(zip(averaged, common, strict=True)):
+        if topology.rank == (0 if same else topology.group[0]):
+            ending = "" if same else f"-rank{topology.rank}"
+            files[f"average{number}{ending}.safetensors"] = copied(average)
+    if topology.rank == (0 if method.in_sync else topology.group[0]):
+        suffix = "" if method.in_sync else f"-rank{topology.rank}"
+        files[f"model{suffix}.safetensors"] = copied(model)
+        files[f"method{suffix}.safetensors"] = copied(tensors)
+        with method.context.users_optimizers():
+            files |= _optimizers(suffix, method)
+    worker = {"method": own, "ledger": method.wire.ledger.state(), "scaler": _scale(scaler)}
+    files[f"worker-rank{topology.rank}.json"] = json_text(worker)
+    files[f"worker-rank{topology.rank}.safetensors"] = copied(own_tensors)
     # Both a run that goes on and one that resumes continue with a fresh wrapper, so both sum in the same order.
     method.gradients.rewrap()
+    return files
 
 
-def load(method: Method, scaler: Any, folder: Path | str, averages: Sequence[nn.Module] = ()) -> dict[str, int] | None:
-    """Read everything back, the model's shape first; collective. Returns the baseline, which older saves lack."""
+def load(
+    method: Method, scaler: Any, folder: Path | str, averages: Sequence[nn.Module] = (), *, check: bool = True
+) -> dict[str, int]:
+    """Read everything back, the model's shape first; collective. Returns the baseline.
+
+    Checksums are compared first, unless they were already.
+    """
     folder = newest(folder)
+    if check:
+        verify(folder, method.wire)
     state = read_json(folder / "state.json")
     _check(method, state)
     # A save of workers in sync may be resumed by other groups.
@@ -87,7 +100,7 @@ def load(method: Method, scaler: Any, folder: Path | str, averages: Sequence[nn.
             stacklevel=3,
         )
     method.gradients.rewrap()
-    return state.get("baseline")
+    return state["baseline"]
 
 
 def _common(method: Method, shared: Any, scaler: Any, traffic: dict[str, Any]) -> dict[str, Any]:
@@ -235,7 +248,7 @@ def _held(method: Method) -> list[list[nn.Parameter]]:
     return [[p for p in Optimizers(o).parameters if id(p) in own] for o in method.optimizers]
 
 
-def _write_optimizers(folder: Path, suffix: str, method: Method) -> None:
+def _optimizers(suffix: str, method: Method) -> Files:
     """State by OPTIMIZER.PARAMETER.NAME, both counted from 0, and the settings of every parameter group."""
     optimizers = method.optimizers
     tensors: dict[str, Tensor] = {}
@@ -245,8 +258,10 @@ def _write_optimizers(folder: Path, suffix: str, method: Method) -> None:
             for name, value in optimizer.state.get(p, {}).items():
                 (tensors if isinstance(value, Tensor) else plain)[f"{number}.{i}.{name}"] = value
     groups = [{k: _json(v) for k, v in group.items() if k != "params"} for _, group in optimizers.groups]
-    write_tensors(folder / f"optimizer{suffix}.safetensors", tensors)
-    write_json(folder / f"optimizer{suffix}.json", {"state": plain, "param_groups": groups})
+    return {
+        f"optimizer{suffix}.safetensors": copied(tensors),
+        f"optimizer{suffix}.json": json_text({"state": plain, "param_groups": groups}),
+    }
 
 
 def _read_optimizers(folder: Path, suffix: str, method: Method) -> None:

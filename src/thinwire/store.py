@@ -1,9 +1,6 @@
-"""Atomic folders of safetensors and JSON: written to a temporary name, then renamed into place."""
+"""Tensors and trees of them in files: safetensors for tensors, JSON for the rest."""
 
-import re
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,97 +9,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from thinwire.comm.collectives import Wire
-from thinwire.errors import ConfigError, ConsequenceError, DamagedError, ThinwireError
+from thinwire.errors import DamagedError
 from thinwire.files import REMEDY, on_file
 
-_SAVED = re.compile(
-    r"(state|position|random-\d+|worker-rank\d+|(model|method|optimizer|average).*)\.(json|safetensors)|replica(\.old|\.writing)?"
-)
-"""File names that belong to a save."""
 
-
-@contextmanager
-def atomic_folder(path: Path | str, wire: Wire | None) -> Iterator[Path]:
-    """A temporary folder to write into, renamed to `path` when all workers are done; collective.
-
-    A crash at any moment leaves the old folder or the new one, the old one perhaps under `path` + ".old". If writing
-    fails on one worker, it raises there, and the others raise an error that names that worker and the reason.
-    """
-    path = Path(path)
-    draft = _beside(path, ".writing")
-    first = wire is None or wire.topology.rank == 0
-    try:
-        with _together(wire, path):
-            if first:
-                _refuse_foreign_folder(path)
-                shutil.rmtree(draft, ignore_errors=True)
-                draft.mkdir(parents=True)
-        with _together(wire, path):
-            yield draft
-        with _together(wire, path):
-            if first:
-                _put_in_place(draft, path)
-    except (OSError, ThinwireError):
-        if first:
-            shutil.rmtree(draft, ignore_errors=True)  # frees space on a full disk
-        raise
-
-
-def _refuse_foreign_folder(path: Path) -> None:
-    """Other files with the names of a save's files would be overwritten."""
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"`{path}` is a file and cannot become a saved folder; give another name")
-    if path.is_dir() and not any((path / name).is_file() for name in ("state.json", "position.json")):
-        names = sorted(entry.name for entry in path.iterdir() if _SAVED.fullmatch(entry.name))
-        if names:
-            raise ConfigError(f"`{path}` holds {names[0]!r} but is not a Thinwire save; give another folder")
-
-
-def _put_in_place(draft: Path, path: Path) -> None:
-    """Replace an old save; other files in its folder are kept."""
-    old = _beside(path, ".old")
-    for entry in path.iterdir() if path.exists() else ():
-        if not _SAVED.fullmatch(entry.name) and not (draft / entry.name).exists():
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.copytree(entry, draft / entry.name, symlinks=True)
-            else:
-                shutil.copy2(entry, draft / entry.name, follow_symlinks=False)
-    if path.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        path.rename(old)
-    draft.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-@contextmanager
-def _together(wire: Wire | None, path: Path) -> Iterator[None]:
-    """Wait for all workers at the end of the block; a failure on one of them raises on all."""
-    call = f"writing {path.name}"
-    try:
-        yield
-    except (OSError, ConfigError, ConsequenceError) as error:
-        if wire is not None and not isinstance(error, ConnectionError):
-            with suppress(ThinwireError):  # raise this worker's own error, not the barrier's
-                wire.barrier(call, failed=error)
-        raise
-    if wire is not None:
-        wire.barrier(call)
-
-
-def newest(path: Path | str) -> Path:
-    """`path`, or `path`.old if a crash interrupted its replacement."""
-    path = Path(path)
-    for candidate in (path, _beside(path, ".old")):
-        if candidate.is_dir():
-            return candidate
-    raise ConfigError(f"there is no saved folder at {str(path)!r}")
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in the CPU's memory, which training does not change."""
+    return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors to a safetensors file."""
+    """Write tensors, as `copied` gives them, to a safetensors file."""
     with on_file(path):
-        save_file({name: t.detach().contiguous().cpu().clone() for name, t in tensors.items()}, path)
+        save_file({name: t.contiguous() for name, t in tensors.items()}, path)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -122,10 +41,6 @@ def like(value: Any, current: Any) -> Any:
     if isinstance(current, Tensor):
         return torch.as_tensor(value, dtype=current.dtype, device=current.device)
     return value
-
-
-def _beside(path: Path, ending: str) -> Path:
-    return path.with_name(path.name + ending)
 
 
 def apart(state: Any, place: str = "") -> tuple[Any, dict[str, Tensor]]:

@@ -25,7 +25,7 @@ from thinwire.cli import main
 from thinwire.errors import ConfigError
 from thinwire.jobs import Job, method_config
 from thinwire.recipes import Recipe, installed, load, named
-from thinwire.train import fit
+from thinwire.train import checkpoint, fit
 from thinwire.train.data import Images, Source
 from thinwire.train.task import CLASSIFY, Task
 
@@ -339,13 +339,22 @@ def test_a_run_ends_as_after_its_best_epoch_when_validation_does_not_improve(tmp
         assert chosen["slow_bytes"] <= summary["traffic"]["slow_bytes"] < last["slow_bytes"]
         whole = again["best_epoch"]["ended_at"]  # the records' last lines are of the run that went on
         assert whole["slow_bytes"] == last["slow_bytes"] and whole["wall_s"] >= last["wall_s"] > chosen["wall_s"]
-        assert [p.name for p in (tmp_path / name).glob("best-*")] == [
-            f"best-{4 * epoch}"
-        ]  # the checkpoint speaks of it
+        # The checkpoints that are kept speak of them.
+        kept = {f"best-{step}" for step in checkpoint.best_steps(tmp_path / name / "checkpoint")}
+        assert {p.name for p in (tmp_path / name).glob("best-*")} == kept | {f"best-{4 * epoch}"} and len(kept) <= 2
         assert [again[key] for key in ("steps", "loss")] == [summary[key] for key in ("steps", "loss")]
         steps = [record["step"] for record in records(tmp_path / name, "step")]
         assert steps == list(range(1, best["ended_at"]["step"] + 1))
         assert {bits, others} == {told for _, told in second[name]} and len({bits, others}) == 1
+
+
+def test_a_best_epoch_that_is_damaged_costs_the_epoch_and_not_the_run(tmp_path: Path, caplog: Any) -> None:
+    fit(misled(), thinwire.AllReduce(), out=tmp_path, model=False, until=21)
+    for best in tmp_path.glob("best-*"):
+        (best / "model.safetensors").unlink()
+    summary = fit(misled(), thinwire.AllReduce(), out=tmp_path, model=False, resume=True)
+    assert "best_epoch" not in summary and summary["steps"] == 24
+    assert "the result is of the last step, not of the best epoch, whose save is lost: `" in caplog.text
 
 
 def test_a_run_without_patience_goes_on_and_patience_needs_a_validation_part(tmp_path: Path) -> None:
@@ -388,7 +397,8 @@ def test_a_run_in_pieces_is_the_run_in_one(method: Any, tmp_path: Path) -> None:
     for until, stands in ((5, 5), (10, 10), (3, 10)):
         told, _, _ = in_pieces(method, out, until=until, resume=until != 5)
         assert told == {"stopped_at": stands, "steps": 18}
-        assert json.loads((out / "checkpoint" / "position.json").read_text())["step"] == stands
+        saved = checkpoint.find(out / "checkpoint")
+        assert saved and json.loads((saved / "position.json").read_text())["step"] == stands
         assert not (out / "summary.json").exists() and not (out / "model").exists()
         assert [record["step"] for record in records(out, "step")] == list(range(1, stands + 1))
     # Beyond the end it is an ordinary run.

@@ -148,6 +148,23 @@ def _read(key: str) -> Any:
         return None
 
 
+def post(key: str, value: Any) -> None:
+    """Leave a plain value where every rank finds it; any thread may."""
+    _store().set(key, json.dumps(value))
+
+
+def posted(key: str) -> Any:
+    """What was left under this key; None if nothing was."""
+    return _read(key)
+
+
+def remove_posted(keys: list[str]) -> None:
+    """Forget values that were read, so that the store does not grow."""
+    for key in keys:
+        with contextlib.suppress(RuntimeError):
+            _store().delete_key(key)
+
+
 class StepNotes:
     """Notes the step a rank is in, at most once per second: it cannot answer while it waits for other ranks."""
 

@@ -22,6 +22,7 @@ from thinwire.commands.dry_run_tables import show
 from thinwire.factor.convert import find_layers
 from thinwire.factor.matrix import view_of
 from thinwire.factor.optimizers import Optimizers
+from thinwire.files import read_json
 from thinwire.jobs import Job
 from thinwire.methods.factoring import Factoring
 from thinwire.methods.registry import METHODS
@@ -33,7 +34,7 @@ from thinwire.plan.workload import Workload
 from thinwire.plan.workloads import of_recipe
 from thinwire.settings import describe
 from thinwire.train import Recipe, checkpoint
-from thinwire.train.folder import of_a_run
+from thinwire.train.folder import CHECKPOINTS, of_a_run
 from thinwire.train.task import describe_optimizer
 
 
@@ -62,11 +63,12 @@ def _before(job: Job) -> str:
     """What a real run would find in its folder, and what it would do."""
     if job.resume and job.finished():
         return "holds this run, finished: nothing would be trained"
-    if saved := checkpoint.find(job.out / "checkpoint"):
+    if checkpoint.find(job.out / CHECKPOINTS):
         if not job.resume:
             return _refused(job, "--resume continues it")
-        at = checkpoint.position(saved, checkpoint.identity(job.trained, job.config, job.seed))["step"]
-        return f"would continue from step {at:,}"
+        checkpoint.position_found(job.out / CHECKPOINTS, checkpoint.identity(job.trained, job.config, job.seed))
+        sound = checkpoint.find_sound(job.out / CHECKPOINTS)
+        return f"would continue from step {read_json(sound / 'position.json')['step']:,}"
     return _refused(job, "--overwrite replaces it") if of_a_run(job.out) and not job.resume else "new"
 
 

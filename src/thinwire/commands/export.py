@@ -25,7 +25,7 @@ from thinwire.recipes import installed
 from thinwire.report import read_run
 from thinwire.report.tables import figure, size
 from thinwire.train import checkpoint
-from thinwire.train.folder import MODEL_FILES
+from thinwire.train.folder import CHECKPOINTS, MODEL_FILES
 
 log = logging.getLogger("thinwire")
 
@@ -121,8 +121,8 @@ def _write(source: str, how: dict[str, Any], folder: Path, onnx: bool, flags: di
         raise click.UsageError("--weights is for FILE.py:FUNCTION; a run has its own")
     if not run.is_dir():
         raise ConfigError(f"`{source}` is neither the folder of a run nor FILE.py:FUNCTION; give one of them")
-    if not (run / "summary.json").is_file() and (saved := checkpoint.find(run / "checkpoint")):
-        return _compress(unfinished(run, saved, *own), how, folder, onnx)
+    if not (run / "summary.json").is_file() and checkpoint.find(run / CHECKPOINTS):
+        return _compress(unfinished(run, checkpoint.find_sound(run / CHECKPOINTS), *own), how, folder, onnx)
     read_run(run)
     if not (run / "model").is_dir():
         raise ConfigError(f"`{run}` has a summary but no model; run it again without `--no-model`")

@@ -22,7 +22,7 @@ from thinwire.files import read_json
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, call_model, installed, named
 from thinwire.report import read_run
-from thinwire.store import newest, read_tensors
+from thinwire.store import read_tensors
 from thinwire.train.batcher import Batcher
 from thinwire.train.data import Source
 from thinwire.train.run import own_device
@@ -93,9 +93,8 @@ def finished(folder: Path, recipe: str | None, data: Path | None) -> Found:
 
 
 def unfinished(folder: Path, saved: Path, recipe: str | None, data: Path | None) -> Found:
-    """The last save of a run, its groups' copies merged as `finish` would and its factors multiplied out."""
-    replica = newest(saved / "replica")
-    state, position = read_json(replica / "state.json"), read_json(saved / "position.json")
+    """A save of a run, its groups' copies merged as `finish` would and its factors multiplied out."""
+    state, position = read_json(saved / "state.json"), read_json(saved / "position.json")
     if state["format"] != snapshot.FORMAT:
         raise ConfigError(
             f"the save in `{folder}` has format {state['format']}, this version reads {snapshot.FORMAT}; "
@@ -105,7 +104,7 @@ def unfinished(folder: Path, saved: Path, recipe: str | None, data: Path | None)
     trained = recipe_of(about, recipe)
     source, model = _built(trained, data)
     try:
-        fill(model, _multiplied_out(model, merged_save.merged(replica, state)))
+        fill(model, _multiplied_out(model, merged_save.merged(saved, state)))
     except (ValueError, RuntimeError) as error:
         raise _misfit(f"the save in `{folder}`", _name(trained, source), error) from error
     origin = f"{folder}: not finished; saved at step {position['step']} of {about['steps']} by {state['method_name']}"

@@ -178,9 +178,10 @@ def _inside(folder: Path) -> Path | None:
         return whole
     if parts := sorted(folder.glob("model-rank*.safetensors"), key=lambda part: _natural(part.name)):
         return parts[0]
-    # Prefer the finished model to its checkpoint; a crash during a save leaves `.old`.
-    inner = ("model", "replica", "replica.old", "checkpoint", "checkpoint.old")
-    return next((found for name in inner if (folder / name).is_dir() and (found := _inside(folder / name))), None)
+    # Prefer the finished model to its last checkpoint.
+    steps = sorted(folder.glob("step-*"), key=lambda path: _natural(path.name), reverse=True)
+    inner = (folder / "model", folder / "checkpoint", *(path for path in steps if path.suffix in ("", ".old")))
+    return next((found for path in inner if path.is_dir() and (found := _inside(path))), None)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

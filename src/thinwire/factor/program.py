@@ -1,5 +1,6 @@
 """Export a finished model as a program that runs without its source: `program.pt2`, and `model.onnx` on request."""
 
+import io
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from thinwire.errors import ConfigError, DamagedError
 from thinwire.factor.hooked import copy_of
+from thinwire.files import on_file
 
 log = logging.getLogger("thinwire")
 
@@ -42,14 +44,17 @@ def write_programs(model: nn.Module, folder: Path, example: Any, *, onnx: bool) 
 
     If a model cannot be traced, it warns and writes no program.
     """
+    content = io.BytesIO()  # torch.export.save into a file aborts the process if the disk is full
     try:
         program = _trace(_prepared(model), example)
-        torch.export.save(program, folder / "program.pt2")
+        torch.export.save(program, content)
     except Exception as error:  # any: torch.export runs the model's own code
         if onnx:
             raise _no_onnx(error) from error
         log.warning("no program.pt2: torch.export cannot trace this model (%s)", _cause(error))
         return
+    with on_file(folder / "program.pt2"):
+        (folder / "program.pt2").write_bytes(content.getbuffer())
     if onnx:
         write_onnx(program, folder / "model.onnx")
 

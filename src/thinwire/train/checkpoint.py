@@ -1,14 +1,19 @@
-"""A run on disk: the replica's folder, and next to it the state of the loop.
+"""The saves of a run: the replica's files, and beside them the state of the loop.
 
-checkpoint/position.json          step, seconds so far, the scheduler, and the run's identity
-checkpoint/random-RANK.safetensors, random-RANK.json    one pair per worker
-checkpoint/replica/               written by `replica.save`
+checkpoint/step-000400/    the state after 400 steps, written whole or not at all
+    position.json          step, seconds so far, the scheduler, and the run's identity
+    random-RANK.safetensors, random-RANK.json    one pair per worker
+    …                      what `replica.save` writes
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import random
+import re
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -18,35 +23,122 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from thinwire import saves
 from thinwire.errors import ConfigError, DamagedError
-from thinwire.files import read_json, write_json
+from thinwire.files import json_text, read_json
+from thinwire.manifest import verify
 from thinwire.replica import Replica
+from thinwire.saves import Files
 from thinwire.settings import describe
-from thinwire.store import atomic_folder, newest, read_tensors, write_tensors
+from thinwire.store import copied, read_tensors
 from thinwire.train.task import Recipe, describe_optimizer
 
-_LATER = ("task", "autocast", "patience")
-"""Parts of an identity that the first saves did not have."""
+log = logging.getLogger("thinwire")
+
+_STEP = re.compile(r"(step-(\d+))(\.old|\.writing|\.removed)?")
 
 
-def save(folder: Path, replica: Replica, scheduler: LambdaLR, position: dict[str, Any]) -> None:
-    """Write the whole run to `folder`, replacing an older save; collective."""
-    rank = replica.topology.rank
-    with atomic_folder(folder, replica.wire) as new:
-        replica.save(new / "replica")
-        tensors, plain = _random_state()
-        write_tensors(new / f"random-{rank}.safetensors", tensors)
-        write_json(new / f"random-{rank}.json", plain)
-        if rank == 0:
-            write_json(new / "position.json", position | {"scheduler": _plain(scheduler)})
+def capture(replica: Replica, scheduler: LambdaLR, position: dict[str, Any]) -> Files:
+    """This worker's files of a save of the whole run, in memory; collective."""
+    rank, files = replica.topology.rank, replica.capture()
+    tensors, plain = _random_state()
+    files[f"random-{rank}.safetensors"] = copied(tensors)
+    files[f"random-{rank}.json"] = json_text(plain)
+    if rank == 0:
+        files["position.json"] = json_text(position | {"scheduler": _plain(scheduler)})
+    return files
+
+
+def at_step(folder: Path, step: int) -> Path:
+    """Where the save of this step belongs."""
+    return folder / f"step-{step:06}"
+
+
+def all_saves(folder: Path) -> list[Path]:
+    """The saves in `folder`, the latest first; whether they are sound is not looked at."""
+    found = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if (name := _STEP.fullmatch(path.name)) and path.is_dir() and name[3] in (None, ".old"):
+            found[int(name[2])] = folder / name[1]
+    return [saves.newest(found[step]) for step in sorted(found, reverse=True)]
 
 
 def find(folder: Path) -> Path | None:
-    """The last complete save in `folder`, if there is one."""
-    try:
-        return newest(folder)
-    except ConfigError:
+    """The latest save in `folder`, if there is one."""
+    return next(iter(all_saves(folder)), None)
+
+
+def find_sound(folder: Path) -> Path:
+    """The latest save in `folder` whose checksums are right; warns of later ones, and raises if there is none."""
+    return _first_sound(all_saves(folder), verify)
+
+
+def prune(folder: Path, keep: int, step: int) -> None:
+    """Delete all but the last `keep` saves, after the one of `step`; later ones are those it was not resumed from."""
+    found = all_saves(folder)
+    kept = [path for path in found if _step(path) <= step][:keep]
+    names = {name[1] for path in folder.iterdir() if (name := _STEP.fullmatch(path.name))}
+    for path in [*(path for path in found if path not in kept), *saves.leftovers(folder, names)]:
+        with suppress(OSError):  # what cannot be deleted takes space, no more
+            saves.remove(path)
+
+
+def best_steps(folder: Path) -> set[int]:
+    """The best epochs that saves in `folder` refer to."""
+    found: set[int] = set()
+    for path in all_saves(folder):
+        with suppress(DamagedError, OSError):
+            best = read_json(path / "position.json")["best"]
+            found |= {best["step"]} if best else set()
+    return found
+
+
+def resume(folder: Path, replica: Replica, scheduler: LambdaLR, wanted: dict[str, Any]) -> dict[str, Any] | None:
+    """Load the latest sound save in `folder` and return its position, None if there are no saves; collective.
+
+    All workers load the same one. A damaged save is reported, and the one before it is loaded.
+    """
+    wire, here = replica.wire, [path.name for path in all_saves(folder)]
+    names = {name for own in wire.all_gather_object(here) for name in own}
+    if not names:
         return None
+    candidates = sorted((folder / name for name in names), key=_step, reverse=True)
+    sound = _first_sound(candidates, lambda path: verify(path, wire), says=replica.topology.rank == 0)
+    saved = position(sound, wanted)
+    load(sound, replica, scheduler, check=False)
+    return saved
+
+
+def position_found(folder: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
+    """The position of the latest save that can be read, if there is one; refuses another run's."""
+    for path in all_saves(folder):
+        with suppress(DamagedError):
+            return position(path, wanted)
+    return None
+
+
+def _first_sound(candidates: list[Path], check: Callable[[Path], None], *, says: bool = True) -> Path:
+    last: DamagedError | None = None
+    for path in candidates:
+        try:
+            check(path)
+        except DamagedError as error:
+            last = error
+            if says and path != candidates[-1]:
+                log.warning("a save is damaged and is not used: %s", error)
+            continue
+        if last is not None and says:
+            log.warning("using the save before it, `%s`", path)
+        return path
+    if last is None:
+        raise ConfigError("there is no save")
+    raise last
+
+
+def _step(path: Path) -> int:
+    name = _STEP.fullmatch(path.name)
+    assert name is not None
+    return int(name[2])
 
 
 def identity(recipe: Recipe, config: Any, seed: int) -> dict[str, Any]:
@@ -67,7 +159,7 @@ def _described(part: Any) -> str:
 def position(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """The position of a saved run; refuses a run whose identity is not `wanted`."""
     saved = read_json(folder / "position.json")
-    there = {name: wanted[name] for name in _LATER} | saved["identity"]
+    there = saved["identity"]
     if name := differing(there, wanted):
         raise ConfigError(
             f"cannot resume from `{folder}`: it was saved with `{name}`={there.get(name)!r}, "
@@ -82,9 +174,9 @@ def differing(there: dict[str, Any], wanted: dict[str, Any]) -> str | None:
     return next((name for name, value in wanted.items() if there.get(name) != value), None)
 
 
-def load(folder: Path, replica: Replica, scheduler: LambdaLR) -> None:
+def load(folder: Path, replica: Replica, scheduler: LambdaLR, *, check: bool = True) -> None:
     """Load a saved run into a freshly built one; collective."""
-    replica.load(folder / "replica")
+    replica.load(folder, check=check)
     scheduler.load_state_dict(read_json(folder / "position.json")["scheduler"])
     rank = replica.topology.rank
     if (folder / f"random-{rank}.json").is_file():

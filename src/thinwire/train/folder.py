@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
+from thinwire import saves
 from thinwire.errors import ConfigError
 
 _FILES = ("records.jsonl", "summary.json", "stability.png", "ranks.png")
-_CHECKPOINT = re.compile(r"(checkpoint|best-\d+)(\.old|\.writing)?")
-_MODEL = "model"
+CHECKPOINTS = "checkpoint"
+"""The folder of a run's saves."""
+_SAVE = re.compile(r"(step|best)-\d+(\.old|\.writing|\.removed)?")
+MODEL = "model"
 MODEL_FILES = (
     "model.safetensors",
     "layers.json",
@@ -29,14 +32,21 @@ def of_a_run(out: Path) -> list[Path]:
     if not out.is_dir():
         return []
     found = [out / name for name in _FILES if (out / name).is_file()]
-    if any((out / _MODEL / name).exists() for name in MODEL_FILES):
-        found.append(out / _MODEL)
-    return found + sorted(path for path in out.iterdir() if _CHECKPOINT.fullmatch(path.name) and path.is_dir())
+    if any((out / MODEL / name).exists() for name in MODEL_FILES):
+        found.append(out / MODEL)
+    checkpoints = out / CHECKPOINTS
+    if checkpoints.is_dir() and (not any(checkpoints.iterdir()) or _saves(checkpoints)):
+        found.append(checkpoints)
+    return found + _saves(out)
 
 
 def best_epochs(out: Path) -> list[Path]:
     """Saves of single epochs."""
-    return [path for path in of_a_run(out) if path.name.startswith("best-")]
+    return [path for path in _saves(out) if path.name.startswith("best-")]
+
+
+def _saves(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if _SAVE.fullmatch(path.name) and path.is_dir())
 
 
 def refuse_occupied(out: Path, found: Iterable[Path], *, resume: bool = False) -> None:
@@ -56,10 +66,15 @@ def refuse_occupied(out: Path, found: Iterable[Path], *, resume: bool = False) -
 def clear(out: Path) -> None:
     """Delete a run from its folder, and nothing else there."""
     for path in of_a_run(out):
-        if path.name == _MODEL:
+        if path.name == MODEL:
             remove_model(path)
+        elif path.name == CHECKPOINTS:
+            for save in _saves(path):
+                saves.clear(save)
+            with suppress(OSError):
+                path.rmdir()
         elif path.is_dir():
-            shutil.rmtree(path)
+            saves.clear(path)
         else:
             path.unlink()
 

@@ -11,10 +11,13 @@ from torch import Tensor, nn
 
 from thinwire.comm.topology import join
 from thinwire.factor.stability import Stability
+from thinwire.saves import remove
 from thinwire.train import checkpoint
 from thinwire.train.batcher import Batch
+from thinwire.train.folder import CHECKPOINTS, best_epochs
 from thinwire.train.run import Run, prepare
-from thinwire.train.summary import summarise, write_model, write_summary
+from thinwire.train.saving import save_and_wait, save_best, save_checkpoint, settle, stopping
+from thinwire.train.summary import summarise, write_model, write_result
 from thinwire.train.task import Recipe
 
 
@@ -28,6 +31,7 @@ def fit(
     resume: bool = False,
     overwrite: bool = False,
     save_every: int | None = None,
+    keep: int = 2,
     until: int | None = None,
     model: bool = True,
     stability: int | None = None,
@@ -37,22 +41,26 @@ def fit(
 
     Joins the job it is started in (torchrun, srun) or trains alone. Returns the summary.
 
-    `resume` continues from `out/checkpoint` if there is one; `save_every` writes it every N steps. A folder that
-    already holds a run is refused without `resume` or `overwrite`. `until` saves and stops after that step; the
-    summary then says only that. Without `model` the finished model is not written. With `stability`, rank 0 compares
-    its bases every N steps with those of `stability_back` comparisons before; a resumed run starts over.
+    `resume` continues from the latest sound save in `out/checkpoint` if there is one; `save_every` writes one every
+    N steps while training goes on, and the last `keep` are kept. A save that cannot be written is reported and does
+    not end the run. A folder that already holds a run is refused without `resume` or `overwrite`. `until` saves and
+    stops after that step; the summary then says only that. A request to stop does the same, and the summary has it in
+    `stopped_by`; `thinwire.stopping.on_signals` makes signals such requests. Without `model` the finished model is
+    not written. With `stability`, rank 0 compares its bases every N steps with those of `stability_back` comparisons
+    before; a resumed run starts over.
 
     A recipe with patience returns to its best epoch at the end.
     """
     join()
     run = prepare(recipe, config, Path(out), seed, data, resume, overwrite)
+    run.keep = keep
     if stability and run.replica.topology.rank == 0:
         run.watch = Stability(run.replica, stability, stability_back, step=run.replica.step)
     run.note_precision()
     run.note_ranks()
     figures: dict[str, float] = {}
     last = min(until or recipe.steps, recipe.steps)
-    with run.fast_convolutions(), run.batcher.steps(range(run.replica.step, last)) as batches:
+    with run.fast_convolutions(), run.batcher.steps(range(run.replica.step, last)) as batches, stopping(run) as stop:
         for done, batch in enumerate(batches, start=run.replica.step + 1):
             train_step(run, batch)
             run.note_stability()
@@ -64,16 +72,20 @@ def fit(
                 figures = _evaluate(run, validate=validate)
             if validate:
                 tired = run.lost_patience(figures)
-                _keep_best(run)
+                save_best(run)
                 if tired:
                     break
+            if done < last and stop.now():
+                return _stop(run) | {"stopped_by": stop.why}
             if save_every and done % save_every == 0 and done < recipe.steps:
-                _checkpoint(run)
+                save_checkpoint(run)
         else:
             if last < recipe.steps:
                 return _stop(run)
+    run.note_end()
+    settle(run)
     if run.best:
-        figures = run.go_back()
+        figures = run.go_back() or figures
     return _conclude(run, figures, write=model)
 
 
@@ -149,44 +161,19 @@ def _conclude(run: Run, before: dict[str, float], *, write: bool) -> dict[str, A
     summary |= {} if run.best is None else {"best_epoch": run.best}
     run.recorder.close()
     if run.replica.topology.rank == 0:
-        if write:
-            write_model(small, run.out / "model", run.batcher.example(), run.recipe.transform_name)
-        write_summary(run.out / "summary.json", summary)
-        if not checkpoint.find(run.out / "checkpoint"):
-            run.forget_epochs()
+        example, transform = run.batcher.example(), run.recipe.transform_name
+        write_result(run.out, summary, (lambda place: write_model(small, place, example, transform)) if write else None)
+        if not checkpoint.find(run.out / CHECKPOINTS):
+            for epoch in best_epochs(run.out):
+                remove(epoch)
     return summary
 
 
 def _stop(run: Run) -> dict[str, Any]:
     """Save, to be resumed later."""
-    _checkpoint(run)
     run.recorder.close()
+    save_and_wait(run)
     return {"stopped_at": run.replica.step, "steps": run.recipe.steps}
-
-
-def _keep_best(run: Run) -> None:
-    """Save the best epoch so far; older ones are deleted as soon as no checkpoint refers to them."""
-    if run.best and run.best["step"] == run.replica.step:
-        _save(run, run.best_folder)
-        if not checkpoint.find(run.out / "checkpoint"):
-            run.forget_epochs(run.best_folder)
-
-
-def _checkpoint(run: Run) -> None:
-    _save(run, run.out / "checkpoint")
-    run.forget_epochs(run.best_folder)
-
-
-def _save(run: Run, folder: Path) -> None:
-    run.recorder.flush()  # a resumed run keeps the lines up to its save
-    position = {
-        "step": run.replica.step,
-        "wall_s": run.wall_s,
-        "counts": run.counts.state(),
-        "best": run.best,
-        "identity": run.identity,
-    }
-    checkpoint.save(folder, run.replica, run.scheduler, position)
 
 
 def _bytes_so_far(run: Run) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,22 +14,27 @@ from torch import Tensor
 from thinwire.errors import DamagedError
 from thinwire.files import on_file
 
+log = logging.getLogger("thinwire")
+
 
 class Recorder:
     """Appends lines to `path`. With `active=False` it writes nothing.
 
     It does not wait for numbers that a GPU is still computing: their line is written before the next, or by `flush`.
+    Lines that the disk refuses do not end the run: they are kept in memory and written as soon as that is possible.
     """
 
     def __init__(self, path: Path, *, active: bool, keep_until: int = 0) -> None:
         self._path = path
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
+        self._unwritten = b""
+        self._refused = False
         self._waiting: dict[str, Any] | None = None
         if active:
             kept = _lines_until(path, keep_until)
             with on_file(path):
                 path.write_text("".join(kept), encoding="utf-8")
-            self._file = path.open("a", encoding="utf-8", buffering=1)
+            self._file = FileIO(path, "a")
 
     def write(self, kind: str, **values: Any) -> None:
         """One line; values may be tensors of one number."""
@@ -42,15 +49,28 @@ class Recorder:
         """Write the pending line."""
         if self._file is not None and self._waiting is not None:
             arrived = {n: v.number() if isinstance(v, _Pending) else v for n, v in self._waiting.items()}
-            with on_file(self._path):
-                self._file.write(json.dumps(arrived) + "\n")
+            self._unwritten += (json.dumps(arrived) + "\n").encode()
             self._waiting = None
+            self._append()
+
+    def _append(self) -> None:
+        """Write as much as the disk takes; half a line is continued by the rest of it."""
+        assert self._file is not None
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if not self._refused:
+                log.warning("%s: %s; its lines are kept in memory, training goes on", error.strerror, self._path)
+            self._refused = True
 
     def close(self) -> None:
         """Flush and close the file."""
         self.flush()
         if self._file is not None:
             self._file.close()
+            if lost := self._unwritten.count(b"\n"):
+                log.warning("the last %d lines of %s could not be written", lost, self._path)
 
 
 class _Pending:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,11 +18,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from thinwire.comm.topology import place
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, DamagedError
 from thinwire.factor.stability import Stability
 from thinwire.files import read_json
+from thinwire.manifest import verify
 from thinwire.replica import Replica, attach
-from thinwire.store import newest
+from thinwire.saves import Save, newest
 from thinwire.train import checkpoint, folder
 from thinwire.train.batcher import Batcher
 from thinwire.train.counts import Counts
@@ -66,6 +66,10 @@ class Run:
     """Phase and decompositions when the model's size was last read."""
     best: dict[str, Any] | None = None
     """The evaluation of the epoch with the lowest validation loss, in a run with patience."""
+    keep: int = 2
+    """Checkpoints that are kept."""
+    writing: Save | None = None
+    """The save that is being written."""
 
     def note_ranks(self) -> None:
         """Record the ranks after each decomposition; a plan can use them."""
@@ -113,28 +117,40 @@ class Run:
         """Where the best epoch is saved. Named by its step: the last checkpoint may refer to an earlier one."""
         return self.out / f"best-{self.best['step'] if self.best else None}"
 
+    def note_end(self) -> None:
+        """Note what was spent until the end of the run, before the run returns to its best epoch."""
+        if self.best is not None:
+            spent = {"slow_bytes": self.replica.traffic.slow_bytes, "wall_s": round(self.wall_s, 3)}
+            self.best["ended_at"] = {"step": self.replica.step, **spent}
+
     def go_back(self) -> dict[str, Any]:
         """Return to the best epoch, with its bytes and seconds, and return its figures; collective.
 
-        What was spent until the end of the run is added to them.
+        If the epoch could not be saved, the model stays the last one, and there are no figures.
         """
         assert self.best is not None
-        spent = {"slow_bytes": self.replica.traffic.slow_bytes, "wall_s": round(self.wall_s, 3)}
-        self.best["ended_at"] = {"step": self.replica.step, **spent}
+        if self.replica.step > self.best["step"] and not self._has_best():
+            self.best = None
+            return {}
         if self.replica.step > self.best["step"]:
             place = newest(self.best_folder)
             saved = read_json(place / "position.json")
-            checkpoint.load(place, self.replica, self.scheduler)
+            checkpoint.load(place, self.replica, self.scheduler, check=False)
             self.counts = Counts(**saved["counts"])
             self.earlier_s, self.started = saved["wall_s"], time.monotonic()
             self.decompositions, self.shape = self.replica.decompositions, None
         return self.best
 
-    def forget_epochs(self, but: Path | None = None) -> None:
-        """Delete saved epochs, except `but`; on rank 0."""
-        for epoch in folder.best_epochs(self.out) if self.replica.topology.rank == 0 else ():
-            if epoch != but:
-                shutil.rmtree(epoch, ignore_errors=True)
+    def _has_best(self) -> bool:
+        """Whether the best epoch's save is sound; collective."""
+        here = self.best_folder
+        try:
+            verify(newest(here) if here.with_name(f"{here.name}.old").is_dir() else here, self.replica.wire)
+        except DamagedError as error:
+            if self.replica.topology.rank == 0:
+                log.warning("the result is of the last step, not of the best epoch, whose save is lost: %s", error)
+            return False
+        return True
 
     @contextmanager
     def fast_convolutions(self) -> Iterator[None]:
@@ -181,15 +197,12 @@ def prepare(
     note_length(recipe, source)
     _seed(seed, rank + 1)  # workers have different dropout, though they start from one model
     out.mkdir(parents=True, exist_ok=True)
-    saved_in = checkpoint.find(out / "checkpoint") if resume else None
     identity = checkpoint.identity(recipe, config, seed)
-    saved: dict[str, Any] = {}
-    if saved_in:
-        saved = checkpoint.position(saved_in, identity)
-        checkpoint.load(saved_in, replica, scheduler)
-    elif rank == 0:
+    found = checkpoint.resume(out / folder.CHECKPOINTS, replica, scheduler, identity) if resume else None
+    saved = found or {}
+    if not saved and rank == 0:
         folder.clear(out)
-    noted = replica.decompositions if saved_in else 0  # loading undoes those of attach
+    noted = replica.decompositions if saved else 0  # loading undoes those of attach
     return Run(
         recipe=recipe,
         identity=identity,

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,11 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from thinwire.errors import SaveError, one_line
 from thinwire.factor import export
 from thinwire.files import on_file
 from thinwire.replica import Replica
 from thinwire.train.counts import Counts
 from thinwire.train.counts import figures as counted_figures
+from thinwire.train.folder import MODEL, remove_model
 from thinwire.train.task import Recipe, describe_optimizer
 
 
@@ -77,6 +83,42 @@ def summarise(
         "identity": identity,
         "versions": _versions(),
     }
+
+
+def write_result(out: Path, summary: dict[str, Any], write: Callable[[Path], None] | None) -> None:
+    """Write the finished model, by `write`, and the summary.
+
+    If `out` refuses them they go to a temporary folder; the error says where they are, and has the main figure.
+    """
+    try:
+        _write_result(out, summary, write)
+    except OSError as error:
+        with suppress(OSError):
+            remove_model(out / MODEL)  # half a model
+            (out / "summary.new").unlink(missing_ok=True)
+        metric = summary["metric"]
+        raise SaveError(
+            f"the result of the run, {metric} {summary[metric]:.4g}, could not be written: {one_line(error)}; "
+            f"{_elsewhere(summary, write)}"
+        ) from error
+
+
+def _write_result(out: Path, summary: dict[str, Any], write: Callable[[Path], None] | None) -> None:
+    if write is not None:
+        write(out / MODEL)
+    write_summary(out / "summary.json", summary)
+
+
+def _elsewhere(summary: dict[str, Any], write: Callable[[Path], None] | None) -> str:
+    place = None
+    try:
+        place = Path(tempfile.mkdtemp(prefix="thinwire-result-"))
+        _write_result(place, summary, write)
+    except OSError as error:
+        if place is not None:
+            shutil.rmtree(place, ignore_errors=True)
+        return f"nor to a temporary folder: {one_line(error)}; make space, and continue the run with --resume"
+    return f"it is in `{place}`: keep that folder, or make space and continue the run with --resume"
 
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:

@@ -1,0 +1,179 @@
+"""Stopping in order: a signal that reaches some of the workers stops all of them after the same step.
+
+A signal only leaves a request. Workers learn of each other's through the job's store, which a thread looks at twice a
+second, so that a step costs nothing and no byte crosses a wire that the ledger counts. They agree on a step like this:
+
+1. Each worker that learns of the request notes the step it is in. It begins no later one until it knows them all.
+2. The latest of these steps is the last one: all can still take it, whatever they wait for from each other.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import itertools
+import os
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+from thinwire.comm import process_groups
+from thinwire.comm.collectives import Wire
+from thinwire.errors import MissingRankError
+from thinwire.replica import Replica
+
+EXIT_CODE = 75
+"""The exit code of a command that was stopped by a signal and can be resumed: EX_TEMPFAIL of sysexits.h."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_ASKED = "thinwire/stop"
+_LOOK_S, _ANSWER_S, _OTHERS_S = 0.5, 0.02, 120.0
+_SAME_S = 1.0
+"""torchrun passes on a signal that the job's workers may have received already: both are one request."""
+
+_requested: list[str] = []
+_numbers = itertools.count(1)
+
+
+def request(why: str) -> None:
+    """Ask for a stop after the current step, of all workers of this job; from any thread."""
+    _requested.append(why)
+
+
+def requested() -> str | None:
+    """What asked for a stop in this process, such as "SIGTERM"."""
+    return _requested[0] if _requested else None
+
+
+def forget() -> None:
+    """Withdraw all requests of this process."""
+    _requested.clear()
+
+
+@contextlib.contextmanager
+def on_signals() -> Iterator[None]:
+    """Inside, a first SIGTERM or SIGINT is a request to stop, and a second one ends the process at once.
+
+    Only the main thread can handle signals; called from another one, this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # Python's own handlers wait until a collective in C++ returns. The byte that the system's handler writes does not.
+    heard, wakes = socket.socketpair()
+    for end in (heard, wakes):
+        end.setblocking(end is heard)
+    before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    earlier = signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
+    listener = threading.Thread(target=_listen, args=(heard,), daemon=True, name="thinwire-signals")
+    listener.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(earlier)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        wakes.close()
+        listener.join()
+        heard.close()
+
+
+def _listen(heard: socket.socket) -> None:
+    first = 0.0
+    while received := heard.recv(1):
+        if received[0] not in SIGNALS:
+            continue
+        if first and time.monotonic() - first > _SAME_S:
+            os._exit(128 + received[0])
+        first = first or time.monotonic()
+        request(signal.Signals(received[0]).name)
+
+
+class Stop:
+    """Whether the workers of a job stop now; one worker's end of it. Making one is collective: all make as many."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._world, number = wire.topology.world, next(_numbers)
+        self._keys = [f"{_ASKED}/{number}/{rank}" for rank in self._world]
+        self._own = self._keys[wire.topology.rank]
+        self._lock = threading.Lock()
+        self._taken = 0
+        self._noted: int | None = None
+        self._last: int | None = None
+        self._known, self._ended = threading.Event(), threading.Event()
+        self._why: str | None = None
+        self._thread: threading.Thread | None = None
+        if len(self._world) > 1:
+            self._thread = threading.Thread(target=self._watch, daemon=True, name="thinwire-stop")
+            process_groups.register_holder(self)
+            self._thread.start()
+
+    @property
+    def why(self) -> str | None:
+        """What asked for the stop."""
+        return requested() or self._why
+
+    def now(self) -> bool:
+        """Whether this step was the last; all workers ask after each step, and get the same answer."""
+        if self._thread is None:
+            return requested() is not None
+        with self._lock:
+            self._taken += 1
+            if self._noted is None:
+                return False
+        if not self._known.wait(_OTHERS_S):
+            raise MissingRankError(f"a stop was asked for, and not all ranks have answered within {_OTHERS_S:.0f} s")
+        return self._last is not None and self._taken >= self._last
+
+    def release_groups(self) -> None:
+        """Look no more; process groups may be about to end, and with them the store."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone, and so is the job
+            while not self._ended.wait(_LOOK_S):
+                self._why = process_groups.posted(_ASKED)
+                if self._why is None and (own := requested()) is not None:
+                    process_groups.post(_ASKED, own)
+                    self._why = own
+                if self._why is not None:
+                    self._agree()
+                    return
+
+    def _agree(self) -> None:
+        with self._lock:
+            self._noted = self._taken + 1
+        process_groups.post(self._own, self._noted)
+        while None in (noted := [process_groups.posted(key) for key in self._keys]):
+            if self._ended.wait(_ANSWER_S):
+                return
+        self._last = max(noted)
+        self._known.set()
+
+
+_stops: weakref.WeakKeyDictionary[Replica, Stop] = weakref.WeakKeyDictionary()
+
+
+def stop_requested(replica: Replica) -> bool:
+    """Whether a signal has asked for a stop: then save, and leave the loop; collective, but sends nothing.
+
+    Call it once after each step, on all workers. From the first call on, SIGTERM and SIGINT no longer end the process
+    but are noted here, and a second one ends it at once. When a signal has reached one worker, all get True after the
+    same step.
+    """
+    if replica not in _stops:
+        _handle_signals()
+        _stops[replica] = Stop(replica.wire)
+    return _stops[replica].now()
+
+
+@functools.cache
+def _handle_signals() -> None:
+    handling = contextlib.ExitStack()
+    handling.enter_context(on_signals())
+    atexit.register(handling.close)
