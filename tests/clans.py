@@ -40,8 +40,9 @@ class Clans:
 
     def kill(self, group: int, how: int = signal.SIGKILL) -> None:
         for process in self.processes[group]:
-            if process.is_alive():
-                os.kill(process.pid, how)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                if process.is_alive():
+                    os.kill(process.pid, how)
 
     def collect(self, timeout: float = 120) -> dict[tuple[int, int], Any]:
         """What workers returned, by group and worker; those that were killed returned nothing."""

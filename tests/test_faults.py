@@ -79,11 +79,11 @@ def survivors(found: dict[tuple[int, int], Any]) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "where", "when"),
     [
-        ("plain", "forward", 2),
         ("coded", "backward", 3),
-        ("plain", "forward", 13),
         ("diloco", "check", 7),
         ("shared", "vote", 14),
+        pytest.param("plain", "forward", 2, marks=pytest.mark.slow),
+        pytest.param("plain", "forward", 13, marks=pytest.mark.slow),
         pytest.param("coded", "vote", 2, marks=pytest.mark.slow),
         pytest.param("coded", "check", 9, marks=pytest.mark.slow),
         pytest.param("diloco", "vote", 7, marks=pytest.mark.slow),
@@ -98,12 +98,14 @@ def test_two_groups_go_on_without_the_third(name: str, where: str, when: int) ->
         assert (event["lost"], event["groups"]) == ([1], 2)
 
 
+@pytest.mark.slow
 def test_a_group_of_two_is_lost_whole() -> None:
     found = Clans(trained, 3, 2, "coded", {0: ("backward", 11)}).collect()
     alive = {seat: value for seat, value in found.items() if seat[0] != 0}
     assert len(survivors(alive)) == 4
 
 
+@pytest.mark.slow
 def test_one_group_after_another_is_lost() -> None:
     found = Clans(trained, 4, 1, "diloco", {0: ("forward", 2), 3: ("forward", 12), 1: ("forward", 24)}).collect()
     (value,) = survivors(found)
