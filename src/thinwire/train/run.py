@@ -123,9 +123,9 @@ class Run:
         self.best["ended_at"] = {"step": self.replica.step, **spent}
         if self.replica.step > self.best["step"]:
             place = newest(self.best_folder)
-            saved = read_json(place / "position.json")
+            saved = read_json(place / "position.json", schema=checkpoint.POSITION)
             checkpoint.load(place, self.replica, self.scheduler)
-            self.counts = Counts(**saved["counts"])
+            self.counts = Counts.of(saved["counts"])
             self.earlier_s, self.started = saved["wall_s"], time.monotonic()
             self.decompositions, self.shape = self.replica.decompositions, None
         return self.best
@@ -202,7 +202,7 @@ def prepare(
         recorder=Recorder(out / "records.jsonl", active=rank == 0, keep_until=saved.get("step", 0)),
         earlier_s=saved.get("wall_s", 0.0),
         decompositions=noted,
-        counts=Counts(**saved.get("counts", {})),
+        counts=Counts.of(saved.get("counts", {})),
         best=saved.get("best"),
     )
 
