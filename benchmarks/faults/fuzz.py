@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from click.testing import CliRunner
-from mutate import mutate
+from mutate import mutate, plant
 from tiny import Tiny, tiny
 
 import thinwire
@@ -84,19 +84,19 @@ class Watch:
         if event in _RUNS_CODE:
             self.seen.append(f"{event} {args[:2]!r}")
         elif event == "open":
-            self._note(event, args[:1] if _writes(args) else ())
+            self._note(event, args[:1] if _writes(args) else (), os.path.realpath)
         elif event in _CHANGES:
-            self._note(event, tuple(_absolute(path, args[-1]) for path in args[:2]))
+            self._note(event, tuple(_absolute(path, args[-1]) for path in args[:2]), _in_real_folder)
 
-    def _note(self, event: str, paths: tuple[Any, ...]) -> None:
-        self.seen += [f"{event} {p}" for p in paths if isinstance(p, str | Path) and not self._is_inside(str(p))]
+    def _note(self, event: str, paths: tuple[Any, ...], real: Callable[[str], str]) -> None:
+        for path in paths:
+            if isinstance(path, str | Path) and not f"{real(str(path))}/".startswith((f"{self.inside}/", *_ALLOWED)):
+                self.seen += [f"{event} {path}"] if "__pycache__" not in str(path) else []
 
-    def _is_inside(self, path: str) -> bool:
-        found = os.path.realpath(os.path.dirname(os.path.abspath(path)))
-        whole = os.path.realpath(path) if os.path.lexists(path) and not os.path.islink(path) else found
-        # Bytecode that Python caches when something is first imported.
-        is_cache = path.startswith(_ALLOWED) or "__pycache__" in path
-        return is_cache or any(p == str(self.inside) or p.startswith(f"{self.inside}/") for p in (found, whole))
+
+def _in_real_folder(path: str) -> str:
+    """A link itself can be deleted or replaced; what it leads to stays."""
+    return os.path.join(os.path.realpath(os.path.dirname(os.path.abspath(path))), os.path.basename(path))
 
 
 def _absolute(path: Any, folder: Any) -> Any:
@@ -267,9 +267,9 @@ def one_case(number: int, seed: int, originals: Path, work: Path) -> tuple[str, 
     shutil.copytree(originals / entrance.folder, folder)
     outside.mkdir()
     (outside / "marked").write_text("not to be touched")
-    changes = []
     files = sorted(file for pattern in entrance.files for file in folder.glob(pattern) if file.suffix in SUFFIXES)
-    for file in rng.sample(files, min(len(files), rng.choice((1, 1, 1, 2)))):
+    changes = [plant(folder, rng)] if rng.random() < 0.06 else []
+    for file in rng.sample(files, min(len(files), rng.choice((1, 1, 1, 2)))) if not changes else ():
         changes.append(f"{mutate(file, rng)} {file.relative_to(folder)}")
     before = _digest(outside)
     outcome, what, trace = _watched(lambda: entrance.read(folder), folder)

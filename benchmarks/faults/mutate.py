@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -106,6 +107,30 @@ def link(file: Path, rng: random.Random) -> None:
         file.symlink_to(outside)
     else:
         file.symlink_to(rng.choice((outside.with_name("missing"), Path("/dev/zero"), file)))
+
+
+def plant(folder: Path, rng: random.Random) -> str:
+    """A link of a name that is written to, or a folder that is a link."""
+    names = (
+        "summary.new",
+        "comparison.json",
+        "comparison.png",
+        "ranks.png",
+        "stability.png",
+        "model/load.py",
+        "records.jsonl",
+    )
+    saves = ("checkpoint", "checkpoint.writing", "checkpoint.old", "model", "checkpoint/replica")
+    name, outside = rng.choice(names + saves), folder.parent / "outside"
+    path = folder / name
+    if name in names:
+        path.unlink(missing_ok=True)
+    target = outside / ("marked" if name in names else "linked")
+    if path.is_dir():
+        shutil.move(path, target)
+    if path.parent.is_dir():
+        path.symlink_to(target)
+    return f"plant {name}"
 
 
 def _outside(file: Path) -> Path:

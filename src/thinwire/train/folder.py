@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from thinwire.errors import ConfigError
+from thinwire.files import refuse_link
 
 _FILES = ("records.jsonl", "summary.json", "stability.png", "ranks.png")
 _CHECKPOINT = re.compile(r"(checkpoint|best-\d+)(\.old|\.writing)?")
@@ -51,6 +52,14 @@ def refuse_occupied(out: Path, found: Iterable[Path], *, resume: bool = False) -
     raise ConfigError(
         f"`{out}` is in use, it holds {', '.join(names[:3])}{more}; add {', '.join(ways)}, or give another `--out`"
     )
+
+
+def refuse_links(out: Path) -> None:
+    """Raise if a name that a run writes to is a link: whoever made the folder would choose what is overwritten."""
+    names = [*_FILES, "summary.new", _MODEL, *(f"{_MODEL}/{name}" for name in MODEL_FILES)]
+    saves = [path for path in out.iterdir() if _CHECKPOINT.fullmatch(path.name)] if out.is_dir() else []
+    for path in (*(out / name for name in names), *saves):
+        refuse_link(path)
 
 
 def clear(out: Path) -> None:

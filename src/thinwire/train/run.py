@@ -167,6 +167,7 @@ def prepare(
     if not (resume or overwrite):
         # On every worker and before they connect: rank 0 writes nothing until all have checked.
         folder.refuse_occupied(out, folder.of_a_run(out), resume=True)
+    folder.refuse_links(out)
     source = _source(recipe, data)
     device = own_device()
     _seed(seed)
