@@ -22,7 +22,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -229,10 +229,10 @@ class Entrance:
 SAVE = ("replica/*.json", "replica/*.safetensors")
 CHECKPOINT = ("checkpoint/*.json", "checkpoint/*.safetensors", *(f"checkpoint/{name}" for name in SAVE))
 ENTRANCES = {
-    "replica.load": Entrance("saved", _load, ("*.json", "*.safetensors"), 12),
-    "fit(resume=True)": Entrance("unfinished", _fit, (*CHECKPOINT, "records.jsonl"), 12),
-    "run --resume": Entrance("unfinished", _again, (*CHECKPOINT, "records.jsonl"), 4),
-    "run --resume, finished": Entrance("finished", _again, ("summary.json",), 4),
+    "replica.load": Entrance("saved", _load, ("*.json", "*.safetensors"), 16),
+    "fit(resume=True)": Entrance("unfinished", _fit, (*CHECKPOINT, "records.jsonl"), 14),
+    "run --resume": Entrance("unfinished", _again, (*CHECKPOINT, "records.jsonl"), 6),
+    "run --resume, finished": Entrance("finished", _again, ("summary.json",), 5),
     "report": Entrance("comparison", lambda f: _invoke("report", str(f)), ("*/summary.json", "*/records.jsonl"), 3),
     "report --json": Entrance(
         "finished", lambda f: _invoke("report", str(f), "--json"), ("summary.json", "records.jsonl"), 3
@@ -247,19 +247,24 @@ ENTRANCES = {
         lambda f: _invoke("stability", f"{f}/model", f"{f}/checkpoint"),
         ("model/*.json", "model/*.safetensors", "checkpoint/replica/model.safetensors"),
     ),
-    "plan --ranks": Entrance("finished", _plan, ("summary.json", "records.jsonl"), 3),
-    "digits": Entrance("data", lambda f: digits(f) and None, ("*.npz",), 2),
-    "text": Entrance("data", _text, ("*.gz",), 2),
+    "plan --ranks": Entrance("finished", _plan, ("summary.json", "records.jsonl"), 4),
+    "digits": Entrance("data", lambda f: digits(f) and None, ("*.npz",), 3),
+    "text": Entrance("data", _text, ("*.gz",), 3),
 }
 
 
 # A case.
 
 
+def entrance_of(number: int, seed: int) -> str:
+    """The entrance of a case."""
+    weights = [entrance.weight for entrance in ENTRANCES.values()]
+    return random.Random(f"{seed} {number} entrance").choices(list(ENTRANCES), weights)[0]
+
+
 def one_case(number: int, seed: int, originals: Path, work: Path) -> tuple[str, Finding | None]:
     """The outcome, "opened", "refused" or "finding", of one case; the same for the same number and seed."""
-    rng = random.Random(f"{seed} {number}")
-    name = rng.choices(list(ENTRANCES), [entrance.weight for entrance in ENTRANCES.values()])[0]
+    name, rng = entrance_of(number, seed), random.Random(f"{seed} {number}")
     entrance = ENTRANCES[name]
     place = work / f"case{number}"
     shutil.rmtree(place, ignore_errors=True)
@@ -343,7 +348,7 @@ def limited_memory() -> Iterator[None]:
 
 
 def fuzz(
-    numbers: range, seed: int, originals: Path, on_finding: Callable[[Finding], None] = lambda found: None
+    numbers: Iterable[int], seed: int, originals: Path, on_finding: Callable[[Finding], None] = lambda found: None
 ) -> tuple[Counter[str], list[Finding]]:
     """Outcomes by name, and the findings."""
     global _hooked

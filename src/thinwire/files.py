@@ -121,9 +121,14 @@ def check_file(path: Path, remedy: str = REMEDY, most: int | None = None) -> Non
         raise DamagedError(f"`{path}` is missing; {remedy}") from error
     if not stat.S_ISREG(about.st_mode):  # reading a pipe would wait forever
         raise DamagedError(f"`{path}` is not a regular file; {remedy}")
-    most = most or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    most = most or memory()
     if about.st_size > most:
         raise DamagedError(f"`{path}` is damaged, it has {about.st_size:,} bytes, more than {most:,}; {remedy}")
+
+
+def memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class _Values(dict[str, Any]):

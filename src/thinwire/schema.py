@@ -57,6 +57,8 @@ FIGURE = Kind("a number", _is_number)
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT = Kind(f"a text of at most {_LONGEST} printable characters", _is_text)
 
+TENSOR = Kind("a tensor", lambda value: isinstance(value, Tensor))
+
 
 def wrong(value: Any, schema: Any, place: str = "") -> str | None:
     """The first thing in which a value differs from a schema, in words; None if it fits."""
@@ -128,9 +130,7 @@ def like(value: Any, *, fresh: bool) -> Any:
 
 def _like_several(value: Any, fresh: bool) -> Any:
     if isinstance(value, Tensor):
-        kind, dims = value.dtype, value.dim()
-        fits = lambda other: isinstance(other, Tensor) and (other.dtype, other.dim()) == (kind, dims)  # noqa: E731
-        return Kind(f"a tensor of {dims} dimensions in {str(kind).removeprefix('torch.')}", fits)
+        return TENSOR  # of any shape: those of other groups and phases are others
     if isinstance(value, list | tuple):
         kinds = [like(part, fresh=fresh) for part in value]
         return [kinds[0] if kinds and all(kind == kinds[0] for kind in kinds) else ANY]

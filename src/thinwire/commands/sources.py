@@ -224,6 +224,10 @@ def _multiplied_out(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
         for form in FORMS.values():
             names = [f"{name}_{suffix}" for suffix in form]
             if all(own in full for own in names):
+                m, n = view_of(weight).tall
+                ends = full[names[0]].shape[0], full[names[-1]].shape[-1]
+                if ends != (m, n):  # their product could have any size
+                    raise ValueError(f"size mismatch for {name}: factors of {ends} for a weight of {(m, n)}")
                 full[name] = view_of(weight).rebuild(*(full.pop(own) for own in names))
     return full
 

@@ -82,9 +82,8 @@ def _rebuilt(model: nn.Module, name: str, about: dict, tensors: dict[str, Tensor
         return model
     if about["kind"] != "sequential":
         raise TypeError(f"unknown kind {about['kind']!r}")
-    parts = [_part(part, f"{prefix}{i}.", tensors) for i, part in enumerate(about["parts"])]
-    for i, part in enumerate(parts):
-        _check_settings(part, None if i else layer)
+    parts: list[Any] = [_part(part, f"{prefix}{i}.", tensors) for i, part in enumerate(about["parts"])]
+    _check_pair(parts, layer)
     like = next(layer.parameters())
     pair: Any = nn.Sequential(*parts).to(like.dtype).to_empty(device=like.device).train(layer.training)
     pair.low_rank = True  # lets Thinwire recognise its layers and compress them further
@@ -104,6 +103,16 @@ def _part(part: dict, prefix: str, tensors: dict[str, Tensor]) -> nn.Module:
     for name, p in layer.named_parameters():
         _check_shape(tensors, prefix + name, p.shape)
     return layer
+
+
+def _check_pair(parts: list[Any], dense: Any) -> None:
+    """Two layers in the place of one, with its inputs and outputs."""
+    first, second = parts
+    _check_settings(first, dense)
+    _check_settings(second, None)
+    ends = second.weight.shape[0], first.weight.shape[1]
+    if first.weight.shape[0] != second.weight.shape[1] or sorted(ends) != sorted(dense.weight.shape[:2]):
+        raise TypeError(f"{first} and {second} do not fit in the place of {dense}")
 
 
 def _check_settings(part: Any, dense: nn.Module | None) -> None:
