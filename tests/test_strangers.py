@@ -58,7 +58,15 @@ def originals(fuzz: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Pat
 # Fuzzing; benchmarks/faults/README.md has 5,000 cases.
 
 
-SLOW = ("report", "report --json", "compare --resume", "export", "export --rank", "export, unfinished")
+SLOW = (
+    "report",
+    "report --json",
+    "compare --resume",
+    "export",
+    "export --rank",
+    "export, unfinished",
+    "export, in groups",
+)
 """Entrances that draw or trace; in the quick suite only a few cases go through them."""
 
 

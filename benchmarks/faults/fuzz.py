@@ -154,6 +154,21 @@ def _attached() -> tuple[thinwire.Replica, torch.optim.Optimizer]:
     return replica, optimizer
 
 
+def _in_groups(folder: Path, whole: Path) -> None:
+    """An unfinished run in a group phase of two workers, from one of a single worker."""
+    shutil.copytree(whole, folder)
+    save = folder / "checkpoint" / "replica"
+    for rank in (0, 1):
+        for file in [*save.glob("model.*"), *save.glob("method.*"), *save.glob("optimizer.*")]:
+            shutil.copy(file, file.with_stem(f"{file.stem}-rank{rank}"))
+    for file in save.glob("worker-rank0.*"):
+        shutil.copy(file, file.with_stem("worker-rank1"))
+    state = json.loads((save / "state.json").read_text())
+    state |= {"in_sync": False, "world_size": 2, "groups": [[0], [1]]}
+    state["config"]["merge"] = "weighted"
+    (save / "state.json").write_text(json.dumps(state))
+
+
 def _datasets(folder: Path) -> None:
     folder.mkdir()
     for name in ("digits8x8.npz", "tinyshakespeare.txt.gz"):
@@ -166,6 +181,7 @@ def make_originals(top: Path) -> None:
     _invoke(*AB, "--steps", "14", "--until", "10", "--out", f"{top}/unfinished")
     many = ["compare", RECIPE, "--workers", "1", "--steps", "8", "--quiet", "--no-model"]
     _invoke(*many, "--methods", "allreduce,oialr,localsgd", "--out", f"{top}/comparison")
+    _in_groups(top / "groups", top / "unfinished")
     _save(top / "saved")
     _datasets(top / "data")
 
@@ -241,6 +257,7 @@ ENTRANCES = {
     "export": Entrance("finished", _export, ("summary.json", "model/*"), 3),
     "export --rank": Entrance("finished", lambda f: _export(f, "--rank", "2"), ("summary.json", "model/*"), 2),
     "export, unfinished": Entrance("unfinished", _export, CHECKPOINT, 3),
+    "export, in groups": Entrance("groups", _export, CHECKPOINT, 2),
     "load.py": Entrance("finished", _load_exported, ("model/*.json", "model/*.safetensors"), 12),
     "stability": Entrance(
         "finished",

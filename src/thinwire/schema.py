@@ -56,7 +56,6 @@ NUMBER = Kind("a finite number", lambda value: _is_number(value) and math.isfini
 FIGURE = Kind("a number", _is_number)
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT = Kind(f"a text of at most {_LONGEST} printable characters", _is_text)
-
 TENSOR = Kind("a tensor", lambda value: isinstance(value, Tensor))
 
 
@@ -108,7 +107,8 @@ def _inside(place: str, name: str) -> str:
 
 
 def _sentence(value: Any, words: str, place: str) -> str:
-    shown = f"{len(value):,} characters" if isinstance(value, str) and len(value) > 60 else repr(value)[:60]
+    short = " ".join(repr(value).split())[:60]
+    shown = f"{len(value):,} characters" if isinstance(value, str) and len(value) > 60 else short
     return f"{place or 'it'!r} is {shown}, not {words}"
 
 
