@@ -49,9 +49,14 @@ def on_file(path: Path) -> Iterator[None]:
 
 
 def refuse_link(path: Path) -> None:
-    """Raise if `path` is a link: a folder from elsewhere could lead a write to any file of the user."""
+    """Raise if `path` is a link: a folder from elsewhere could lead a write to any file of the user.
+
+    A pipe or device is refused too; opening it could wait forever.
+    """
     if path.is_symlink():
         raise ConfigError(f"`{path}` is a link, and writing there would change another file; remove it")
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ConfigError(f"`{path}` is neither a file nor a folder; remove it")
 
 
 def write_json(path: Path, value: Any) -> None:

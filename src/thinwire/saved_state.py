@@ -78,8 +78,8 @@ def check_complete(file: Path, optimizer: Optimizer, parameters: Sequence[nn.Par
     for p in parameters:
         group, state = groups[id(p)], optimizer.state.get(p, {})
         key = id(group), p.dim(), p.dtype
-        if state and key not in known:
-            known[key] = _state_of(optimizer, group, p)
+        if key not in known:
+            known[key] = _state_of(optimizer, group, p, file)
         for name, wanted in known[key].items() if state else ():
             there = state.get(name, "missing")
             # A momentum that has not begun is None.
@@ -87,7 +87,7 @@ def check_complete(file: Path, optimizer: Optimizer, parameters: Sequence[nn.Par
                 refuse(file.with_suffix(".safetensors"), f"a parameter of shape {list(p.shape)} has no valid {name!r}")
 
 
-def _state_of(optimizer: Optimizer, group: Mapping[str, Any], p: nn.Parameter) -> Mapping[str, Any]:
+def _state_of(optimizer: Optimizer, group: Mapping[str, Any], p: nn.Parameter, file: Path) -> Mapping[str, Any]:
     """What a parameter like this one has after a step; nothing for an optimizer that is not torch's own."""
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim."):
@@ -98,7 +98,9 @@ def _state_of(optimizer: Optimizer, group: Mapping[str, Any], p: nn.Parameter) -
     try:
         once = kind([trial], **settings)
         once.step()
-    except (RuntimeError, TypeError, ValueError):
+    except (ArithmeticError, ValueError) as error:
+        refuse(file, f"{kind.__name__} cannot step with its settings ({error})")
+    except (RuntimeError, TypeError):
         return {}
     return once.state[trial]
 

@@ -27,7 +27,7 @@ _SUMMARY = {
 }
 """Older summaries have fewer names; a missing one is reported when it is looked up."""
 _RECORDS = {
-    "evaluation": {"step": COUNT, "model": TEXT, "slow_bytes": NUMBER, "evaluate_bytes": NUMBER, "trainable?": COUNT},
+    "evaluation": {"step": COUNT, "model": TEXT, "slow_bytes?": NUMBER, "evaluate_bytes?": NUMBER, "trainable?": COUNT},
     "ranks": {"step": COUNT, "ranks": {str: COUNT}},
     "stability": {
         "step": COUNT,
@@ -72,7 +72,8 @@ class Run:
         """Evaluation records during training, in order, each with its `counted_bytes`."""
         path = self.folder / "records.jsonl"
         points = [r for r in read_records(path, "evaluation") if r["model"] != "finished"]
-        if what := next((w for r in points if (w := wrong(r, {self.metric: FIGURE}))), None):
+        point = {self.metric: FIGURE, "slow_bytes": NUMBER, "evaluate_bytes": NUMBER}
+        if what := next((w for r in points if (w := wrong(r, point))), None):
             raise DamagedError(f"`{path}` is damaged, {what}; {_REMEDY}")
         return [r | {"counted_bytes": r["slow_bytes"] - r["evaluate_bytes"]} for r in points]
 
