@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import small
@@ -206,6 +206,12 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
         write_json(tmp_path / "link", {})
 
 
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"pipe` is neither a file nor a folder; remove it"):
+        write_json(tmp_path / "pipe", {})
+
+
 def test_messages_do_not_control_a_terminal() -> None:
     assert printable("a \x1b[2J\n\a é") == "a \\x1b[2J\n\\x07 é"
 
@@ -308,6 +314,54 @@ def test_a_rank_is_that_of_the_factors(tmp_path: Path) -> None:
     file.write_text(json.dumps(state))
     with pytest.raises(DamagedError, match=rf"the rank 1000000000 of '{name}' is not that in `model.safetensors`"):
         attached()[0].load(tmp_path / "save")
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "parameters": (lambda saved: saved["param_groups"][0].update(params=[]), "it has 'params', which are the model's"),
+    "a rate": (lambda saved: saved["param_groups"][0].update(lr="x"), "'param_groups.lr' is 'x', not a number"),
+    "betas": (lambda saved: saved["param_groups"][0].update(betas=[0.9]), "is [0.9], not a list of 2"),
+    "no step": (lambda saved: saved["param_groups"][0].update(betas=[1, 0.9]), "AdamW cannot step with its settings"),
+    "another parameter": (lambda saved: saved["state"].update({"0.99.x": 1}), "of a parameter that is not here"),
+    "no parameter": (lambda saved: saved["state"].update({"../x": 1}), "of a parameter that is not here"),
+    "a moment": (lambda saved: saved["state"].update({"0.0.exp_avg": 1}), ""),  # the tensor of this name is taken
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_settings_of_an_optimizer_are_of_their_kind(what: str, tmp_path: Path) -> None:
+    def attached() -> Any:
+        model = small.mlp()
+        optimizer = torch.optim.AdamW(model.parameters())
+        return thinwire.attach(model, optimizer, thinwire.AllReduce()), optimizer
+
+    replica, optimizer = attached()
+    small.step(replica, optimizer, 0, 0)
+    replica.save(tmp_path / "save")
+    change, why = CHANGES[what]
+    file = tmp_path / "save" / "optimizer.json"
+    saved = json.loads(file.read_text())
+    change(saved)
+    file.write_text(json.dumps(saved))
+    other, optimizer = attached()
+    if not why:
+        other.load(tmp_path / "save")
+        small.step(other, optimizer, 0, 1)
+        return
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        other.load(tmp_path / "save")
+
+
+def test_state_that_an_optimizer_would_miss_is_reported(tmp_path: Path) -> None:
+    model = small.mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    replica = thinwire.attach(model, optimizer, thinwire.AllReduce())
+    small.step(replica, optimizer, 0, 0)
+    replica.save(tmp_path / "save")
+    file = tmp_path / "save" / "optimizer.safetensors"
+    tensors = load_file(file)
+    save_file({name.replace("0.1.exp_avg_sq", "0.1.exp_avg_sr"): t for name, t in tensors.items()}, file)
+    with pytest.raises(DamagedError, match="has no valid 'exp_avg_sq'"):
+        replica.load(tmp_path / "save")
 
 
 # Run folders.
