@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -67,7 +66,6 @@ CASES = [
     (f"{SAVE}/random-0.json", _no_values, RESUME),
     *(("model/model.safetensors", _half, words) for words in (CUT, STABILITY)),
     *(("model/layers.json", harm, words) for harm in (_half, _no_values, _a_list) for words in (CUT, STABILITY)),
-    ("model/program.pt2", _half, [*EXPORT, "--onnx"]),
 ]
 
 
@@ -77,8 +75,6 @@ CASES = [
 def test_a_damaged_file_is_named(
     name: str, harm: Callable[[Path], None], words: list[str], whole: Path, tmp_path: Path
 ) -> None:
-    if "--onnx" in words and not (find_spec("onnx") and find_spec("onnxscript")):
-        pytest.skip("ONNX is not installed")
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     if name.startswith("checkpoint") or (name, words[0]) == ("records.jsonl", "run"):

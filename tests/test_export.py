@@ -483,12 +483,12 @@ def test_models_say_what_they_take(elsewhere, tmp_path):
     assert wanted["views"].startswith("Pictures(statistics=((0.49139968, ")
     assert "views" not in describe_inputs(torch.zeros(2, 1), digits().transform_name)
     assert describe_inputs({"ids": tokens()}) == {"inputs": {"ids": {"shape": ["batch", 12], "dtype": "int64"}}}
-    # Of earlier versions.
+    # Of earlier versions. `program.pt2` has an example too, but reading it can run code.
     copytree(elsewhere.run, tmp_path / "run")
     older = {"parameters": about["parameters"], "layers": about["layers"]}
     (tmp_path / "run" / "model" / "layers.json").write_text(json.dumps(older))
     export(tmp_path / "run", "--out", tmp_path / "same", *elsewhere.recipe)
-    assert json.loads((tmp_path / "same" / "layers.json").read_text()) == wanted | older
+    assert json.loads((tmp_path / "same" / "layers.json").read_text()) == older
     export(elsewhere.run, "--out", tmp_path / "cut", "--rank", 2, *elsewhere.recipe)
     assert wanted.items() <= json.loads((tmp_path / "cut" / "layers.json").read_text()).items()
 

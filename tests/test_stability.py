@@ -255,7 +255,7 @@ def test_what_cannot_be_compared_is_named(tmp_path):
     with pytest.raises(thinwire.ConfigError, match="there is no model at"):
         compare(model, tmp_path)
     (tmp_path / "model.safetensors").write_text("no")
-    with pytest.raises(thinwire.ConfigError, match="cannot be read as safetensors"):
+    with pytest.raises(thinwire.ConfigError, match="not a valid safetensors file"):
         compare(model, tmp_path)
 
 

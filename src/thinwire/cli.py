@@ -25,7 +25,8 @@ from thinwire.commands.netbench import netbench
 from thinwire.commands.plan import plan
 from thinwire.commands.stability import stability
 from thinwire.commands.store import store
-from thinwire.errors import ConfigError, Stopped, ThinwireError, is_refusal, one_line
+from thinwire.errors import ConfigError, Stopped, ThinwireError, is_refusal, one_line, printable
+from thinwire.files import refuse_link
 from thinwire.jobs import Job, variant, variants
 from thinwire.launch import inside_job
 from thinwire.methods.registry import METHODS, load_installed
@@ -53,7 +54,7 @@ class _Commands(click.Group):
         except ThinwireError as error:
             code = 2 if isinstance(error, ConfigError) else 1
             failed(code)
-            click.echo(f"thinwire: {error}", err=True)
+            click.echo(f"thinwire: {printable(str(error))}", err=True)
             ctx.exit(code)
         except OSError as error:
             if not is_refusal(error):
@@ -252,6 +253,7 @@ def _print_summary(summary: dict[str, Any], folder: Path) -> None:
 def _report(folder: Path, places: list[Path], as_json: bool) -> None:
     runs = [read_run(place) for place in places]
     rows = compare_runs(runs)
+    refuse_link(folder / "comparison.json")
     (folder / "comparison.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     if as_json:
         click.echo(json.dumps(rows, indent=2))

@@ -61,6 +61,11 @@ def one_line(error: BaseException) -> str:
     return str(error) if isinstance(error, ThinwireError) else f"{type(error).__name__}: {error}"
 
 
+def printable(text: str) -> str:
+    """A text with other characters escaped, which a file may hold to control a terminal; lines stay lines."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 def unknown(kind: str, given: object, known: Iterable[str]) -> ConfigError:
     """The error for an unknown name; lists the known ones."""
     return ConfigError(f"unknown {kind} {given!r}, choose from: {', '.join(sorted(known))}")

@@ -25,6 +25,8 @@ from typing import Any
 from thinwire.comm.losses import is_loss
 from thinwire.comm.missing import uneven_batches
 from thinwire.errors import ConfigError, ConsequenceError, Stopped, ThinwireError, is_refusal, one_line
+from thinwire.files import parse_json
+from thinwire.schema import ANY, COUNT, TEXT, wrong
 from thinwire.stopping import request
 
 ERROR_DIR = "THINWIRE_ERROR_DIR"
@@ -66,7 +68,7 @@ class TorchrunLog:
         """Parse one line; returns whether it is a worker's output, to be shown to the user."""
         if line.startswith(_REPORT):
             with suppress(ValueError):
-                self.reports.append(json.loads(line.removeprefix(_REPORT)))
+                self.reports.append(_parsed(line.removeprefix(_REPORT)))
             return False
         if _TORCHRUN.match(line):
             self._torchrun_logs.add(host)
@@ -117,7 +119,14 @@ def stopped_in_order(error_dir: Path, log: TorchrunLog) -> Stopped | None:
 def _read_reports(error_dir: Path) -> Iterator[dict[str, Any]]:
     for path in sorted(error_dir.glob("*.json")):
         with suppress(ValueError):  # cut off by a full disk: the worker printed it instead
-            yield json.loads(path.read_text(encoding="utf-8"))
+            yield _parsed(path.read_bytes())
+
+
+def _parsed(text: str | bytes) -> dict[str, Any]:
+    report = parse_json(text)
+    if what := wrong(report, {"time": COUNT, "kind": TEXT, "message": ANY}):
+        raise ValueError(what)
+    return report | {"message": str(report["message"])}
 
 
 @contextmanager

@@ -1,18 +1,35 @@
-"""JSON files, with errors that name the file: damaged content, and writes that the system refuses."""
+"""Files that may come from elsewhere: read within limits, with errors that name the file; and writes in their folder.
 
+Nothing here runs code from a file, follows a link when writing, or takes more memory than the file's own size
+suggests; see docs/files-from-elsewhere.md.
+"""
+
+import errno
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
 
-from thinwire.errors import DamagedError
+from thinwire.errors import ConfigError, DamagedError, ThinwireError
+from thinwire.schema import wrong
 
 REMEDY = "restore the file, or use an older save"
+_LARGEST_JSON = 32 << 20
+_LARGEST_LINES = 4 << 30
+_LONGEST_LINE = 8 << 20
+_DEEPEST = 64
+_KINDS = {"F": "floating", "B": "floating", "I": "whole", "U": "whole", "C": "complex"}
+"""By the first letter of a safetensors dtype, but for BOOL."""
+_WIRE = re.compile("gloo|nccl|connection", re.IGNORECASE)
+"""In errors about other workers, which say nothing about a file."""
 
 
 @contextmanager
@@ -36,23 +53,92 @@ def json_text(value: Any) -> str:
     return json.dumps(value, indent=1) + "\n"
 
 
+def refuse_link(path: Path) -> None:
+    """Raise if `path` is a link: a folder from elsewhere could lead a write to any file of the user.
+
+    A pipe or device is refused too; opening it could wait forever.
+    """
+    if path.is_symlink():
+        raise ConfigError(f"`{path}` is a link, and writing there would change another file; remove it")
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ConfigError(f"`{path}` is neither a file nor a folder; remove it")
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write plain values as JSON."""
+    refuse_link(path)
     with on_file(path):
         path.write_text(json_text(value), encoding="utf-8")
 
 
-def read_json(path: Path, remedy: str = REMEDY) -> dict[str, Any]:
-    """Read a JSON object; looking up a missing key raises an error that names the file."""
+def parse_json(text: str | bytes) -> Any:
+    """JSON, with a ValueError for whatever is wrong with it, also what Python's parser allows or cannot do."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(text, object_pairs_hook=_each_once)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    layer = [found]
+    for _ in range(_DEEPEST):
+        layer = [part for each in layer for part in _parts(each)]
+        if not layer:
+            return found
+    raise ValueError("nested too deeply")
+
+
+def _parts(value: Any) -> Collection[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return found
+
+
+def read_json(path: Path, remedy: str = REMEDY, schema: Any = None) -> dict[str, Any]:
+    """Read a JSON object, as `schema` describes it; looking up a missing key raises an error that names the file."""
+    check_file(path, remedy, _LARGEST_JSON)
+    try:
+        found = parse_json(path.read_bytes())
     except ValueError as error:  # invalid JSON or not UTF-8
         raise DamagedError(f"`{path}` is damaged, not valid JSON ({error}); {remedy}") from error
-    except FileNotFoundError as error:
-        raise DamagedError(f"`{path}` is missing; {remedy}") from error
     if not isinstance(found, dict):
         raise DamagedError(f"`{path}` is damaged, it holds {type(found).__name__} instead of an object; {remedy}")
+    if schema is not None and (what := wrong(found, schema)):
+        raise DamagedError(f"`{path}` is damaged, {what}; {remedy}")
     return _Values(path, remedy, found)
+
+
+def lines_of(path: Path, remedy: str = REMEDY) -> Iterator[str]:
+    """The lines of a text, with their ends; the last one may be cut off."""
+    check_file(path, remedy, _LARGEST_LINES)
+    with path.open("rb") as file:
+        while line := file.readline(_LONGEST_LINE):
+            if len(line) == _LONGEST_LINE:
+                raise DamagedError(f"`{path}` is damaged, a line has more than {_LONGEST_LINE:,} bytes; {remedy}")
+            yield line.decode("utf-8", errors="replace")
+
+
+def check_file(path: Path, remedy: str = REMEDY, most: int | None = None) -> None:
+    """Raise unless there is a regular file of at most so many bytes, by default what this machine could hold."""
+    try:
+        about = path.stat()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ELOOP):
+            raise
+        raise DamagedError(f"`{path}` is missing; {remedy}") from error
+    if not stat.S_ISREG(about.st_mode):  # reading a pipe would wait forever
+        raise DamagedError(f"`{path}` is not a regular file; {remedy}")
+    most = most or memory()
+    if about.st_size > most:
+        raise DamagedError(f"`{path}` is damaged, it has {about.st_size:,} bytes, more than {most:,}; {remedy}")
+
+
+def memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class _Values(dict[str, Any]):
@@ -64,3 +150,69 @@ class _Values(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         raise DamagedError(f"`{self._path}` is damaged, it has no {name!r}; {self._remedy}")
+
+
+@contextmanager
+def understood(path: Path, remedy: str = REMEDY) -> Iterator[None]:
+    """Inside, a saved state is given to those that wrote it; whatever they raise means that it is not theirs."""
+    try:
+        yield
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, TypeError) as error:
+        raise _not_understood(path, remedy, error) from error
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, ThinwireError) or _WIRE.search(str(error)):
+            raise
+        raise _not_understood(path, remedy, error) from error
+
+
+def _not_understood(path: Path, remedy: str, error: Exception) -> DamagedError:
+    about = " ".join(str(error).split())[:200]
+    return DamagedError(f"`{path}` is damaged and cannot be resumed from ({type(error).__name__}: {about}); {remedy}")
+
+
+def read_safetensors(
+    path: Path, remedy: str = REMEDY, expected: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The tensors of a file, onto the CPU; if some are `expected`, they are compared before memory is taken."""
+    check_file(path, remedy)
+    try:
+        if expected is not None:
+            _compare(path, expected)
+        return load_file(path)
+    except SafetensorError as error:
+        raise DamagedError(f"`{path}` is damaged, not a valid safetensors file ({error}); {remedy}") from error
+
+
+def header(path: Path, remedy: str = REMEDY) -> dict[str, list[int]]:
+    """The shapes of a file's tensors, without reading them."""
+    check_file(path, remedy)
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  (not a dict)
+    except SafetensorError as error:
+        raise DamagedError(f"`{path}` is damaged, not a valid safetensors file ({error}); {remedy}") from error
+
+
+def _compare(path: Path, expected: Mapping[str, Tensor]) -> None:
+    """Raise unless a file's header names only expected tensors, of their shapes and kinds of numbers."""
+    with safe_open(path, "pt") as file:
+        for name in file.keys():  # noqa: SIM118  (it is not a dict)
+            if name not in expected:
+                raise ConfigError(
+                    f"the save is of another model: {name!r} is in only one of the two; build the same model"
+                )
+            about, own = file.get_slice(name), expected[name]
+            shape, kind = about.get_shape(), about.get_dtype()
+            if shape != list(own.shape) or _kind(kind) != _kind(own):
+                here = f"{list(own.shape)} in {str(own.dtype).removeprefix('torch.')}"
+                raise ConfigError(
+                    f"`{path}` holds {name!r} as {shape} in {kind}, here it is {here}; build the same model"
+                )
+
+
+def _kind(dtype: str | Tensor) -> str:
+    if isinstance(dtype, str):
+        return "bool" if dtype == "BOOL" else _KINDS.get(dtype[:1], dtype)
+    if dtype.is_floating_point():
+        return "floating"
+    return "complex" if dtype.is_complex() else "bool" if str(dtype.dtype) == "torch.bool" else "whole"

@@ -19,6 +19,7 @@ from thinwire.files import read_json
 from thinwire.launch import HostSpec, inside_job, launch, workers_per_host
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, model_without_values, named
+from thinwire.report.records import read_run
 from thinwire.settings import from_strings
 from thinwire.stopping import on_signals
 from thinwire.train import checkpoint, fit
@@ -140,7 +141,8 @@ class Job:
             launch(self.arguments(), self.workers, on_line, self.hosts, stops_in_order=not self.first_step)
             result = self.out / (FIRST_STEP if self.first_step else "summary.json")
             if self.until and not result.is_file() and (saved := checkpoint.find(self.out / CHECKPOINTS)):
-                return {"stopped_at": read_json(saved / "position.json")["step"], "steps": self.trained.steps}
+                position = read_json(saved / "position.json", schema=checkpoint.POSITION)
+                return {"stopped_at": position["step"], "steps": self.trained.steps}
             return read_json(result)
         with nullcontext() if self.first_step else on_signals(), as_worker():
             summary = self._train()
@@ -177,7 +179,7 @@ class Job:
         path = self.out / "summary.json"
         if not path.is_file():
             return None
-        summary = read_json(path, "restore it, or run again with `--overwrite`")
+        summary = read_run(self.out).summary
         wanted = checkpoint.identity(self.trained, self.config, self.seed)
         there = summary.get("identity") or wanted | _earlier_identity(summary)
         if not inside_job():
@@ -221,6 +223,8 @@ def _earlier_identity(summary: dict[str, Any]) -> dict[str, Any]:
     names = {"recipe": "recipe", "seed": "seed", "length": "steps", "batch": "batch"}
     names |= {"optimizer": "optimizer", "lr": "optimizer.lr"}
     known = {name: summary[field] for field, name in names.items() if field in summary}
+    if summary["method"] not in METHODS:
+        raise unknown("method", summary["method"], METHODS)
     return known | {"method": METHODS[summary["method"]].config.__name__} | summary["config"]
 
 

@@ -14,10 +14,12 @@ from typing import Any
 from thinwire.comm.collectives import Wire
 from thinwire.errors import DamagedError, DisagreementError, one_line
 from thinwire.files import REMEDY, on_file, read_json, write_json
+from thinwire.schema import COUNT, TEXT
 
 MANIFEST = "manifest.json"
 Entry = Mapping[str, Any]
 """`size` in bytes and `blake2b`, the digest."""
+_SCHEMA = {"files": {str: {"size": COUNT, "blake2b": TEXT}}}
 
 
 def entry(path: Path, *, flush: bool = False) -> dict[str, Any]:
@@ -48,10 +50,12 @@ def verify(folder: Path, wire: Wire | None = None) -> None:
     rank, workers = (wire.topology.rank, wire.topology.world_size) if wire else (0, 1)
     fault, seen = None, None
     try:
-        listed: dict[str, Entry] = read_json(folder / MANIFEST)["files"]
+        listed: dict[str, Entry] = read_json(folder / MANIFEST, schema=_SCHEMA)["files"]
+        if odd_name := next((name for name in listed if Path(name).name != name), None):
+            raise DamagedError(f"`{folder / MANIFEST}` is damaged, {odd_name!r} is no file of this folder; {REMEDY}")
         seen = entry(folder / MANIFEST)["blake2b"]
         fault = _fault(folder, {name: listed[name] for name in sorted(listed)[rank::workers]})
-    except (DamagedError, OSError, TypeError, KeyError) as error:
+    except (DamagedError, OSError) as error:
         fault = str(error) if isinstance(error, DamagedError) else _unreadable(folder / MANIFEST, error)
     found = wire.all_gather_object((fault, seen)) if wire else [(fault, seen)]
     if faults := [fault for fault, _ in found if fault]:

@@ -9,6 +9,7 @@ worker-rankR.safetensors         a worker's own tensors, such as gradients it ha
 manifest.json                    size and checksum of all of them
 """
 
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,12 +22,25 @@ from torch.optim import Optimizer
 from thinwire.errors import ConfigError
 from thinwire.factor.moments import LINEAR, QUADRATIC
 from thinwire.factor.optimizers import Optimizers
-from thinwire.files import json_text, read_json
+from thinwire.files import json_text, read_json, understood
 from thinwire.manifest import verify
 from thinwire.methods.base import Method
 from thinwire.methods.context import Saved
 from thinwire.methods.registry import name_of
+from thinwire.saved_state import (
+    OPTIMIZERS,
+    STATE,
+    WORKER,
+    check_complete,
+    check_groups,
+    check_ranks,
+    check_settings,
+    check_state,
+    refuse,
+)
 from thinwire.saves import Files, newest
+from thinwire.schema import like as like_now
+from thinwire.schema import wrong
 from thinwire.settings import describe
 from thinwire.store import apart, copied, like, read_tensors, together
 
@@ -75,24 +89,28 @@ def load(
     folder = newest(folder)
     if check:
         verify(folder, method.wire)
-    state = read_json(folder / "state.json")
+    state = read_json(folder / "state.json", schema=STATE)
     _check(method, state)
     # A save of workers in sync may be resumed by other groups.
     suffix = "" if state["in_sync"] else f"-rank{method.topology.group[0]}"
 
     def load_values() -> None:
-        method.model.load_state_dict(_all_keys(method.model, read_tensors(folder / f"model{suffix}.safetensors")))
+        _load_model(method.model, folder / f"model{suffix}.safetensors")
         with method.context.users_optimizers():
             _read_optimizers(folder, suffix, method)
 
     shared = together(state["method"], _on_device(method, folder / f"method{suffix}.safetensors"))
-    workers = _Workers(method, folder, state["world_size"])
+    own_state = {part: like_now(kept, fresh=method.step == 0) for part, kept in method.state_dict().items()}
+    refuse(folder / "state.json", wrong(shared, own_state["shared"], "method"))
+    check_ranks(folder, shared, folder / f"model{suffix}.safetensors")
+    workers = _Workers(method, folder, state["world_size"], own_state["local"])
     same = state["groups"] == _groups(method)
     own = method.topology.rank if same else None
-    method.load_state_dict(Saved(shared, workers, own, load_values))
-    _load_ledger(method, scaler, state, folder)
-    for number, average in enumerate(averages):
-        _load_average(method, state, folder / f"average{number}", average)
+    with understood(folder):
+        method.load_state_dict(Saved(shared, workers, own, load_values))
+        _load_ledger(method, scaler, state, folder)
+        for number, average in enumerate(averages):
+            _load_average(method, state, folder / f"average{number}", average)
     if (folder / f"average{len(averages)}.safetensors").is_file() or [*folder.glob(f"average{len(averages)}-rank*")]:
         warnings.warn(
             f"{folder} holds more moving averages than the {len(averages)} here; make thinwire.EMA(replica) before "
@@ -132,6 +150,7 @@ def _check(method: Method, state: Mapping[str, Any]) -> None:
             f"{', '.join(_kinds(method))}, which keeps other state; attach with the same optimizers"
         )
     size, now = state["world_size"], method.topology.world_size
+    check_groups(state)
     if not state["in_sync"] and (size != now or state["groups"] != _groups(method)):
         raise ConfigError(
             f"the save is from the middle of a group phase of {size} workers in groups {state['groups']}, "
@@ -145,6 +164,10 @@ def _check(method: Method, state: Mapping[str, Any]) -> None:
         raise ConfigError(f"the save was made with another config: {differences}; attach with the same one")
 
 
+def _load_model(model: nn.Module, file: Path) -> None:
+    model.load_state_dict(_all_keys(model, read_tensors(file, model.state_dict())))
+
+
 def _scale(scaler: Any) -> dict[str, Any] | None:
     return scaler.state_dict() if scaler is not None else None
 
@@ -152,8 +175,8 @@ def _scale(scaler: Any) -> dict[str, Any] | None:
 class _Workers(Sequence[dict[str, Any]]):
     """The local parts of a save by rank, read when they are looked at: most workers need only their own."""
 
-    def __init__(self, method: Method, folder: Path, count: int) -> None:
-        self.method, self.folder, self.workers = method, folder, count
+    def __init__(self, method: Method, folder: Path, count: int, schema: Any) -> None:
+        self.method, self.folder, self.workers, self.schema = method, folder, count, schema
 
     def __len__(self) -> int:
         return self.workers
@@ -162,13 +185,16 @@ class _Workers(Sequence[dict[str, Any]]):
         if not 0 <= rank < self.workers:
             raise IndexError(rank)
         tensors = _on_device(self.method, self.folder / f"worker-rank{rank}.safetensors")
-        return together(read_json(self.folder / f"worker-rank{rank}.json")["method"], tensors)
+        file = self.folder / f"worker-rank{rank}.json"
+        found = together(read_json(file, schema=WORKER)["method"], tensors)
+        refuse(file, wrong(found, self.schema, "method"))
+        return found
 
 
 def _load_ledger(method: Method, scaler: Any, state: Mapping[str, Any], folder: Path) -> None:
     """This worker's ledger and scale; a world of another size starts from the nodes' mean."""
     if state["world_size"] == method.topology.world_size:
-        own = read_json(folder / f"worker-rank{method.topology.rank}.json")
+        own = read_json(folder / f"worker-rank{method.topology.rank}.json", schema=WORKER)
         ledger, scale = own["ledger"], own["scaler"]
     else:
         ledger, scale = state["traffic"], state["scaler"]
@@ -182,10 +208,11 @@ def _load_average(method: Method, state: Mapping[str, Any], stem: Path, average:
     groups = state["groups"]
     files = [stem.with_name(f"{stem.name}-rank{group[0]}.safetensors") for group in groups]
     if (whole := stem.with_name(f"{stem.name}.safetensors")).is_file():
-        found = [read_tensors(whole)]
+        found = [read_tensors(whole, average.state_dict())]
     elif files[0].is_file():
         mine = groups == _groups(method)
-        found = [read_tensors(file) for file in (files[method.topology.group_index :][:1] if mine else files)]
+        values = average.state_dict()
+        found = [read_tensors(file, values) for file in (files[method.topology.group_index :][:1] if mine else files)]
     else:
         raise ConfigError(f"{stem.parent} holds no moving average; make thinwire.EMA(replica) after load()")
     if len(found) > 1:
@@ -267,7 +294,7 @@ def _optimizers(suffix: str, method: Method) -> Files:
 def _read_optimizers(folder: Path, suffix: str, method: Method) -> None:
     optimizers, held = method.optimizers, _held(method)
     file = folder / f"optimizer{suffix}.json"
-    saved, tensors = read_json(file), read_tensors(file.with_suffix(".safetensors"))
+    saved, tensors = read_json(file, schema=OPTIMIZERS), read_tensors(file.with_suffix(".safetensors"))
     if len(saved["param_groups"]) != len(optimizers.groups):
         raise ConfigError(
             f"{file} holds {len(saved['param_groups'])} parameter groups, the optimizers here have "
@@ -277,16 +304,20 @@ def _read_optimizers(folder: Path, suffix: str, method: Method) -> None:
         for p in parameters:
             optimizer.state.pop(p, None)
     for key, value in {**saved["state"], **tensors}.items():
-        number, index, name = key.split(".", 2)
-        if int(number) >= len(held) or int(index) >= len(held[int(number)]):
+        found = re.fullmatch(r"(\d{1,9})\.(\d{1,9})\.(.+)", key)
+        if not found or int(found[1]) >= len(held) or int(found[2]) >= len(held[int(found[1])]):
             raise ConfigError(f"{file} holds state {key!r} of a parameter that is not here; build the same optimizers")
-        _put_state(optimizers[int(number)], held[int(number)][int(index)], name, value, file)
+        _put_state(optimizers[int(found[1])], held[int(found[1])][int(found[2])], found[3], value, file)
     for (_, group), values in zip(optimizers.groups, saved["param_groups"], strict=True):
+        check_settings(file, group, values)
         for name, value in values.items():
             group[name] = like(value, group.get(name))
+    for optimizer, parameters in zip(optimizers, held, strict=True):
+        check_complete(file, optimizer, parameters)
 
 
 def _put_state(optimizer: Optimizer, p: nn.Parameter, name: str, value: Any, file: Path) -> None:
+    check_state(file, name, value)
     if isinstance(value, Tensor) and value.dim() and name in LINEAR | QUADRATIC and value.shape != p.shape:
         raise ConfigError(
             f"{file} holds {name!r} of shape {list(value.shape)} for a parameter of shape {list(p.shape)}; build model "

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from thinwire.errors import DamagedError
-from thinwire.files import REMEDY, on_file
+from thinwire.files import REMEDY, on_file, read_safetensors, refuse_link
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -20,18 +19,14 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors, as `copied` gives them, to a safetensors file."""
+    refuse_link(path)
     with on_file(path):
         save_file({name: t.contiguous() for name, t in tensors.items()}, path)
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read tensors from a safetensors file, onto the CPU."""
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise DamagedError(f"`{path}` is damaged, not a valid safetensors file ({error}); {REMEDY}") from error
-    except FileNotFoundError as error:
-        raise DamagedError(f"`{path}` is missing; {REMEDY}") from error
+def read_tensors(path: Path, expected: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Read tensors from a safetensors file, onto the CPU; if some are `expected`, others are refused unread."""
+    return read_safetensors(path, expected=expected)
 
 
 def like(value: Any, current: Any) -> Any:
@@ -60,7 +55,7 @@ def together(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
     """The tree again."""
     if isinstance(plain, dict):
         if plain.keys() == {"tensor"}:
-            if plain["tensor"] not in tensors:
+            if not isinstance(plain["tensor"], str) or plain["tensor"] not in tensors:
                 raise DamagedError(f"the save is damaged, it lacks the tensor {plain['tensor']!r}; {REMEDY}")
             return tensors[plain["tensor"]]
         return {key: together(value, tensors) for key, value in plain.items()}

@@ -17,10 +17,10 @@ from thinwire.commands import options
 from thinwire.commands.sources import Found, finished, of_function, unfinished
 from thinwire.compress import Compressed, compress
 from thinwire.errors import ConfigError
-from thinwire.factor.export import describe_inputs, write
-from thinwire.factor.program import read_program, refuse_onnx, write_onnx
+from thinwire.factor.export import describe_inputs, write, write_loader
+from thinwire.factor.program import refuse_onnx, write_programs
 from thinwire.factor.ranks import chooser
-from thinwire.files import read_json
+from thinwire.files import check_file, read_json
 from thinwire.recipes import installed
 from thinwire.report import read_run
 from thinwire.report.tables import figure, size
@@ -149,14 +149,12 @@ def _compress(found: Found, how: dict[str, Any], folder: Path, onnx: bool) -> li
 def _copy(run: Path, folder: Path, onnx: bool, recipe: str | None, data: Path | None) -> list[str]:
     """A finished run's model as it is; with spectra, and evaluated on `data`, if its recipe is known."""
     summary = read_run(run).summary
-    shutil.copytree(run / "model", folder, dirs_exist_ok=True)
-    program = run / "model" / "program.pt2"
-    if onnx:
-        refuse_onnx(program if program.is_file() else None)
-        write_onnx(read_program(program), folder / "model.onnx")
+    _copy_files(run / "model", folder)
     metric = summary["metric"]
     value, before = summary[metric], summary.get(f"{metric}_before_truncation")
     found, left_out = _of_recipe(run, summary["recipe"], recipe, data)
+    if onnx:
+        _write_onnx(found, folder, left_out)
     if found is not None:
         _describe_inputs(folder, found)
         judge = found.evaluate if data else None
@@ -172,6 +170,29 @@ def _copy(run: Path, folder: Path, onnx: bool, recipe: str | None, data: Path | 
         + ("" if before is None else f", {figure(metric, before)} before truncation"),
         *left_out,
     ]
+
+
+def _copy_files(model: Path, folder: Path) -> None:
+    """The files of a model; `load.py` is our own, since the user is told to run it."""
+    for name in MODEL_FILES:
+        file = model / name
+        if file.is_symlink():
+            raise ConfigError(f"`{file}` is a link to a file elsewhere; put the file itself in its place")
+        if file.exists():
+            check_file(file, "restore it, or run again")
+            shutil.copy2(file, folder / name)
+    for name in ("model.safetensors", "layers.json"):
+        check_file(folder / name, f"the run in `{model.parent}` wrote no whole model; run it again")
+    write_loader(folder)
+
+
+def _write_onnx(found: Found | None, folder: Path, why: list[str]) -> None:
+    """From the model in its recipe's class: a program in the run's folder is code, and may be anyone's."""
+    if found is None:
+        reason = why[0].removeprefix("no spectrum.png: ") if why else "its recipe is not installed"
+        raise ConfigError(f"ONNX is written from the run's model, which cannot be built: {reason}; give --recipe")
+    refuse_onnx(found.example)
+    write_programs(found.model, folder, found.example, onnx=True)
 
 
 def _of_recipe(run: Path, name: str, recipe: str | None, data: Path | None) -> tuple[Found | None, list[str]]:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.errors import ConfigError, DamagedError
+from thinwire.errors import ConfigError, DamagedError, unknown
 from thinwire.files import read_json
+from thinwire.snapshot import WORKER
 from thinwire.store import read_tensors
 
 
@@ -24,6 +25,8 @@ def merged(folder: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
     for file, copy in zip(files, copies, strict=True):
         if odd := copies[0].keys() ^ copy.keys():
             raise DamagedError(f"`{file}` is damaged, {min(odd)!r} is only there or only in `{files[0].name}`")
+        if name := next((name for name, t in copy.items() if t.shape != copies[0][name].shape), None):
+            raise DamagedError(f"`{file}` is damaged, {name!r} has another shape than in `{files[0].name}`")
     sizes = _sizes(folder, state)
     rest = [size / sum(sizes) for size in sizes]
     of_factors = _by_who_trained(sizes, state)
@@ -39,7 +42,10 @@ _HOW = {
 
 def how(state: Mapping[str, Any]) -> str:
     """What a merge makes of the save, in words."""
-    return _HOW[state["config"].get("merge", "mean")].format(len(state["groups"]))
+    way = str(state["config"].get("merge", "mean"))
+    if way not in _HOW:
+        raise unknown("merge in the save", way, _HOW)
+    return _HOW[way].format(len(state["groups"]))
 
 
 def _sizes(folder: Path, state: Mapping[str, Any]) -> list[float]:
@@ -48,7 +54,7 @@ def _sizes(folder: Path, state: Mapping[str, Any]) -> list[float]:
     if state["config"].get("merge") != "weighted":
         return sizes
     observed = [
-        [read_json(folder / f"worker-rank{rank}.json")["method"]["observed"] for rank in group]
+        [read_json(folder / f"worker-rank{rank}.json", schema=WORKER)["method"]["observed"] for rank in group]
         for group in state["groups"]
     ]
     losses, counts = ([sum(own[i] for own in group) for group in observed] for i in (0, 1))

@@ -19,7 +19,9 @@ Draw = Callable[[], Path | None]
 def of_comparison(runs: list[Run], rows: list[dict[str, Any]], folder: Path, *, silent: bool) -> None:
     """The curves side by side, the stability of bases, and the ranks, for runs that recorded them."""
     picture = folder / "comparison.png"
-    found = drawn([partial(_curves, runs, rows, picture), *_stability(runs), *(partial(draw_ranks, r) for r in runs)])
+    # A link to a run elsewhere is read, and nothing is written there.
+    own = [run for run in runs if run.folder == folder or not run.folder.is_symlink()]
+    found = drawn([partial(_curves, runs, rows, picture), *_stability(own), *(partial(draw_ranks, r) for r in own)])
     if silent:
         return
     ranks = [path for path in found if path.name == "ranks.png"]

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from thinwire import snapshot
+from thinwire.checks import check_cutoff
 from thinwire.commands import merged_save
-from thinwire.errors import ConfigError, DamagedError
+from thinwire.errors import ConfigError, DamagedError, unknown
+from thinwire.factor.forms import LISTING
 from thinwire.factor.layers import FORMS
 from thinwire.factor.load_exported import fill, load
 from thinwire.factor.matrix import view_of
-from thinwire.factor.program import arguments, read_program
-from thinwire.files import read_json
+from thinwire.factor.program import arguments
+from thinwire.files import check_file, read_json, understood
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, call_model, installed, named
 from thinwire.report import read_run
+from thinwire.schema import COUNT, FLAG, POSITIVE, TEXT, Kind, wrong
 from thinwire.store import read_tensors
+from thinwire.train import checkpoint
 from thinwire.train.batcher import Batcher
 from thinwire.train.data import Source
 from thinwire.train.run import own_device
 
+_AGAIN = "restore it, or run again"
+_INPUT = {"shape": [(Kind("batch", lambda value: value == "batch"), POSITIVE)], "dtype": TEXT}
+_LARGEST_INPUT = 1 << 28
+_DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+_POSITION = checkpoint.POSITION | {"identity": {"recipe": TEXT, "steps": COUNT, "split?": TEXT}}
 _ROUNDING = 1e-5
 """Singular values below this fraction of the largest are rounding errors; a layer keeps the rank it had."""
 
@@ -78,14 +87,11 @@ def finished(folder: Path, recipe: str | None, data: Path | None) -> Found:
     trained = recipe_of(summary, recipe)
     source, model = _built(trained, data)
     sizes = _sizes(model)
-    read_json(folder / "model" / "layers.json")["layers"]
+    read_json(folder / "model" / "layers.json", _AGAIN, LISTING)
+    check_file(folder / "model" / "model.safetensors", _AGAIN)
     try:
         model = load(model, folder / "model")
-    except SafetensorError as error:
-        raise DamagedError(
-            f"`{folder / 'model' / 'model.safetensors'}` is damaged ({error}); restore it, or run again"
-        ) from error
-    except (ValueError, RuntimeError, AttributeError) as error:
+    except ValueError as error:
         raise _misfit(f"the model in `{folder}`", _name(trained, source), error) from error
     origin = f"{folder}: a finished run of {summary['steps']} steps by {summary['method']}"
     known = {"example": _example(folder / "model")} | _judged(trained, source)
@@ -94,7 +100,8 @@ def finished(folder: Path, recipe: str | None, data: Path | None) -> Found:
 
 def unfinished(folder: Path, saved: Path, recipe: str | None, data: Path | None) -> Found:
     """A save of a run, its groups' copies merged as `finish` would and its factors multiplied out."""
-    state, position = read_json(saved / "state.json"), read_json(saved / "position.json")
+    state = read_json(saved / "state.json", schema=snapshot.STATE)
+    position = read_json(saved / "position.json", schema=_POSITION)
     if state["format"] != snapshot.FORMAT:
         raise ConfigError(
             f"the save in `{folder}` has format {state['format']}, this version reads {snapshot.FORMAT}; "
@@ -104,14 +111,21 @@ def unfinished(folder: Path, saved: Path, recipe: str | None, data: Path | None)
     trained = recipe_of(about, recipe)
     source, model = _built(trained, data)
     try:
-        fill(model, _multiplied_out(model, merged_save.merged(saved, state)))
-    except (ValueError, RuntimeError) as error:
+        with understood(saved):
+            fill(model, _multiplied_out(model, merged_save.merged(saved, state)))
+    except DamagedError:
+        raise
+    except ValueError as error:
         raise _misfit(f"the save in `{folder}`", _name(trained, source), error) from error
     origin = f"{folder}: not finished; saved at step {position['step']} of {about['steps']} by {state['method_name']}"
     if not state["in_sync"]:
         origin += f", in a group phase: {merged_save.how(state)}"
     config = state["config"]
+    if state["method_name"] not in METHODS:
+        raise unknown("method", state["method_name"], METHODS)
     cuts = getattr(METHODS[state["method_name"]].method, "cuts_at_end", False)
+    if cuts:
+        check_cutoff(config.get("cutoff"), zero_allowed=True)
     own: dict[str, Any] = {"cutoff": config["cutoff"] if cuts else _ROUNDING, "keep": _kept(config)}
     return Found(model=model, origin=origin, **_sizes(model), **own, **_judged(trained, source))
 
@@ -174,16 +188,14 @@ def _judged(recipe: Recipe, source: Source | NoData) -> dict[str, Any]:
 
 def _example(folder: Path) -> Any:
     """An input like the one that a run's model was written with; None if there was none."""
-    inputs = read_json(folder / "layers.json").get("inputs")
-    if inputs:
-        (only,) = inputs  # a run's model takes one tensor
-        shape, dtype = only["shape"][1:], getattr(torch, only["dtype"])
-        return torch.zeros(2, *shape, dtype=dtype, device=own_device())
-    program = folder / "program.pt2"  # earlier versions did not describe inputs elsewhere
-    if not program.is_file():
+    file = folder / "layers.json"
+    inputs = read_json(file, _AGAIN, {"inputs?": [_INPUT]}).get("inputs")
+    if not inputs:
         return None
-    args, _ = read_program(program).example_inputs or ((None,), {})
-    return args[0]
+    shape, dtype = inputs[0]["shape"][1:], inputs[0]["dtype"]  # a run's model takes one tensor
+    if math.prod(shape) > _LARGEST_INPUT or dtype not in _DTYPES:
+        raise DamagedError(f"`{file}` is damaged, no input has the shape {shape} and the type {dtype!r}; {_AGAIN}")
+    return torch.zeros(2, *shape, dtype=getattr(torch, dtype), device=own_device())
 
 
 def _name(recipe: Recipe, source: Source | NoData) -> str:
@@ -192,6 +204,8 @@ def _name(recipe: Recipe, source: Source | NoData) -> str:
 
 
 def _kept(config: Mapping[str, Any]) -> dict[str, Any]:
+    if what := wrong(config, {"keep_first?": FLAG, "keep_last?": FLAG, "keep?": [TEXT]}, "config"):
+        raise DamagedError(f"the run's config is damaged, {what}; restore the file, or use an older save")
     return {name: config[name] for name in ("keep_first", "keep_last") if name in config} | {
         "keep": tuple(config.get("keep", ()))
     }
@@ -209,6 +223,10 @@ def _multiplied_out(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
         for form in FORMS.values():
             names = [f"{name}_{suffix}" for suffix in form]
             if all(own in full for own in names):
+                m, n = view_of(weight).tall
+                ends = full[names[0]].shape[0], full[names[-1]].shape[-1]
+                if ends != (m, n):  # their product could have any size
+                    raise ValueError(f"size mismatch for {name}: factors of {ends} for a weight of {(m, n)}")
                 full[name] = view_of(weight).rebuild(*(full.pop(own) for own in names))
     return full
 

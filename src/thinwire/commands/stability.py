@@ -10,6 +10,7 @@ import click
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from thinwire.factor.stability import Measures, compare
 
@@ -45,7 +46,7 @@ def _table(layers: dict[str, Measures], mean: Measures) -> Table:
     for heading in _COLUMNS.values():
         out.add_column(heading, justify="right", no_wrap=True)
     for label, measures in layers.items():
-        out.add_row(label, *_cells(measures))
+        out.add_row(Text(label), *_cells(measures))
     out.add_section()
     out.add_row("mean", *_cells(mean), style="bold")
     return out

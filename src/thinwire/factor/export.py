@@ -26,7 +26,7 @@ from thinwire.factor.layers import (
 )
 from thinwire.factor.matrix import product
 from thinwire.factor.program import arguments, refuse_onnx, write_programs
-from thinwire.files import on_file
+from thinwire.files import on_file, refuse_link
 
 _READS_WEIGHTS_OF_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
@@ -130,6 +130,8 @@ def write(
         refuse_onnx(example_input)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    for name in ("model.safetensors", "layers.json", "load.py", "program.pt2", "model.onnx"):
+        refuse_link(folder / name)
     with on_file(folder / "model.safetensors"):
         save_file(_distinct(model), folder / "model.safetensors")
     layers = {name: about for name, module in model.named_modules() if (about := _describe(module)) is not None}
@@ -138,10 +140,15 @@ def write(
     with on_file(folder / "layers.json"):
         (folder / "layers.json").write_text(json.dumps(about, indent=1) + "\n")
     shutil.copymode(folder / "layers.json", folder / "model.safetensors")  # else readable by the owner only
-    (folder / "load.py").write_text((Path(__file__).parent / "load_exported.py").read_text())
+    write_loader(folder)
     if example_input is not None:
         write_programs(model, folder, example_input, onnx=onnx)
     return folder
+
+
+def write_loader(folder: Path) -> None:
+    """`load.py`, which loads the other files without Thinwire."""
+    (folder / "load.py").write_text((Path(__file__).parent / "load_exported.py").read_text())
 
 
 def describe_inputs(example: Any, views: str | None = None) -> dict[str, Any]:

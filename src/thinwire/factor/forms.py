@@ -15,24 +15,25 @@ says so, or if X is one layer in the other model of a comparison. A square weigh
 transposed from a finished model, since the file does not identify it.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from thinwire.errors import ConfigError, DamagedError
+from thinwire.errors import ConfigError
+from thinwire.files import read_json, read_safetensors
+from thinwire.schema import TEXT
 
 Chain = tuple[Tensor, ...]
 Source = nn.Module | Mapping[str, Tensor] | str | Path
 
 _FACTORS = (("_a", "_b"), ("_u", "_s", "_vt"))
 _WRAPPERS = ("module", "_orig_mod")
+LISTING = {"layers": {str: {"kind": TEXT}}}
+"""What every `layers.json` has."""
 # Their weights are looked up, not multiplied.
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
@@ -130,16 +131,10 @@ def read(source: Source) -> Layers:
     if isinstance(source, Mapping):
         return Layers(_distinct(source))
     file = _file(Path(source))
-    try:
-        tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise DamagedError(f"`{file}` cannot be read as safetensors: {error}; restore it, or write it again") from error
+    tensors = read_safetensors(file, "restore it, or write it again")
     listing = file.parent / "layers.json"
-    try:
-        layers = json.loads(listing.read_text(encoding="utf-8"))["layers"] if listing.is_file() else {}
-        sequentials = {name for name, about in layers.items() if about["kind"] == "sequential"}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"`{listing}` is damaged ({error}); export the model again") from error
+    layers = read_json(listing, "export the model again", LISTING)["layers"] if listing.exists() else {}
+    sequentials = {name for name, about in layers.items() if about["kind"] == "sequential"}
     return Layers({key: tensors[key] for key in sorted(tensors, key=_natural)}, sequentials, ordered=False)
 
 

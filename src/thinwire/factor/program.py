@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from thinwire.errors import ConfigError, DamagedError
+from thinwire.errors import ConfigError
 from thinwire.factor.hooked import copy_of
 from thinwire.files import on_file
 
@@ -57,14 +57,6 @@ def write_programs(model: nn.Module, folder: Path, example: Any, *, onnx: bool) 
         (folder / "program.pt2").write_bytes(content.getbuffer())
     if onnx:
         write_onnx(program, folder / "model.onnx")
-
-
-def read_program(path: Path) -> torch.export.ExportedProgram:
-    """Load `program.pt2`."""
-    try:
-        return torch.export.load(path)
-    except Exception as error:  # any: it is a zip file with JSON inside
-        raise DamagedError(f"`{path}` is damaged ({_cause(error)}); restore it, or write the model again") from error
 
 
 def _prepared(model: nn.Module) -> nn.Module:

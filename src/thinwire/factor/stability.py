@@ -14,6 +14,7 @@ positive, since R is not unique otherwise. If leading columns of W are linearly 
 """
 
 import fnmatch
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from thinwire.checks import check_whole, patterns
 from thinwire.errors import ConfigError
 from thinwire.factor.convert import warn_unmatched_patterns
 from thinwire.factor.forms import Chain, Layers, Source, bare, label_of, read, shape_of, tall
+from thinwire.files import memory
 
 Matrix = Tensor | Sequence[Tensor]
 """A matrix, or factors whose product it is."""
@@ -132,6 +134,9 @@ def _join(layers: Layers, others: dict[str, Chain]) -> None:
 def _check_alike(ours: dict[str, Chain], theirs: dict[str, Chain]) -> None:
     if not (ours or theirs):
         raise ConfigError("there is no weight of two dimensions or more to compare; give models or their state dicts")
+    for key, chain in (*ours.items(), *theirs.items()):
+        if 8 * math.prod(shape_of(chain)) > memory() // 4:  # thin factors may have a product of any size
+            raise ConfigError(f"`{label_of(key)}` is {shape_of(chain)}, too large to be compared on this machine")
     wrong = [f"`{label_of(key)}` is only in the first" for key in ours if key not in theirs]
     wrong += [f"`{label_of(key)}` is only in the second" for key in theirs if key not in ours]
     for key in (key for key in ours if key in theirs):

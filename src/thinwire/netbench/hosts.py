@@ -20,9 +20,11 @@ from pathlib import Path
 
 from thinwire import units
 from thinwire.errors import ConfigError, ThinwireError
+from thinwire.files import parse_json
 from thinwire.launch import sigterm_exits
 from thinwire.netbench import links
 from thinwire.netbench.links import CommandError, Counters, Host, Probe, parse_rate
+from thinwire.schema import COUNT, FLAG, TEXT, Record, wrong
 
 __all__ = ["Counters", "Host", "Hosts", "Probe", "check", "clean", "parse_rate", "why_not"]
 
@@ -32,6 +34,7 @@ _TRIAL = "netbench.trial"  # not a valid user-given name
 _MOST_HOSTS = 64
 _MOST_WORKERS_PER_CORE = 8
 _TIMEOUT_S = 5
+_RECORD = Record(name=TEXT, pid=COUNT, start=(None, COUNT), namespaces=[TEXT], keep=FLAG)
 
 
 class Hosts:
@@ -150,8 +153,13 @@ def _records() -> list[_Record]:
     records = []
     for path in sorted(_RECORDS.glob("*.json")):
         try:
-            records.append(_Record(**json.loads(path.read_text(encoding="utf-8"))))
-        except (ValueError, TypeError) as error:
+            found = parse_json(path.read_bytes())
+            if what := wrong(found, _RECORD):
+                raise ValueError(what)
+            if found["name"] != path.stem or any("/" in namespace for namespace in found["namespaces"]):
+                raise ValueError("its names lead elsewhere")
+            records.append(_Record(**found))
+        except ValueError as error:
             raise ThinwireError(f"{path} is not a valid netbench record ({error}); remove it") from error
     return records
 

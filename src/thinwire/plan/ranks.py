@@ -73,8 +73,8 @@ class Recorded:
     def __init__(self, folder: Path) -> None:
         summary = read_run(folder).summary
         self.recipe: str = summary["recipe"]
-        self.steps = int(summary["steps"])
-        found = [r for r in read_records(folder / "records.jsonl") if r["kind"] == "ranks"]
+        self.steps = max(1, summary["steps"])
+        found = read_records(folder / "records.jsonl", "ranks")
         if not found:
             raise ConfigError(
                 f"`{folder}` holds no ranks: its method ({summary['method']}) factored nothing, or it is of an older "

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from thinwire.errors import DamagedError
+from thinwire.files import refuse_link
 from thinwire.report.plots import blank
 from thinwire.report.records import Run, read_records
 
@@ -21,16 +23,22 @@ _PANELS = (
 )
 _MOST_LABELS = 32
 _LONGEST_LABEL = 32
+_MOST_COLUMNS = 100_000
 _OUTLIERS = 0.01
 """Share of the lowest cells outside the colour range: one outlier would leave one colour for all others."""
 
 
 def draw_stability(run: Run) -> Path | None:
     """Write the plot next to the run's records and return its path; None if the run did not measure its bases."""
-    records = [r for r in read_records(run.folder / "records.jsonl") if r["kind"] == "stability" and r["layers"]]
+    source, path = run.folder / "records.jsonl", run.folder / _NAME
+    records = [r for r in read_records(source, "stability") if r["layers"]]
     if not records:
         return None
-    path = run.folder / _NAME
+    steps = [r["step"] for r in records]
+    every = min(np.diff(steps), default=1)
+    if every < 1 or (steps[-1] - steps[0]) // every > _MOST_COLUMNS:
+        raise DamagedError(f"`{source}` is damaged, its measurements of bases are not in order; restore the file")
+    refuse_link(path)
     about = run.summary
     draw_looks(records, f"{about['recipe']}, {about['method']}, seed {about['seed']}", path)
     return path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from thinwire.files import parse_json
 from thinwire.report.tables import figure, size
 
 _EVERY_S = 0.25
@@ -47,9 +47,10 @@ class Tail:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        return json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return None
+    return record if isinstance(record, dict) else None
 
 
 class Progress:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from thinwire.errors import ConfigError
+from thinwire.files import refuse_link
 from thinwire.report.records import BASELINE, Run, grouped
 from thinwire.report.tables import ratio
 
@@ -28,6 +29,7 @@ _LARGE = 20
 
 def draw(runs: list[Run], rows: list[dict[str, Any]], path: Path) -> None:
     """Write a PNG with one curve per row, the mean over seeds, and the seeds as thin lines."""
+    refuse_link(path)
     figure, (over_steps, over_bytes) = two_panels()
     by_label = grouped(runs)
     for stroke, row in zip(strokes(len(rows)), rows):

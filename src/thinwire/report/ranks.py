@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from thinwire.files import refuse_link
 from thinwire.report.plots import blank, dress
 from thinwire.report.records import Run, read_records
 
@@ -18,7 +19,7 @@ _MOST_NAMED = 16
 
 def draw_ranks(run: Run) -> Path | None:
     """Write the plot next to the run's records and return its path; None if the run factored nothing."""
-    records = read_records(run.folder / "records.jsonl")
+    records = read_records(run.folder / "records.jsonl", "ranks", "evaluation")
     found = [r for r in records if r["kind"] == "ranks" and r["ranks"]]
     if not found:
         return None
@@ -29,6 +30,7 @@ def draw_ranks(run: Run) -> Path | None:
     about = run.summary
     figure.suptitle(f"{about['recipe']}, {about['method']}, seed {about['seed']}: ranks and trained parameters")
     path = run.folder / _NAME
+    refuse_link(path)
     figure.savefig(path)
     return path
 

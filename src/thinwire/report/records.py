@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from thinwire.errors import ConfigError, DamagedError
-from thinwire.files import read_json
+from thinwire.files import lines_of, parse_json, read_json
+from thinwire.schema import ANY, COUNT, FIGURE, NUMBER, POSITIVE, TEXT, wrong
+
+_SENT = {"slow_bytes": NUMBER, "by_purpose": {str: {"slow_bytes?": NUMBER}}}
+_SUMMARY = {
+    **dict.fromkeys(("recipe?", "method?", "metric?", "split?"), TEXT),
+    **dict.fromkeys(("optimizer?", "usual_optimizer?"), (None, TEXT)),
+    **dict.fromkeys(("seed?", "steps?", "trainable_full?"), COUNT),
+    **dict.fromkeys(("world_size?", "parameters_full?", "parameters_final?"), POSITIVE),
+    **dict.fromkeys(("traffic_vs_allreduce_fp32?", "traffic_vs_ideal_fp32?", "wall_s?"), (None, NUMBER)),
+    **dict.fromkeys(("compression?", "trainable_share?"), (None, NUMBER)),
+    "config?": {str: ANY},
+    "identity?": {str: ANY},
+    "traffic?": _SENT,
+    "best_epoch?": (None, {"step": COUNT, "ended_at": {"step": COUNT}}),
+}
+"""Older summaries have fewer names; a missing one is reported when it is looked up."""
+_RECORDS = {
+    "evaluation": {"step": COUNT, "model": TEXT, "slow_bytes?": NUMBER, "evaluate_bytes?": NUMBER, "trainable?": COUNT},
+    "ranks": {"step": COUNT, "ranks": {str: COUNT}},
+    "stability": {
+        "step": COUNT,
+        "before": COUNT,
+        "layers": {str: {"stability": FIGURE, "similarity": FIGURE}},
+    },
+}
+"""By kind; other kinds need only have one."""
+_REMEDY = "restore it, or run again with `--overwrite`"
+_LONGEST_LABEL = 500
 
 BASELINE = "allreduce"
 """The method that others are compared with."""
@@ -42,28 +70,31 @@ class Run:
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Evaluation records during training, in order, each with its `counted_bytes`."""
-        points = [r for r in read_records(self.folder / "records.jsonl") if _is_curve_point(r)]
+        path = self.folder / "records.jsonl"
+        points = [r for r in read_records(path, "evaluation") if r["model"] != "finished"]
+        point = {self.metric: FIGURE, "slow_bytes": NUMBER, "evaluate_bytes": NUMBER}
+        if what := next((w for r in points if (w := wrong(r, point))), None):
+            raise DamagedError(f"`{path}` is damaged, {what}; {_REMEDY}")
         return [r | {"counted_bytes": r["slow_bytes"] - r["evaluate_bytes"]} for r in points]
 
 
-def _is_curve_point(record: dict[str, Any]) -> bool:
-    return record["kind"] == "evaluation" and record["model"] != "finished"
+def read_records(path: Path, *kinds: str) -> list[dict[str, Any]]:
+    """Every complete line of a `records.jsonl`, or those of `kinds`; that of a running job may end in half a line."""
+    return [record for record in _records(path) if not kinds or record["kind"] in kinds] if path.is_file() else []
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """Every complete line of a `records.jsonl`; that of a running job may end in half a line."""
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-    return [_record(path, number, line) for number, line in enumerate(lines, start=1)]
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(lines_of(path), start=1):
+        if line.endswith("\n"):
+            yield _record(path, number, line)
 
 
 def _record(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
-        if not isinstance(record["kind"], str):
-            raise TypeError("`kind` is not a name")
-    except (ValueError, TypeError, KeyError) as error:
+        record = parse_json(line)
+        if what := wrong(record, {"kind": TEXT}) or wrong(record, _RECORDS.get(record["kind"], ANY)):
+            raise ValueError(what)
+    except ValueError as error:
         raise DamagedError(
             f"`{path}` is damaged in line {number} ({error}); remove the line, or restore the file"
         ) from error
@@ -78,7 +109,11 @@ def read_run(folder: Path) -> Run:
             f"no `summary.json` in `{folder}`: there is no finished run; train one with `thinwire run`, "
             "or resume an unfinished one with `thinwire run … --resume`"
         )
-    return Run(folder=folder, summary=read_json(path, "restore it, or run again with `--overwrite`"))
+    summary = read_json(path, _REMEDY, _SUMMARY)
+    metric = summary.get("metric", "")
+    if what := wrong(summary, {f"{metric}?": FIGURE, f"{metric}_before_truncation?": (None, FIGURE)}):
+        raise DamagedError(f"`{path}` is damaged, {what}; {_REMEDY}")
+    return Run(folder=folder, summary=summary)
 
 
 def read_runs(folder: Path) -> list[Run]:
@@ -139,7 +174,12 @@ def _optimizer_note(summary: dict[str, Any], peers: list[dict[str, Any]]) -> str
 
 
 def show(value: Any) -> str:
-    """A setting as written on the command line."""
+    """A setting as written on the command line; escaped and cut off where no command line would have it."""
+    text = _written(value)
+    return (text if text.isprintable() else ascii(text))[:_LONGEST_LABEL]
+
+
+def _written(value: Any) -> str:
     if isinstance(value, list):
         return "+".join(show(part) for part in value)
     if value is None or isinstance(value, bool):

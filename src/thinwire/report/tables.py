@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 # What the other columns leave of 100 characters.
 _LABEL_WIDTH = 30
@@ -17,14 +18,14 @@ def table(rows: list[dict[str, Any]]) -> Table:
     """One row per method and config; bytes and ratios exclude evaluation."""
     metric, several = rows[0]["metric"], max(len(row["seeds"]) for row in rows) > 1
     title = f"{rows[0]['recipe']}, {rows[0]['split']} data, {len(rows[0]['seeds'])} seed{'s' if several else ''}"
-    out = Table(title=title, caption=_CAPTION, box=SIMPLE_HEAD)
+    out = Table(title=Text(title), caption=_CAPTION, box=SIMPLE_HEAD)
     out.add_column("method", overflow="fold")
     frozen = any((row.get("trainable_share_mean") or 1.0) < 1.0 for row in rows)
     trained = ["trained\nat end"] if frozen else []
     for heading in (metric, "slow\nlink", "vs all-\nreduce", "vs\nideal", *trained, "compres-\nsion", "wall"):
-        out.add_column(heading, justify="right", no_wrap=True)
+        out.add_column(Text(heading), justify="right", no_wrap=True)
     for row in rows:
-        out.add_row(*_cells(row, several, frozen))
+        out.add_row(*map(Text, _cells(row, several, frozen)))  # names from files are no markup
     return out
 
 

@@ -29,12 +29,22 @@ from thinwire.files import json_text, read_json
 from thinwire.manifest import verify
 from thinwire.replica import Replica
 from thinwire.saves import Files
+from thinwire.schema import ANY, COUNT, FIGURE, NUMBER, Row, like
 from thinwire.settings import describe
 from thinwire.store import copied, read_tensors
 from thinwire.train.task import Recipe, describe_optimizer
 
 log = logging.getLogger("thinwire")
 
+POSITION = {
+    "step": COUNT,
+    "wall_s": NUMBER,
+    "counts": {str: COUNT},
+    "best?": (None, {"step": COUNT, "epochs_since": COUNT, "validation_loss": FIGURE}),
+    "identity": {str: ANY},
+    "scheduler": {str: ANY},
+}
+"""What `position.json` has."""
 _STEP = re.compile(r"(step-(\d+))(\.old|\.writing|\.removed)?")
 
 
@@ -158,7 +168,7 @@ def _described(part: Any) -> str:
 
 def position(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """The position of a saved run; refuses a run whose identity is not `wanted`."""
-    saved = read_json(folder / "position.json")
+    saved = read_json(folder / "position.json", schema=POSITION)
     there = saved["identity"]
     if name := differing(there, wanted):
         raise ConfigError(
@@ -177,7 +187,7 @@ def differing(there: dict[str, Any], wanted: dict[str, Any]) -> str | None:
 def load(folder: Path, replica: Replica, scheduler: LambdaLR, *, check: bool = True) -> None:
     """Load a saved run into a freshly built one; collective."""
     replica.load(folder, check=check)
-    scheduler.load_state_dict(read_json(folder / "position.json")["scheduler"])
+    _load_scheduler(scheduler, folder / "position.json")
     rank = replica.topology.rank
     if (folder / f"random-{rank}.json").is_file():
         # Workers that did not exist when the run was saved keep their seeds.
@@ -185,11 +195,26 @@ def load(folder: Path, replica: Replica, scheduler: LambdaLR, *, check: bool = T
         tensors, plain = read_tensors(files[0]), read_json(files[1])
         try:
             _restore_random(tensors, plain)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise DamagedError(
                 f"`{files[0]}` or `{files[1].name}` is damaged and holds no valid random state ({error}); "
                 "restore the file, or use an older save"
             ) from error
+
+
+def _load_scheduler(scheduler: LambdaLR, file: Path) -> None:
+    """A scheduler takes any attribute that it is given, so it is given its own."""
+    plain = _plain(scheduler)
+    kinds = {
+        f"{name}?": Row([like(value[0], fresh=True)] * len(value))
+        if isinstance(value, list)
+        else like(value, fresh=True)
+        for name, value in plain.items()
+    }
+    saved = read_json(file, schema=POSITION | {"scheduler": kinds})["scheduler"]
+    scheduler.load_state_dict(
+        {name: saved.get(name, value) for name, value in plain.items()} | {"lr_lambdas": plain["lr_lambdas"]}
+    )
 
 
 def _plain(scheduler: LambdaLR) -> dict[str, Any]:

@@ -35,6 +35,11 @@ class Counts:
     total: int = 0
     """All parameters now, also frozen ones."""
 
+    @classmethod
+    def of(cls, state: dict[str, int]) -> Counts:
+        """Counts from a state; those of other versions may have other names."""
+        return cls(**{name: state.get(name, 0) for name in asdict(cls())})
+
     def update(self, replica: Replica) -> None:
         """Read the model's present size."""
         parameters = list(replica.parameters())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from thinwire import saves
 from thinwire.errors import ConfigError
+from thinwire.files import refuse_link
 
 _FILES = ("records.jsonl", "summary.json", "stability.png", "ranks.png")
 CHECKPOINTS = "checkpoint"
@@ -61,6 +62,15 @@ def refuse_occupied(out: Path, found: Iterable[Path], *, resume: bool = False) -
     raise ConfigError(
         f"`{out}` is in use, it holds {', '.join(names[:3])}{more}; add {', '.join(ways)}, or give another `--out`"
     )
+
+
+def refuse_links(out: Path) -> None:
+    """Raise if a name that a run writes to is a link: whoever made the folder would choose what is overwritten."""
+    names = [*_FILES, "summary.new", MODEL, CHECKPOINTS, *(f"{MODEL}/{name}" for name in MODEL_FILES)]
+    folders = [folder for folder in (out, out / CHECKPOINTS) if folder.is_dir()]
+    saved = [path for folder in folders for path in folder.iterdir() if _SAVE.fullmatch(path.name)]
+    for path in (*(out / name for name in names), *saved):
+        refuse_link(path)
 
 
 def clear(out: Path) -> None:

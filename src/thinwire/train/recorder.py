@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import DamagedError
-from thinwire.files import on_file
+from thinwire.files import lines_of, on_file, parse_json, refuse_link
+from thinwire.schema import COUNT, wrong
 
 log = logging.getLogger("thinwire")
 
@@ -31,6 +32,7 @@ class Recorder:
         self._refused = False
         self._waiting: dict[str, Any] | None = None
         if active:
+            refuse_link(path)
             kept = _lines_until(path, keep_until)
             with on_file(path):
                 path.write_text("".join(kept), encoding="utf-8")
@@ -99,7 +101,7 @@ def _lines_until(path: Path, step: int) -> list[str]:
     if step == 0 or not path.is_file():
         return []
     kept = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True), 1):
+    for number, line in enumerate(lines_of(path), 1):
         if not line.endswith("\n") or _step(path, number, line) > step:
             break
         kept.append(line)
@@ -108,6 +110,11 @@ def _lines_until(path: Path, step: int) -> list[str]:
 
 def _step(path: Path, number: int, line: str) -> int:
     try:
-        return json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise DamagedError(f"`{path}` is damaged in line {number}; remove the line, or restore the file") from error
+        record = parse_json(line)
+        if what := wrong(record, {"step": COUNT}):
+            raise ValueError(what)
+    except ValueError as error:
+        raise DamagedError(
+            f"`{path}` is damaged in line {number} ({error}); remove the line, or restore the file"
+        ) from error
+    return record["step"]

@@ -134,9 +134,9 @@ class Run:
             return {}
         if self.replica.step > self.best["step"]:
             place = newest(self.best_folder)
-            saved = read_json(place / "position.json")
+            saved = read_json(place / "position.json", schema=checkpoint.POSITION)
             checkpoint.load(place, self.replica, self.scheduler, check=False)
-            self.counts = Counts(**saved["counts"])
+            self.counts = Counts.of(saved["counts"])
             self.earlier_s, self.started = saved["wall_s"], time.monotonic()
             self.decompositions, self.shape = self.replica.decompositions, None
         return self.best
@@ -183,6 +183,7 @@ def prepare(
     if not (resume or overwrite):
         # On every worker and before they connect: rank 0 writes nothing until all have checked.
         folder.refuse_occupied(out, folder.of_a_run(out), resume=True)
+    folder.refuse_links(out)
     source = _source(recipe, data)
     device = own_device()
     _seed(seed)
@@ -215,7 +216,7 @@ def prepare(
         recorder=Recorder(out / "records.jsonl", active=rank == 0, keep_until=saved.get("step", 0)),
         earlier_s=saved.get("wall_s", 0.0),
         decompositions=noted,
-        counts=Counts(**saved.get("counts", {})),
+        counts=Counts.of(saved.get("counts", {})),
         best=saved.get("best"),
     )
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from thinwire.errors import SaveError, one_line
 from thinwire.factor import export
-from thinwire.files import on_file
+from thinwire.files import on_file, refuse_link
 from thinwire.replica import Replica
 from thinwire.train.counts import Counts
 from thinwire.train.counts import figures as counted_figures
@@ -124,6 +124,7 @@ def _elsewhere(summary: dict[str, Any], write: Callable[[Path], None] | None) ->
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
     """Write it completely or not at all: its presence means that the run is finished."""
     new = path.with_suffix(".new")
+    refuse_link(new)
     with on_file(new):
         new.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     os.replace(new, path)

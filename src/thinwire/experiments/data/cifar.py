@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from thinwire.errors import ConfigError
+from thinwire.files import check_file
 from thinwire.train.data.images import Images
-from thinwire.train.data.source import damaged, read_whole
+from thinwire.train.data.source import LARGEST, arrays, damaged, read_whole
 
 Arrays = tuple[np.ndarray, np.ndarray]
 """uint8 pixels (examples, 3, 32, 32) and classes (examples,)."""
@@ -117,8 +118,7 @@ def _checked(read: Callable[[Path], Arrays], path: Path, classes: int) -> Arrays
 
 def _npz(path: Path) -> Arrays:
     """Pixels are stored as differences that wrap around: red and blue minus green, then along columns and rows."""
-    with path.open("rb") as held, np.load(held) as file:  # numpy would leave a damaged file open
-        d, y = file["d"], file["y"]
+    d, y = arrays(path, "d", "y")
     x = np.cumsum(np.cumsum(d, 2, dtype=np.uint8), 3, dtype=np.uint8)  # (3, examples, 32, 32)
     x[::2] += x[1]
     return np.ascontiguousarray(x.transpose(1, 0, 2, 3)), y
@@ -126,6 +126,7 @@ def _npz(path: Path) -> Arrays:
 
 def _pickled(labels: str) -> Callable[[Path], Arrays]:
     def read(path: Path) -> Arrays:
+        check_file(path, "download it again", LARGEST)
         with path.open("rb") as file:
             held = _Unpickler(file, path).load()
         return held[b"data"].reshape(-1, 3, 32, 32), np.array(held[labels.encode()])

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.train.data.source import cut_for_validation, damaged, locate, read_whole, rows_on
+from thinwire.errors import ConfigError
+from thinwire.train.data.source import arrays, cut_for_validation, damaged, locate, read_whole, rows_on
 from thinwire.train.step_rng import StepRNG
 
 _SPLIT_SEED = 1797
@@ -56,16 +57,17 @@ class Images:
         return self.x[chosen], self.y[chosen]
 
 
-def _arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    with path.open("rb") as held, np.load(held) as file:  # numpy would leave a damaged file open
-        return file["x"], file["y"]
-
-
 def digits(folder: Path | None = None) -> Images:
     """1,797 handwritten digits of 8×8 pixels: 1,257 to train on and 540 held out, by a fixed permutation."""
     path = locate("digits8x8.npz", folder)
     try:
-        x, y = read_whole(lambda: _arrays(path))
+        x, y = read_whole(lambda: arrays(path, "x", "y"))
+        if x.shape[1:] != (8, 8) or y.shape != x.shape[:1] or not {x.dtype.kind, y.dtype.kind} <= set("iu"):
+            raise ValueError(f"it holds {x.dtype} {x.shape} and {y.dtype} {y.shape}")
+        if not len(y) or y.min() < 0 or y.max() > 9:
+            raise ValueError("classes are not 0 to 9")
+    except ConfigError:
+        raise
     except Exception as error:  # a damaged archive can raise anything
         raise damaged(path, f"{type(error).__name__}: {error}") from error
     order = np.random.default_rng(_SPLIT_SEED).permutation(len(x))

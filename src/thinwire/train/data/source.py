@@ -7,10 +7,11 @@ method and any number of workers, and a resumed run needs only its step.
 from __future__ import annotations
 
 import gzip
+import itertools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -19,8 +20,12 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
+from thinwire.files import check_file
 from thinwire.train.step_rng import StepRNG
 
+LARGEST = 1 << 30
+"""Most bytes of a data file that is held in memory, packed or not."""
+_PIECE = 1 << 20
 SHIPPED = Path(__file__).parent.parent.parent / "datasets"
 
 
@@ -76,11 +81,26 @@ def locate(name: str, folder: Path | None = None) -> Path:
 
 
 def unpacked(path: Path) -> bytes:
-    """The content of a file, decompressed if its name ends in `.gz`."""
+    """The content of a file, decompressed if its name ends in `.gz`; a few bytes may stand for any number of them."""
+    check_file(path, "download it again", LARGEST)
     try:
-        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            # In pieces: reading a number of bytes at once takes memory for all of them first.
+            pieces = list(itertools.islice(iter(partial(file.read, _PIECE), b""), LARGEST // _PIECE + 1))
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"`{path}` cannot be read ({type(error).__name__}: {error}); download it again") from error
+    if len(pieces) > LARGEST // _PIECE:
+        raise ConfigError(f"`{path}` holds more than {LARGEST:,} bytes; give a smaller file, or download it again")
+    return b"".join(pieces)
+
+
+def arrays(path: Path, *names: str) -> tuple[np.ndarray, ...]:
+    """Arrays of an npz file; none is unpickled, which could run code."""
+    check_file(path, "download it again", LARGEST)
+    with path.open("rb") as held, np.load(held, allow_pickle=False) as file:  # numpy would leave a damaged file open
+        if (size := sum(part.file_size for part in file.zip.infolist())) > LARGEST:
+            raise ValueError(f"it unpacks to {size:,} bytes, more than {LARGEST:,}")
+        return tuple(file[name] for name in names)
 
 
 def unpacked_text(path: Path) -> str:
