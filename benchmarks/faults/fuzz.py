@@ -278,7 +278,8 @@ ENTRANCES = {
 def _sign(file: Path) -> None:
     """Checksums find what was damaged; who changes a save on purpose makes them anew."""
     if (file.parent / manifest.MANIFEST).is_file() and file.name != manifest.MANIFEST and file.is_file():
-        manifest.sign(file.parent)
+        with contextlib.suppress(OSError, ThinwireError):  # the manifest or a file may be one no more
+            manifest.sign(file.parent)
 
 
 def entrance_of(number: int, seed: int) -> str:
