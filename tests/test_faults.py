@@ -14,13 +14,17 @@ from torch.optim import AdamW
 import small
 import thinwire
 from clans import TIMEOUT, Clans
-from thinwire import ConfigError, DiLoCo, Faults, LocalSGD, Nesterov
+from thinwire import AllReduce, ConfigError, DiLoCo, Faults, LocalSGD, Nesterov, OneBit, PowerSGD
 
 STEPS = 40
 WAYS: dict[str, Any] = {
     "plain": LocalSGD(every=6, warmup=4),
     "coded": LocalSGD(every=4, warmup=6, warmup_wire="int8", wire="int2"),
     "diloco": DiLoCo(every=5, warmup=3, outer=Nesterov(lr=0.7, momentum=0.9), wire="int4"),
+    "allreduce": AllReduce(),
+    "int8": AllReduce(wire="int8"),
+    "powersgd": PowerSGD(rank=2, warmup=5),
+    "onebit": OneBit(warmup=5, freeze_second_moment=True),
     "shared": LocalSGD(every=4, warmup=3, second_moment="shared", rows="seen"),
 }
 
@@ -82,6 +86,11 @@ def survivors(found: dict[tuple[int, int], Any]) -> list[Any]:
         ("coded", "backward", 3),
         ("diloco", "check", 7),
         ("shared", "vote", 14),
+        ("allreduce", "vote", 9),
+        pytest.param("int8", "backward", 6, marks=pytest.mark.slow),
+        pytest.param("powersgd", "forward", 3, marks=pytest.mark.slow),
+        pytest.param("powersgd", "backward", 20, marks=pytest.mark.slow),
+        pytest.param("onebit", "vote", 12, marks=pytest.mark.slow),
         pytest.param("plain", "forward", 2, marks=pytest.mark.slow),
         pytest.param("plain", "forward", 13, marks=pytest.mark.slow),
         pytest.param("coded", "vote", 2, marks=pytest.mark.slow),
@@ -167,7 +176,9 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
         thinwire.attach(model, optimizer, LocalSGD(every=2), faults=Faults())
 
 
-@pytest.mark.parametrize("name", ["diloco", *(pytest.param(n, marks=pytest.mark.slow) for n in ("plain", "coded"))])
+@pytest.mark.parametrize(
+    "name", ["diloco", *(pytest.param(n, marks=pytest.mark.slow) for n in ("plain", "coded", "int8", "onebit"))]
+)
 def test_a_group_that_is_started_again_joins(name: str) -> None:
     clans = Clans(trained, 3, 1, name, {}, 0.2)
     time.sleep(3)

@@ -27,7 +27,7 @@ from thinwire.comm.ledger import Ledger
 from thinwire.comm.losses import tried
 from thinwire.comm.membership import LostError, Membership
 from thinwire.comm.topology import Topology
-from thinwire.config import LocalSGD
+from thinwire.config import AllReduce, DiLoCo, LocalSGD, OneBit, PowerSGD
 from thinwire.config.faults import Faults
 from thinwire.errors import ConfigError
 from thinwire.methods.base import Method
@@ -38,6 +38,9 @@ from thinwire.store import apart, together
 log = logging.getLogger("thinwire")
 
 
+_SURVIVING: tuple[type, ...] = (LocalSGD, DiLoCo, AllReduce, PowerSGD, OneBit)
+
+
 def met(config: Any, faults: Faults, device: torch.device, ledger: Ledger) -> tuple[Wire, Membership]:
     """The groups that launchers started, all of them here, or those of a run that is under way; collective."""
     if config.group_size is not None:
@@ -45,13 +48,15 @@ def met(config: Any, faults: Faults, device: torch.device, ledger: Ledger) -> tu
             f"`group_size`={config.group_size} with faults=…: there each launcher's workers are a group; leave "
             "`group_size` out"
         )
-    if not isinstance(config, LocalSGD):
+    if not isinstance(config, _SURVIVING):
+        names = ", ".join(kind.__name__ for kind in _SURVIVING)
         raise ConfigError(
-            f"faults=… is for LocalSGD and DiLoCo so far, not for {type(config).__name__}; leave it out, and resume "
-            "from a checkpoint"
+            f"faults=… is for {names} so far, not for {type(config).__name__}; leave it out, and resume from a "
+            "checkpoint"
         )
-    if config.overlap:
-        raise ConfigError(f"`overlap`={config.overlap} with faults=… is not supported so far; leave one of them out")
+    overlap = getattr(config, "overlap", 0)
+    if overlap:
+        raise ConfigError(f"`overlap`={overlap} with faults=… is not supported so far; leave one of them out")
     membership = Membership.from_environment(faults)
     if membership.is_under_way:
         log.info("group %d joins a run that is under way", membership.seat.group)
@@ -98,8 +103,15 @@ class Recovery:
         done = self._regroup(lost, ready=ready, admits=False)
         if not done:
             gradients.throw_away()
-            log.warning("nobody takes the step after step %d: its gradients were lost", self.method.step)
+            self._until_done(self._agree_on_buffers, self._agree_on_buffers)
+            if not self.method.topology.rank:
+                log.warning("nobody takes the step after step %d: its gradients were lost", self.method.step)
         return done
+
+    def _agree_on_buffers(self) -> None:
+        """The forward pass of a step that was skipped has changed running statistics."""
+        gradients = self.method.gradients
+        gradients.replicated.broadcast_buffers(gradients.members)
 
     def end_step(self) -> None:
         """End a step; where groups average, all of them or none."""
