@@ -277,7 +277,8 @@ ENTRANCES = {
 
 def _sign(file: Path) -> None:
     """Checksums find what was damaged; who changes a save on purpose makes them anew."""
-    if (file.parent / manifest.MANIFEST).is_file() and file.name != manifest.MANIFEST and file.is_file():
+    whole = all(other.is_file() and other.stat().st_size < 1 << 24 for other in file.parent.iterdir())
+    if whole and (file.parent / manifest.MANIFEST).is_file() and file.name != manifest.MANIFEST and file.is_file():
         with contextlib.suppress(OSError, ThinwireError):  # the manifest or a file may be one no more
             manifest.sign(file.parent)
 

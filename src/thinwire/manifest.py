@@ -73,6 +73,8 @@ def _fault(folder: Path, listed: Mapping[str, Entry]) -> str | None:
 def _fault_of(path: Path, known: Entry) -> str | None:
     try:
         size = path.stat().st_size
+        if not path.is_file():  # opening a pipe could wait for ever
+            return f"`{path}` is damaged, it is not a file; {REMEDY}"
         if size != known["size"]:
             return f"`{path}` is damaged, it has {size:,} bytes instead of {known['size']:,}; {REMEDY}"
         if entry(path)["blake2b"] != known["blake2b"]:
