@@ -21,12 +21,10 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from thinwire.comm import process_groups
 from thinwire.comm.collectives import Wire
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.losses import tried
 from thinwire.comm.membership import LostError, Membership
-from thinwire.comm.topology import Topology
 from thinwire.config import AllReduce, DiLoCo, LocalSGD, OneBit, PowerSGD
 from thinwire.config.faults import Faults
 from thinwire.errors import ConfigError
@@ -66,15 +64,11 @@ def met(config: Any, faults: Faults, device: torch.device, ledger: Ledger) -> tu
     with membership.connections.noted():
         membership.open_world()
         if membership.joins:
-            wire = Wire(_topology(membership), ledger)
+            wire = Wire(membership.topology, ledger)
         else:
             wire = Wire.open(None, repr(config), device, ledger, membership.layout)
     wire.outlives_groups = True
     return wire, membership
-
-
-def _topology(membership: Membership) -> Topology:
-    return Topology(torch.distributed.get_rank(), membership.layout, membership.layout)
 
 
 class Recovery:
@@ -225,16 +219,15 @@ class Recovery:
 
     def _hand_over(self, new: set[int]) -> None:
         """Give groups that join what this run has come to; collective."""
-        ranks, donor = self._ranks_for(new)
-        transfer = process_groups.process_group(ranks)
-        if self.method.topology.rank == donor:
-            _broadcast(pack(self._whole()), ranks, donor, transfer, self.method.wire)
+        ranks = self._ranks_for(new)
+        gives = self.method.topology.rank == ranks[0]
+        self.method.wire.broadcast_bytes(pack(self._whole()) if gives else None, ranks, "join")
 
     def take_over(self) -> None:
         """In a group that joins: be what a group that is in the run is, with nothing left unsent; collective."""
-        ranks, donor = self._ranks_for(self.membership.joined)
-        transfer = process_groups.process_group(ranks)
-        whole = unpack(_broadcast(None, ranks, donor, transfer, self.method.wire))
+        packed = self.method.wire.broadcast_bytes(None, self._ranks_for(self.membership.joined), "join")
+        assert packed is not None, "this worker is not among those that take"
+        whole = unpack(packed)
         if whole["settings"] != repr(self.method.config):
             raise ConfigError(
                 f"the run that is under way has {whole['settings']}, here is {self.method.config!r}; join with the same"
@@ -247,11 +240,11 @@ class Recovery:
         self.method.forwards = self.method.step
         self.votes = whole["votes"]
 
-    def _ranks_for(self, new: set[int]) -> tuple[tuple[int, ...], int]:
-        """The worker that gives, and it with those that take."""
+    def _ranks_for(self, new: set[int]) -> tuple[int, ...]:
+        """The worker that gives, and those that take."""
         layout = dict(zip(sorted(self.membership.groups), self.membership.layout, strict=True))
         donor = next(ranks[0] for group, ranks in layout.items() if group not in new)
-        return (donor, *(rank for group in sorted(new) for rank in layout[group])), donor
+        return (donor, *(rank for group in sorted(new) for rank in layout[group]))
 
     def _whole(self) -> dict[str, Any]:
         states = [optimizer.state_dict()["state"] for optimizer in self.method.optimizers]
@@ -272,7 +265,7 @@ class Recovery:
     def _open(self) -> None:
         with self.membership.connections.noted():
             self.membership.open_world()
-            self.method.wire.lay_out(_topology(self.membership))
+            self.method.wire.lay_out(self.membership.topology)
 
     def _tell(self, before: dict[int, int], why: str | None) -> None:
         now, came = self.membership.groups, self.membership.joined
@@ -326,16 +319,6 @@ def unpack(packed: Tensor) -> Any:
     raw = packed.numpy().tobytes()
     end = 8 + int.from_bytes(raw[:8], "little")
     return together(json.loads(raw[8:end]), load(raw[end:]))
-
-
-def _broadcast(packed: Tensor | None, ranks: tuple[int, ...], root: int, group: Any, wire: Wire) -> Tensor:
-    size = torch.tensor([0 if packed is None else len(packed)])
-    torch.distributed.broadcast(size, root, group=group)
-    packed = torch.empty(int(size), dtype=torch.uint8) if packed is None else packed
-    torch.distributed.broadcast(packed, root, group=group)
-    for number in (8, len(packed)):
-        wire.count("join", wire.topology.tree(ranks, number, root))
-    return packed
 
 
 def _moved(tree: Any, device: torch.device) -> Any:

@@ -119,5 +119,5 @@ def _setting(value: Any) -> Any:
     if isinstance(value, int | float | Tensor):
         return FIGURE
     if isinstance(value, tuple | list):
-        return Row([FIGURE] * len(value))
+        return Row([_setting(each) for each in value])
     return TEXT if isinstance(value, str) else (None, FLAG, FIGURE, TEXT)

@@ -100,6 +100,7 @@ def load(
             _read_optimizers(folder, suffix, method)
 
     shared = together(state["method"], _on_device(method, folder / f"method{suffix}.safetensors"))
+    method.drop_pending()
     own_state = {part: like_now(kept, fresh=method.step == 0) for part, kept in method.state_dict().items()}
     refuse(folder / "state.json", wrong(shared, own_state["shared"], "method"))
     check_ranks(folder, shared, folder / f"model{suffix}.safetensors")

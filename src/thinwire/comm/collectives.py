@@ -211,6 +211,19 @@ class Wire:
         group = self.topology.group
         self._broadcast(tensors, purpose, group, group[owner], self._group)
 
+    def broadcast_bytes(self, payload: Tensor | None, members: Ranks, purpose: str) -> Tensor | None:
+        """What the first member has, as bytes on the CPU, to the others; all workers call it, for some of them."""
+        group = process_groups.process_group(members)
+        if self.topology.rank not in members:
+            return None
+        size = torch.tensor([0 if payload is None else len(payload)])
+        dist.broadcast(size, members[0], group=group)
+        sent = torch.empty(int(size), dtype=torch.uint8) if payload is None else payload
+        dist.broadcast(sent, members[0], group=group)
+        for number in (8, len(sent)):
+            self.count(purpose, self.topology.tree(members, number, members[0]))
+        return sent
+
     def all_reduce_sum(self, tensor: Tensor, purpose: str) -> Tensor:
         """The sum over all workers."""
         return self._reduce(tensor, dist.ReduceOp.SUM, purpose)

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from thinwire.comm import process_groups
 from thinwire.comm.connections import Connections
-from thinwire.comm.topology import place
+from thinwire.comm.topology import Topology, place
 from thinwire.config.faults import Faults
 from thinwire.errors import ConfigError, ThinwireError
 
@@ -305,10 +305,24 @@ class Membership:
         return self.seat.group in self.joined
 
     @property
+    def topology(self) -> Topology:
+        """The layout of this generation, once its world is open."""
+        return Topology(dist.get_rank(), self.layout, self.layout)
+
+    @property
     def layout(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each group."""
         ranks = iter(range(sum(self.groups.values())))
         return tuple(tuple(next(ranks) for _ in range(self.groups[group])) for group in sorted(self.groups))
+
+
+def serve(host: str, port: int) -> Any:
+    """A store that listens there; 0 is a free port."""
+    try:
+        return dist.TCPStore(host, port, None, True, wait_for_workers=False)
+    except RuntimeError as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError(f"cannot listen on {host}:{port} ({why}); give another `--port`") from error
 
 
 def _seats(groups: Mapping[int, int]) -> list[tuple[int, int]]:

@@ -4,7 +4,7 @@ import threading
 
 import click
 
-from thinwire.errors import ConfigError
+from thinwire.comm.membership import serve
 
 
 @click.command()
@@ -16,12 +16,6 @@ def store(host: str, port: int) -> None:
     It holds a few kilobytes and never a model. The run needs it as long as it lasts: start it where it will not be
     killed, such as a login node. One store is for one run.
     """
-    from torch.distributed import TCPStore  # loading it takes seconds
-
-    try:
-        server = TCPStore(host, port, None, True, wait_for_workers=False)
-    except RuntimeError as error:
-        why = str(error).splitlines()[0]
-        raise ConfigError(f"cannot listen on {host}:{port} ({why}); give another `--port`") from error
+    server = serve(host, port)
     click.echo(f"listening on {host}:{server.port}: start the groups with THINWIRE_STORE=HOST:{server.port}")
     threading.Event().wait()

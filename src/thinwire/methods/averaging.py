@@ -293,10 +293,14 @@ class LocalTraining(Method):
         state["shared"]["scales"], state["local"]["scales"] = scales["shared"], scales["local"]
         return state
 
+    def drop_pending(self) -> None:
+        for fragment in self.fragments:
+            fragment.drop()
+
     def load_state_dict(self, saved: Saved) -> None:
         """Pending averages are dropped; a save of one group may hold nothing agreed on but the model."""
-        for fragment in self.fragments if not saved.stays else ():  # where a group was lost, nothing more arrives
-            fragment.drop()
+        if not saved.stays:  # where a group was lost, nothing more arrives
+            self.drop_pending()
         super().load_state_dict(saved)
         shared, local = saved.shared, saved.local
         self.buffers_at, self.fragments = shared["buffers_at"], []

@@ -105,6 +105,9 @@ class Method(ABC):
             },
         }
 
+    def drop_pending(self) -> None:  # noqa: B027
+        """Forget what was sent and has not arrived: a save is loaded, perhaps because it is what diverged."""
+
     def load_state_dict(self, saved: Saved) -> None:
         """Continue from what all workers' `state_dict` gave; values are loaded when the model has its shape."""
         self.step = saved.shared["step"]

@@ -307,13 +307,16 @@ class DASOMethod(Method):
         state["local"]["averaged"] = [part["local"] for part in averaged]
         return state
 
-    def load_state_dict(self, saved: Saved) -> None:
-        """Pending averages are dropped; a save of one node holds nothing agreed on but the model."""
+    def drop_pending(self) -> None:
         if self._counters is not None:
             self._counters.wait()
         self._counters = None
         for part in self.averaged:
             part.drop()
+
+    def load_state_dict(self, saved: Saved) -> None:
+        """Pending averages are dropped; a save of one node holds nothing agreed on but the model."""
+        self.drop_pending()
         super().load_state_dict(saved)
         shared, local = saved.shared, saved.local
         self.every, self.overlap = shared["pace"]
