@@ -54,7 +54,13 @@ SUFFIXES = (".json", ".jsonl", ".safetensors", ".npz", ".gz", ".py", ".pt2")
 _RUNS_CODE = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pickle.find_class", "os.fork")
 _CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chmod")
 # Fonts and compiled files of the libraries themselves, and what tracing writes.
-_ALLOWED = ("/dev/null", "/dev/shm/", str(Path.home() / ".cache"), str(Path.home() / ".config"))
+_ALLOWED = (
+    "/dev/null",
+    "/dev/shm/",
+    str(Path.home() / ".cache"),
+    str(Path.home() / ".config"),
+    f"{tempfile.gettempdir()}/thinwire-result-",
+)
 
 
 class TimeLimit(BaseException):

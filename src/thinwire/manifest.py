@@ -39,7 +39,15 @@ def write(folder: Path, entries: Mapping[str, Entry]) -> None:
 
 def sign(folder: Path) -> None:
     """Write the manifest again, for files that were changed on purpose."""
-    write(folder, {name: entry(folder / name) for name in read_json(folder / MANIFEST)["files"]})
+    write(folder, {name: entry(folder / name) for name in _listed(folder)})
+
+
+def _listed(folder: Path) -> dict[str, Entry]:
+    """What the manifest says of each file; none may be outside the folder."""
+    listed: dict[str, Entry] = read_json(folder / MANIFEST, schema=_SCHEMA)["files"]
+    if odd := next((name for name in listed if Path(name).name != name), None):
+        raise DamagedError(f"`{folder / MANIFEST}` is damaged, {odd!r} is no file of this folder; {REMEDY}")
+    return listed
 
 
 def verify(folder: Path, wire: Wire | None = None) -> None:
@@ -50,9 +58,7 @@ def verify(folder: Path, wire: Wire | None = None) -> None:
     rank, workers = (wire.topology.rank, wire.topology.world_size) if wire else (0, 1)
     fault, seen = None, None
     try:
-        listed: dict[str, Entry] = read_json(folder / MANIFEST, schema=_SCHEMA)["files"]
-        if odd_name := next((name for name in listed if Path(name).name != name), None):
-            raise DamagedError(f"`{folder / MANIFEST}` is damaged, {odd_name!r} is no file of this folder; {REMEDY}")
+        listed = _listed(folder)
         seen = entry(folder / MANIFEST)["blake2b"]
         fault = _fault(folder, {name: listed[name] for name in sorted(listed)[rank::workers]})
     except (DamagedError, OSError) as error:
