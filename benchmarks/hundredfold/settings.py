@@ -6,6 +6,8 @@ from typing import Any
 from setting import Setting, by
 
 HERE = Path(__file__).parent
+RESIZED = f"{HERE.parent / 'papers' / 'cifar_resized.py'}:vgg16"
+"""134 M parameters without BatchNorm: one worker with the whole batch is the same but for rounding."""
 
 
 def vgg(name: str, method: str, *fields: str, **more: Any) -> Setting:
@@ -113,5 +115,10 @@ SETS: dict[str, list[Setting]] = {
     ],
     "resnet18": [of_resnet18(ALLREDUCE), of_resnet18(DEFAULT)],
     "groups": [DEFAULT, *(by(DEFAULT, workers) for workers in (8, 16, 32)), PAPER, by(PAPER, 16)],
+    "published": [
+        long(DEFAULT, 150),
+        long(DEFAULT._replace(name="vgg16-ab-default", recipe="vgg16-cifar10"), 150),
+        long(by(ALLREDUCE._replace(name="resized-allreduce", recipe=RESIZED), 1), 150),
+    ],
     "length": [long(setting, epochs) for epochs in (20, 80) for setting in (DEFAULT, ALLREDUCE)],
 }

@@ -63,9 +63,11 @@ SETS: dict[str, list[Setting]] = {
         local(8, "-shared-seen", "2.8e-3"),
     ],
     "search": [
+        local(3, "-shared"),
         *(local(4, moments, lr) for moments in ("-shared", "-shared-seen") for lr in ("1.4e-3", "2e-3")),
-        *(local(8, moments, lr) for moments in ("-shared", "-shared-seen") for lr in ("2e-3", "2.8e-3")),
-        local(16, "-shared-seen", "2e-3"),
+        *(local(9, "-shared", lr) for lr in ("2e-3", "2.8e-3")),
+        *(local(9, "-shared-seen", lr) for lr in ("1.4e-3", "2e-3")),
+        local(16, "-shared-seen"),
     ],
     "codes": [
         *(coded(wire) for wire in ("bit", "int2", "int4", "lowrank:4", "lowrank:8", "lowrank:16", "topk:0.01")),
