@@ -104,12 +104,14 @@ WAYS: dict[str, Way] = {
 
 
 WAYS_OF_ADAM: dict[str, Way] = {
-    "localsgd estimate": Way(config=_of(thinwire.LocalSGD, warmup=2, every=4, second_moment="estimate"), **_LOCAL),
+    "localsgd estimate": Way(
+        config=_of(thinwire.LocalSGD, warmup=2, every=4, second_moment="estimate", rows="seen"), **_LOCAL
+    ),
     "localsgd shared": Way(
-        config=_of(thinwire.LocalSGD, warmup=2, every=4, wire="int2", second_moment="shared", rows="seen"), **_LOCAL
+        config=_of(thinwire.LocalSGD, warmup=2, every=4, wire="int2", second_moment="shared"), **_LOCAL
     ),
     "ab shared": Way(
-        config=_of(thinwire.AB, **_AB, second_moment="shared", moments_wire="int4", rows="seen"),
+        config=_of(thinwire.AB, **_AB, second_moment="shared", moments_wire="int4"),
         parameters=_merged,
         buffers=_merged,
         phases=_AB_PHASES,

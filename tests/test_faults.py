@@ -25,7 +25,7 @@ WAYS: dict[str, Any] = {
     "int8": AllReduce(wire="int8"),
     "powersgd": PowerSGD(rank=2, warmup=5),
     "onebit": OneBit(warmup=5, freeze_second_moment=True),
-    "shared": LocalSGD(every=4, warmup=3, second_moment="shared", rows="seen"),
+    "shared": LocalSGD(every=4, warmup=3, second_moment="shared"),
 }
 
 

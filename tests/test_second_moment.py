@@ -294,7 +294,7 @@ def test_rows_are_counted_until_their_own_weight_is_sent() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_alone_nothing_is_corrected_bit_for_bit(kind: str) -> None:
     ends = []
-    for config in (None, LocalSGD(every=2, warmup=1, second_moment=kind, rows="seen")):
+    for config in (None, LocalSGD(every=2, warmup=1, second_moment=kind, rows="mean" if kind == "shared" else "seen")):
         model = Words()
         optimizer = AdamW(model.parameters(), 3e-3)
         trained = model if config is None else thinwire.attach(model, optimizer, config)
@@ -307,7 +307,7 @@ def test_alone_nothing_is_corrected_bit_for_bit(kind: str) -> None:
 
 WAYS: dict[str, Any] = {
     "estimate": DiLoCo(every=3, warmup=2, second_moment="estimate", group_size=1),
-    "shared": LocalSGD(every=3, warmup=2, wire="int4", second_moment="shared", rows="seen", group_size=1),
+    "shared": LocalSGD(every=3, warmup=2, wire="int4", second_moment="shared", group_size=1),
     "rows": DiLoCo(every=4, warmup=2, fragments=2, overlap=1, wire="int2", rows="seen", group_size=1),
     "ab": AB(
         total_steps=22,
@@ -317,7 +317,6 @@ WAYS: dict[str, Any] = {
         cutoff=0.3,
         group_size=1,
         second_moment="shared",
-        rows="seen",
     ),
 }
 
@@ -407,11 +406,14 @@ def test_rows_of_second_moments_get_the_mean_size_and_no_element_too_little() ->
     assert not first["v"][2].any() and not second["v"][2].any()
 
 
-def test_a_plan_says_what_shared_moments_hold() -> None:
+def test_a_plan_says_what_shared_moments_and_counted_rows_hold() -> None:
     what = Workload(name="words", model=Words(), optimizer=AdamW, steps=9, inputs=(text(0, 0)[:, :-1],))
-    held = simulate(what, WAYS["shared"], arrange(0, [0, 0], 1), predicted.typical).memory["local"].method
-    assert held["residuals of moments"] == held["residuals"]
-    assert held["counts of rows"] == 4 * (WORDS + LENGTH)
+    held = {
+        name: simulate(what, WAYS[name], arrange(0, [0, 0], 1), predicted.typical).memory["local"].method
+        for name in ("shared", "rows")
+    }
+    assert held["shared"]["residuals of moments"] == held["shared"]["residuals"]
+    assert held["rows"]["counts of rows"] == 4 * (WORDS + LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -421,6 +423,7 @@ def test_a_plan_says_what_shared_moments_hold() -> None:
         ({"rows": "all"}, "`rows`='all' is not known, choose from: mean, seen"),
         ({"moments_wire": "bit"}, "`moments_wire`='bit' is not known, choose from: fp32, bf16, int8, int4, int2"),
         ({"second_moment": "shared", "overlap": 1}, "use overlap=0, or second_moment='estimate'"),
+        ({"second_moment": "shared", "rows": "seen"}, "rows='seen' is for second_moment 'group' or 'estimate'"),
         ({"second_moment": "shared", "fragments": 2}, "leave out `fragments` and `moments`"),
     ],
 )

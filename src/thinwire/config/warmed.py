@@ -83,7 +83,8 @@ class Averaged(Warmed):
     """The code that first moments travel in, if they are shared: fp32, bf16, int8, int4 or int2."""
 
     rows: Literal["mean", "seen"] = "mean"
-    """How rows of embeddings are averaged: "mean" like everything else, "seen" by how often each group saw them."""
+    """How rows of embeddings are averaged: "mean" like everything else, "seen" by how often each group saw them.
+    Shared second moments do as much."""
 
     overlap: int = 0
     """Steps of training while an average is pending."""
@@ -104,6 +105,11 @@ class Averaged(Warmed):
             raise ConfigError(
                 f"second_moment='shared' is for averages that are waited for, not for `overlap`={self.overlap}: groups "
                 "would go on with other moments; use overlap=0, or second_moment='estimate'"
+            )
+        if self.second_moment == "shared" and self.rows == "seen":
+            raise ConfigError(
+                "rows='seen' is for second_moment 'group' or 'estimate': with 'shared' it makes up a second time for "
+                "what one group alone has seen, and rare words overfit; leave `rows` out"
             )
         if self.every_max is not None:
             check_whole(self, "every_max", self.every)

@@ -1,4 +1,4 @@
-"""What each group's changes are multiplied by before they are averaged: rows by who saw them, elements by moments."""
+"""What each group's changes are multiplied by before they are averaged: rows by who saw them, or all by moments."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,7 +46,7 @@ class ChangeScales:
             if fragment in sent
         }
         gains = self.moments.exchange(parts) if ends_round else {}
-        return [[_product(rows.get(id(p)), gains.get(id(p))) for p in fragment.tensors()] for fragment in sent]
+        return [[rows.get(id(p), gains.get(id(p))) for p in fragment.tensors()] for fragment in sent]
 
     def state_dict(self) -> dict[str, Any]:
         """What is the same on all workers, and what is this worker's."""
@@ -62,7 +62,3 @@ class ChangeScales:
         self.moments.coded.load_state_dict(local["moments"] if local and not stays else {})
         if self.rows is not None:
             self.rows.load_state_dict(local["rows"] if local else {})
-
-
-def _product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return a if b is None else b if a is None else a * b
