@@ -8,11 +8,10 @@ FROZEN = ("warmup=0.15", "warmup_wire=lowrank:16", "freeze_second_moment=true")
 """1-bit Adam's warm-up, in a cheap code."""
 CHEAP = ("warmup=0.05", "warmup_wire=lowrank:16")
 MOMENTS = {
-    "": (),
+    "": ("second_moment=group",),
     "-estimate": ("second_moment=estimate",),
     "-estimate-seen": ("second_moment=estimate", "rows=seen"),
     "-shared": ("second_moment=shared",),
-    "-shared-seen": ("second_moment=shared", "rows=seen"),
 }
 
 
@@ -31,9 +30,12 @@ def coded(wire: str) -> Setting:
     return gpt(f"allreduce-{wire.replace(':', '')}", "allreduce", f"wire={wire}")
 
 
-def local(every: int, moments: str, lr: str = "2e-3") -> Setting:
-    fields = (f"every={every}", "wire=int2", *CHEAP, *MOMENTS[moments])
-    return gpt(f"localsgd-{every}{moments}-lr{lr}", "localsgd", *fields, lr=lr)
+def local(every: int, moments: str, lr: str = "2e-3", *more: str) -> Setting:
+    fields = (f"every={every}", "wire=int2", *CHEAP, *MOMENTS[moments], *more)
+    name = "-".join(
+        [f"localsgd-{every}{moments}-lr{lr}", *(field.replace("=", "").replace("/", "-") for field in more)]
+    )
+    return gpt(name, "localsgd", *fields, lr=lr)
 
 
 def diloco(every: int) -> Setting:
@@ -58,16 +60,14 @@ def longer(setting: Setting) -> Setting:
 SETS: dict[str, list[Setting]] = {
     "rates": [allreduce(f"{rate}e-3") for rate in (1, 1.4, 2, 2.8, 4)],
     "allreduce": [allreduce()],
-    "headline": [
-        local(4, "-shared-seen", "2.8e-3"),
-        local(8, "-shared-seen", "2.8e-3"),
-    ],
+    "headline": [local(3, "-shared"), local(4, "-shared")],
     "search": [
         local(3, "-shared"),
-        *(local(4, moments, lr) for moments in ("-shared", "-shared-seen") for lr in ("1.4e-3", "2e-3")),
+        *(local(4, "-shared", lr) for lr in ("1.4e-3", "2e-3")),
         *(local(9, "-shared", lr) for lr in ("2e-3", "2.8e-3")),
-        *(local(9, "-shared-seen", lr) for lr in ("1.4e-3", "2e-3")),
-        local(16, "-shared-seen"),
+        local(9, "-shared", "2.8e-3", "outer=1.0/0.3"),
+        local(4, "-shared", "2e-3", "every_max=32"),
+        local(16, "-shared", "2.8e-3"),
     ],
     "codes": [
         *(coded(wire) for wire in ("bit", "int2", "int4", "lowrank:4", "lowrank:8", "lowrank:16", "topk:0.01")),
@@ -82,7 +82,7 @@ SETS: dict[str, list[Setting]] = {
         diloco(48),
         gpt("ab-default", "ab"),
         gpt("ab-full", "ab", "factor_at=none"),
-        gpt("ab-full-shared", "ab", "factor_at=none", *MOMENTS["-shared-seen"]),
+        gpt("ab-full-shared", "ab", "factor_at=none", *MOMENTS["-shared"]),
     ],
     "shakespeare": [
         shakespeare("allreduce", "allreduce"),
@@ -96,8 +96,8 @@ SETS: dict[str, list[Setting]] = {
         for setting in (
             allreduce(),
             local(24, ""),
-            local(24, "-shared-seen"),
-            local(48, "-shared-seen"),
+            local(24, "-shared"),
+            local(48, "-shared"),
             diloco(48),
         )
     ],
