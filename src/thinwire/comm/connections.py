@@ -1,4 +1,4 @@
-"""Connections that process groups have opened, to hang them up.
+"""Connections: those that process groups have opened, to hang them up, and those that must not wait for ever.
 
 gloo cannot cancel a collective: it waits for its timeout, and its connections stay open as long as anything holds the
 group. Whoever waits for a worker that has given up would wait just as long. So the sockets themselves are shut down:
@@ -39,6 +39,24 @@ class Connections:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                     if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                         connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def given_up_after(seconds: float) -> Iterator[None]:
+    """Sockets that are opened inside fail when the other side has been silent for so long.
+
+    A store's client would wait for an answer for a quarter of an hour if the link is cut, or for ever.
+    """
+    before = _sockets()
+    yield
+    for number, name in _sockets().items():
+        if before.get(number) != name:
+            with contextlib.suppress(OSError, AttributeError), socket.socket(fileno=os.dup(number)) as connection:
+                pause = max(1, int(seconds / 3))
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
 
 
 def _sockets() -> dict[int, str]:

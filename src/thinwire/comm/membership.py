@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from thinwire.comm import process_groups
-from thinwire.comm.connections import Connections
+from thinwire.comm.connections import Connections, given_up_after
 from thinwire.comm.topology import Topology, place
 from thinwire.config.faults import Faults
 from thinwire.errors import ConfigError, ThinwireError
@@ -106,7 +106,8 @@ class Membership:
 
     def _beat(self) -> None:
         """Raise the counter, and note when others have called for the next generation."""
-        store = self.store.clone() if hasattr(self.store, "clone") else self.store
+        with given_up_after(self.faults.timeout):
+            store = self.store.clone() if hasattr(self.store, "clone") else self.store
         key, count = f"alive/{self.seat.group}/{self.seat.worker}", 0
         while not self._stop.wait(_BEAT_S):
             with contextlib.suppress(RuntimeError):
@@ -332,7 +333,8 @@ def _seats(groups: Mapping[int, int]) -> list[tuple[int, int]]:
 
 def _connected(host: str, port: int, faults: Faults) -> Any:
     try:
-        return dist.TCPStore(host, port, None, False, timeout=timedelta(seconds=faults.timeout))
+        with given_up_after(faults.timeout):
+            return dist.TCPStore(host, port, None, False, timeout=timedelta(seconds=faults.timeout))
     except RuntimeError as error:
         raise ConfigError(
             f"there is no store at {host}:{port} ({error}); start `thinwire store` there, and check that the port is "

@@ -1,0 +1,92 @@
+"""One group of a run that goes on when groups die: what a user would start on each node. Trains digits.
+
+    THINWIRE_STORE=HOST:29400 THINWIRE_GROUPS=4 THINWIRE_GROUP=0 python benchmarks/faults/group.py --out OUT
+
+OUT/GROUP-PID.jsonl has a line per step: its number, the time, and whether something crossed the slow link in it.
+A group that comes to the end adds OUT/GROUP-PID.json with its accuracy, a digest of its model, and the events.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import thinwire
+from thinwire.jobs import Job
+from thinwire.train.batcher import Batcher
+
+
+def main() -> None:
+    given = arguments()
+    torch.set_num_threads(1)
+    torch.manual_seed(given.seed)
+    group, groups = int(os.environ["THINWIRE_GROUP"]), int(os.environ["THINWIRE_GROUPS"])
+    job = Job(recipe="digits", method=given.method, out=given.out, steps=given.steps, settings=tuple(given.set))
+    recipe = job.trained
+    source = recipe.source(None)
+    model = recipe.model(source)
+    optimizer = recipe.optimizer(model.parameters())
+    batcher = Batcher(recipe, source, torch.device("cpu"), seed=given.seed, rank=group, world_size=groups)
+    faults = thinwire.Faults(min_groups=given.min_groups, timeout=given.timeout)
+    replica = thinwire.attach(model, optimizer, job.config, faults=faults)
+    highest = [part["lr"] for part in optimizer.param_groups]
+    log = (given.out / f"{group}-{os.getpid()}.jsonl").open("w", buffering=1)
+    sent = replica.traffic.slow_bytes
+    while replica.step < given.steps:
+        factor = recipe.rate.factor(replica.step, given.steps, 1.0)
+        for part, rate in zip(optimizer.param_groups, highest, strict=True):
+            part["lr"] = rate * factor
+        x, y = batcher.batch(replica.step)
+        loss = recipe.task.loss(replica(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        log.write(json.dumps([replica.step, time.time(), replica.traffic.slow_bytes > sent]) + "\n")
+        sent = replica.traffic.slow_bytes
+        time.sleep(given.slow)
+    events = replica.describe()["events"]
+    finished = replica.finish()
+    found = {"group": group, "step": replica.step, "accuracy": accuracy(finished, batcher), "digest": digest(finished)}
+    path = given.out / f"{group}-{os.getpid()}.json"
+    path.write_text(json.dumps(found | {"events": events}), encoding="utf-8")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--method", default="localsgd")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--slow", type=float, default=0.0, help="seconds that each step takes longer")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--timeout", type=float, default=12.0)
+    parser.add_argument("--min-groups", type=int, default=1)
+    return parser.parse_args()
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, batcher: Batcher) -> float:
+    model.eval()
+    images, labels = batcher.source.heldout(np.arange(batcher.source.heldout_size))
+    return float((model(images).argmax(1) == labels).float().mean())
+
+
+def digest(model: nn.Module) -> str:
+    """Of all parameters and buffers."""
+    found = hashlib.blake2b(digest_size=8)
+    values: dict[str, Any] = model.state_dict()
+    for name in sorted(values):
+        if isinstance(values[name], Tensor):
+            found.update(values[name].contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+if __name__ == "__main__":
+    main()
