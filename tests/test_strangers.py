@@ -71,7 +71,6 @@ SLOW = (
 
 
 @fuzzed
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files that a refused run left open
 @pytest.mark.parametrize(
     "numbers", [range(250), pytest.param(range(800), marks=pytest.mark.slow)], ids=["some", "many"]
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +54,17 @@ def fit(
     join()
     run = prepare(recipe, config, Path(out), seed, data, resume, overwrite)
     run.keep = keep
-    if stability and run.replica.topology.rank == 0:
-        run.watch = Stability(run.replica, stability, stability_back, step=run.replica.step)
-    run.note_precision()
-    run.note_ranks()
-    figures: dict[str, float] = {}
-    last = min(until or recipe.steps, recipe.steps)
+    with closing(run.recorder):
+        if stability and run.replica.topology.rank == 0:
+            run.watch = Stability(run.replica, stability, stability_back, step=run.replica.step)
+        run.note_precision()
+        run.note_ranks()
+        return _train(run, min(until or recipe.steps, recipe.steps), save_every, write=model)
+
+
+def _train(run: Run, last: int, save_every: int | None, *, write: bool) -> dict[str, Any]:
+    """Up to the step `last`, or to the end; the summary."""
+    recipe, figures = run.recipe, dict[str, float]()
     with run.fast_convolutions(), run.batcher.steps(range(run.replica.step, last)) as batches, stopping(run) as stop:
         for done, batch in enumerate(batches, start=run.replica.step + 1):
             train_step(run, batch)
@@ -86,7 +91,7 @@ def fit(
     settle(run)
     if run.best:
         figures = run.go_back() or figures
-    return _conclude(run, figures, write=model)
+    return _conclude(run, figures, write=write)
 
 
 def train_step(run: Run, batch: Batch) -> Tensor:

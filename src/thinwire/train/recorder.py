@@ -71,6 +71,7 @@ class Recorder:
         self.flush()
         if self._file is not None:
             self._file.close()
+            self._file = None
             if lost := self._unwritten.count(b"\n"):
                 log.warning("the last %d lines of %s could not be written", lost, self._path)
 

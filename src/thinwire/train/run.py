@@ -213,11 +213,11 @@ def prepare(
         scheduler=scheduler,
         device=device,
         out=out,
-        recorder=Recorder(out / "records.jsonl", active=rank == 0, keep_until=saved.get("step", 0)),
         earlier_s=saved.get("wall_s", 0.0),
         decompositions=noted,
         counts=Counts.of(saved.get("counts", {})),
         best=saved.get("best"),
+        recorder=Recorder(out / "records.jsonl", active=rank == 0, keep_until=saved.get("step", 0)),
     )
 
 
