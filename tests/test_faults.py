@@ -4,7 +4,7 @@ import os
 import random
 import signal
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch.optim import AdamW
 
 import small
 import thinwire
-from clans import TIMEOUT, Clans
+from launchers import TIMEOUT, Launchers, held
 from thinwire import AllReduce, ConfigError, DiLoCo, Faults, LocalSGD, Nesterov, OneBit, PowerSGD
 
 STEPS = 40
@@ -27,30 +27,51 @@ WAYS: dict[str, Any] = {
     "onebit": OneBit(warmup=5, freeze_second_moment=True),
     "shared": LocalSGD(every=4, warmup=3, second_moment="shared", rows="seen"),
 }
+OPTIMIZERS: dict[str, Any] = {}
+"""Those that are not AdamW."""
 
 
-def trained(group: int, worker: int, name: str, deaths: dict[int, tuple[str, int]], slow: float = 0.0) -> Any:
-    """Train until the end, or until this group's death: before a step, in its backward pass, or as it ends."""
+def trained(group: int, worker: int, name: str, deaths: dict[int, tuple[str, int]], hold: int = -1) -> Any:
+    """Train until the end, or until this group's death: before a step, in its backward pass, or as it ends.
+
+    A group that comes to step `hold` waits there for another one.
+    """
     torch.set_num_threads(1)
     model = small.net()
-    optimizer = AdamW(model.parameters(), 3e-3)
+    optimizer = OPTIMIZERS.get(name, AdamW)(model.parameters(), 3e-3)
     replica = thinwire.attach(model, optimizer, WAYS[name], faults=Faults(timeout=TIMEOUT))
     where, when = deaths.get(group, ("", -1))
     seen: list[Any] = []
+    sent, sent_at = 0, 0
     while replica.step < STEPS:
         if replica.step == when and worker == 0:
             _die(where, replica)
+        if replica.step == hold:
+            held(replica)
+        if replica.step % 16 == 9:
+            with replica.merged():
+                seen.append(small.model_bits(model))
         x, y = small.batch(10 * group + worker, replica.step)
         loss = F.cross_entropy(replica(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        time.sleep(slow)
-        if replica.step % 16 == 9:
-            with replica.merged():
-                seen.append(small.model_bits(model))
+        if (now := sum(map(replica.traffic.slow_bytes_for, ("merge", "gradients")))) > sent:
+            sent, sent_at = now, replica.step
     replica.finish()
-    return small.model_bits(model), replica.step, replica.describe()["events"], seen
+    return Trained(small.model_bits(model), replica.step, replica.describe()["events"], seen, sent_at)
+
+
+class Trained(NamedTuple):
+    """What a worker came to."""
+
+    bits: str
+    step: int
+    events: list[dict[str, Any]]
+    seen: list[str]
+    """The merged model, in some steps."""
+    sent_at: int
+    """The last step in which groups sent one another gradients or parameters."""
 
 
 def _die(where: str, replica: Any) -> None:
@@ -76,7 +97,7 @@ def _die(where: str, replica: Any) -> None:
 def survivors(found: dict[tuple[int, int], Any]) -> list[Any]:
     """What those that were left came to; they must hold the same model."""
     values = one_model(found)
-    assert len({tuple(value[3]) for value in values}) == 1
+    assert len({tuple(value.seen) for value in values}) == 1
     return values
 
 
@@ -101,24 +122,24 @@ def survivors(found: dict[tuple[int, int], Any]) -> list[Any]:
     ],
 )
 def test_two_groups_go_on_without_the_third(name: str, where: str, when: int) -> None:
-    for value in survivors(Clans(trained, 3, 1, name, {1: (where, when)}).collect()):
-        assert value[1] == STEPS
-        (event,) = value[2]
+    for value in survivors(Launchers(trained, 3, 1, name, {1: (where, when)}).collect()):
+        assert value.step == STEPS
+        (event,) = value.events
         assert (event["lost"], event["groups"]) == ([1], 2)
 
 
 @pytest.mark.slow
 def test_a_group_of_two_is_lost_whole() -> None:
-    found = Clans(trained, 3, 2, "coded", {0: ("backward", 11)}).collect()
+    found = Launchers(trained, 3, 2, "coded", {0: ("backward", 11)}).collect()
     alive = {seat: value for seat, value in found.items() if seat[0] != 0}
     assert len(survivors(alive)) == 4
 
 
 @pytest.mark.slow
 def test_one_group_after_another_is_lost() -> None:
-    found = Clans(trained, 4, 1, "diloco", {0: ("forward", 2), 3: ("forward", 12), 1: ("forward", 24)}).collect()
+    found = Launchers(trained, 4, 1, "diloco", {0: ("forward", 2), 3: ("forward", 12), 1: ("forward", 24)}).collect()
     (value,) = survivors(found)
-    assert [event["lost"] for event in value[2]] == [[0], [3], [1]]
+    assert [event["lost"] for event in value.events] == [[0], [3], [1]]
 
 
 @pytest.mark.slow
@@ -127,12 +148,12 @@ def test_kills_at_any_moment_leave_one_model(seed: int) -> None:
     """From outside, at a random time, in all phases."""
     draw = random.Random(seed)
     name = draw.choice(sorted(WAYS))
-    clans = Clans(trained, 4, 1, name, {}, 0.02)
-    time.sleep(2)
+    launchers = Launchers(trained, 4, 1, name, {})
+    launchers.wait_for("0/groups")
     for group in draw.sample(range(4), 2):
-        time.sleep(draw.uniform(0, 2.5))
-        clans.kill(group)
-    assert survivors(clans.collect())
+        time.sleep(draw.uniform(0, 1))
+        launchers.kill(group)
+    assert survivors(launchers.collect())
 
 
 def few(group: int, worker: int, deaths: dict[int, tuple[str, int]]) -> Any:
@@ -150,7 +171,7 @@ def few(group: int, worker: int, deaths: dict[int, tuple[str, int]]) -> Any:
 
 
 def test_with_too_few_groups_it_stops() -> None:
-    found = Clans(few, 3, 1, {2: ("forward", 5)}).collect()
+    found = Launchers(few, 3, 1, {2: ("forward", 5)}).collect()
     assert len(found) == 2
     for said in found.values():
         assert said.startswith("LostError: 2 of 3 groups are left: too few to go on (`min_groups`=3")
@@ -176,23 +197,52 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
         thinwire.attach(model, optimizer, LocalSGD(every=2), faults=Faults())
 
 
+def joined(name: str, groups: int, dies: int, hold: int) -> list[Trained]:
+    """Group 0 is killed before a step, and started again once the others have come to another."""
+    launchers = Launchers(trained, groups, 1, name, {0: ("forward", dies)}, hold)
+    for group in range(1, groups):
+        launchers.wait_for(f"held/{group}")
+    launchers.start(0)
+    found = one_model(launchers.collect())
+    assert len(found) == groups
+    *_, last = found[-1].events
+    assert (last["came"], last["groups"]) == ([0], groups)
+    assert found[-1].sent_at > last["step"]  # it is not finish() that has made them one
+    return found
+
+
 @pytest.mark.parametrize(
-    "name", ["diloco", *(pytest.param(n, marks=pytest.mark.slow) for n in ("plain", "coded", "int8", "onebit"))]
+    ("name", "dies", "hold"),
+    [
+        ("diloco", 6, 12),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("plain", 7, 14),
+                ("coded", 1, 3),
+                ("coded", 8, 13),
+                ("int8", 5, 9),
+                ("powersgd", 2, 8),
+                ("onebit", 2, 8),
+            )
+        ),
+    ],
 )
-def test_a_group_that_is_started_again_joins(name: str) -> None:
-    clans = Clans(trained, 3, 1, name, {}, 0.2)
-    time.sleep(3)
-    clans.kill(1)
-    clans.processes[1][0].join()
-    clans.start(1)
-    found = clans.collect()
-    assert len(one_model(found)) == 3
-    assert [1] in [event["came"] for event in found[0, 0][2]]
+def test_a_group_that_is_started_again_joins(name: str, dies: int, hold: int) -> None:
+    joined(name, 3, dies, hold)
 
 
-def one_model(found: dict[tuple[int, int], Any]) -> list[Any]:
-    """What groups returned; they must have come to the same model."""
+@pytest.mark.parametrize(
+    "name", ["plain", *(pytest.param(n, marks=pytest.mark.slow) for n in ("diloco", "allreduce", "powersgd"))]
+)
+def test_a_group_that_was_left_alone_is_joined(name: str) -> None:
+    found = joined(name, 2, 6, 25)
+    assert found[1].events[0]["groups"] == 1
+
+
+def one_model(found: dict[tuple[int, int], Any]) -> list[Trained]:
+    """What groups returned, in their order; they must have come to the same model."""
     for seat, value in found.items():
         assert not isinstance(value, str), f"{seat}: {value}"
-    assert len({value[0] for value in found.values()}) == 1
-    return list(found.values())
+    assert len({value.bits for value in found.values()}) == 1
+    return [found[seat] for seat in sorted(found)]

@@ -94,7 +94,7 @@ class Recovery:
             lost = self._vote()
         if lost is None:
             return True
-        done = self._regroup(lost, ready=ready, admits=False)
+        done = self._regroup(lost, ready=ready)
         if not done:
             gradients.throw_away()
             self._until_done(self._agree_on_buffers, self._agree_on_buffers)
@@ -115,22 +115,21 @@ class Recovery:
         if method.next_event > method.step + 1:
             self._until_done(self._count_and_end, again=method.settle)
         else:
-            self.together(self._count_and_end, admits=True)
-        if self._lets_in:
-            self._regroup(None, ready=False)
+            self.together(self._count_and_end)
+        if len(method.topology.groups) == 1:  # with nobody to average with there was no vote
+            self._vote()
+        if self._lets_in:  # here all are at the same place of their scripts, which is where whoever joins begins
+            self._regroup(None, ready=False, admits=True)
 
     def _count_and_end(self) -> None:
         """Steps that were skipped, or that others took before this group came, have left no trace in its counters."""
         self.method.forwards = self.method.step + 1
         self.method.end_step()
 
-    def together(
-        self, work: Callable[[], None], *, changes: bool = True, admits: bool = False, last: bool = False
-    ) -> None:
+    def together(self, work: Callable[[], None], *, changes: bool = True, last: bool = False) -> None:
         """Work that all groups do together, on all of them or on none.
 
-        If it `changes` nothing, there is no copy. It may go on with groups that want in, if it `admits` them. Who has
-        seen the `last` one leaves, and says so.
+        If it `changes` nothing, there is no copy. Who has seen the `last` one leaves, and says so.
         """
         while True:
             before = Undo(self.method) if changes else None
@@ -139,7 +138,7 @@ class Recovery:
             lost = lost or self._vote()
             if lost is not None and ready and last and self.membership.was_seen(self.votes + 1):
                 return
-            if lost is None or self._regroup(lost, ready=ready, undo=before, admits=admits):
+            if lost is None or self._regroup(lost, ready=ready, undo=before):
                 if last:
                     self.membership.testify(self.votes)
                     self.membership.close()
@@ -186,8 +185,11 @@ class Recovery:
 
     # Other groups.
 
-    def _regroup(self, why: str | None, *, ready: bool, undo: "Undo | None" = None, admits: bool = True) -> bool:
-        """Go on with the groups that are left; whether what was under way is done."""
+    def _regroup(self, why: str | None, *, ready: bool, undo: "Undo | None" = None, admits: bool = False) -> bool:
+        """Go on with the groups that are left, and those that want in if all of them admit that.
+
+        Whether what was under way is done.
+        """
         method, before = self.method, dict(self.membership.groups)
         for callback in self.on_regroup:
             callback()

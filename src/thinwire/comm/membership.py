@@ -13,6 +13,7 @@ Keys, of which only small JSON is the value:
     N/wants                          a group asks to be in generation N
     now                              the generation that is going on
     seen/V                           somebody has seen vote V and is gone, as all are at the end of a run
+    over                             the run has ended
     N/world/…                        where torch's process groups of generation N meet
 """
 
@@ -148,6 +149,8 @@ class Membership:
         asked = -1
         with self._reaching_the_store():
             while True:
+                if self.store.check(["over"]):
+                    raise LostError(f"the run is over: group {self.seat.group} came too late to join it")
                 if asked >= 0 and self.store.check([f"{asked}/groups"]):
                     groups = self._groups_of(asked)
                     if groups.get(self.seat.group) == self.seat.workers:
@@ -195,9 +198,10 @@ class Membership:
             ) from error
 
     def testify(self, votes: int) -> None:
-        """Say that this vote was complete, for those who did not see it; this worker leaves now."""
+        """Say that this vote, the last one, was complete, for those who did not see it; this worker leaves now."""
         with self._reaching_the_store():
             self.store.set(f"seen/{votes}", "")
+            self.store.set("over", "")
 
     def was_seen(self, votes: int) -> bool:
         """Whether somebody who has left has said so."""

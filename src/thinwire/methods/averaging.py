@@ -313,6 +313,8 @@ class LocalTraining(Method):
             self._make_fragments()
         for i, (fragment, kept) in enumerate(zip(self.fragments, shared["fragments"], strict=False)):
             fragment.load_state_dict(kept, local["fragments"][i] if local else {}, saved.stays)
+        if self.fragments:
+            self.round.resume(self.step)
 
     @property
     def cycle(self) -> Cycle | None:
