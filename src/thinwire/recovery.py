@@ -11,64 +11,22 @@ In phases that average gradients the vote comes before an optimizer changes anyt
 all, so nothing has to be copied. Before groups average parameters each worker keeps a copy of what that changes.
 """
 
-import json
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 
-from thinwire.comm.collectives import Wire
-from thinwire.comm.ledger import Ledger
 from thinwire.comm.losses import tried
 from thinwire.comm.membership import LostError, Membership
-from thinwire.config import AllReduce, DiLoCo, LocalSGD, OneBit, PowerSGD
-from thinwire.config.faults import Faults
-from thinwire.errors import ConfigError
+from thinwire.joining import hand_over, take_over
 from thinwire.methods.base import Method
 from thinwire.methods.context import Saved
 from thinwire.methods.merging import restored
-from thinwire.store import apart, together
+from thinwire.undo import Undo
 
 log = logging.getLogger("thinwire")
-
-
-_SURVIVING: tuple[type, ...] = (LocalSGD, DiLoCo, AllReduce, PowerSGD, OneBit)
-
-
-def met(config: Any, faults: Faults, device: torch.device, ledger: Ledger) -> tuple[Wire, Membership]:
-    """The groups that launchers started, all of them here, or those of a run that is under way; collective."""
-    if config.group_size is not None:
-        raise ConfigError(
-            f"`group_size`={config.group_size} with faults=…: there each launcher's workers are a group; leave "
-            "`group_size` out"
-        )
-    if not isinstance(config, _SURVIVING):
-        names = ", ".join(kind.__name__ for kind in _SURVIVING)
-        raise ConfigError(
-            f"faults=… is for {names} so far, not for {type(config).__name__}; leave it out, and resume from a "
-            "checkpoint"
-        )
-    overlap = getattr(config, "overlap", 0)
-    if overlap:
-        raise ConfigError(f"`overlap`={overlap} with faults=… is not supported so far; leave one of them out")
-    membership = Membership.from_environment(faults)
-    if membership.is_under_way:
-        log.info("group %d joins a run that is under way", membership.seat.group)
-        membership.join()
-    else:
-        membership.begin()
-    with membership.connections.noted():
-        membership.open_world()
-        if membership.joins:
-            wire = Wire(membership.topology, ledger)
-        else:
-            wire = Wire.open(None, repr(config), device, ledger, membership.layout)
-    wire.outlives_groups = True
-    return wire, membership
 
 
 class Recovery:
@@ -81,6 +39,10 @@ class Recovery:
         self._lets_in = False  # as of the last vote, a group waits to be let in
         self.on_regroup: list[Callable[[], None]] = []
         """Called when other groups are to come, while those before are still known."""
+
+    def take_over(self) -> None:
+        """In a group that joins, in place of the method's `attach`."""
+        self.votes = take_over(self.method, self.membership)
 
     # In a step.
 
@@ -185,7 +147,7 @@ class Recovery:
 
     # Other groups.
 
-    def _regroup(self, why: str | None, *, ready: bool, undo: "Undo | None" = None, admits: bool = False) -> bool:
+    def _regroup(self, why: str | None, *, ready: bool, undo: Undo | None = None, admits: bool = False) -> bool:
         """Go on with the groups that are left, and those that want in if all of them admit that.
 
         Whether what was under way is done.
@@ -212,57 +174,9 @@ class Recovery:
         method.forwards = method.step
         self._lets_in = False
         self._tell(before, why)
-        new = self.membership.joined
-        if new and (again := tried(lambda: self._hand_over(new))):
+        if self.membership.joined and (again := tried(lambda: hand_over(method, self.membership, self.votes))):
             self._regroup(again, ready=False)
         return done
-
-    # Groups that join.
-
-    def _hand_over(self, new: set[int]) -> None:
-        """Give groups that join what this run has come to; collective."""
-        ranks = self._ranks_for(new)
-        gives = self.method.topology.rank == ranks[0]
-        self.method.wire.broadcast_bytes(pack(self._whole()) if gives else None, ranks, "join")
-
-    def take_over(self) -> None:
-        """In a group that joins: be what a group that is in the run is, with nothing left unsent; collective."""
-        packed = self.method.wire.broadcast_bytes(None, self._ranks_for(self.membership.joined), "join")
-        assert packed is not None, "this worker is not among those that take"
-        whole = unpack(packed)
-        if whole["settings"] != repr(self.method.config):
-            raise ConfigError(
-                f"the run that is under way has {whole['settings']}, here is {self.method.config!r}; join with the same"
-            )
-        local = whole["method"]["local"]
-        local["gradients"]["buckets"] = []
-        device = next(self.method.model.parameters()).device
-        shared = _moved(whole["method"]["shared"], device)
-        self.method.load_state_dict(Saved(shared, [local], None, lambda: self._load(whole), stays=True))
-        self.method.forwards = self.method.step
-        self.votes = whole["votes"]
-
-    def _ranks_for(self, new: set[int]) -> tuple[int, ...]:
-        """The worker that gives, and those that take."""
-        layout = dict(zip(sorted(self.membership.groups), self.membership.layout, strict=True))
-        donor = next(ranks[0] for group, ranks in layout.items() if group not in new)
-        return (donor, *(rank for group in sorted(new) for rank in layout[group]))
-
-    def _whole(self) -> dict[str, Any]:
-        states = [optimizer.state_dict()["state"] for optimizer in self.method.optimizers]
-        return {
-            "settings": repr(self.method.config),
-            "votes": self.votes,
-            "method": self.method.state_dict(),
-            "model": dict(self.method.model.state_dict()),
-            "optimizers": [{str(i): state for i, state in found.items()} for found in states],
-        }
-
-    def _load(self, whole: dict[str, Any]) -> None:
-        self.method.model.load_state_dict(whole["model"])
-        for optimizer, found in zip(self.method.optimizers, whole["optimizers"], strict=True):
-            state = {int(i): values for i, values in found.items()}
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 
     def _open(self) -> None:
         with self.membership.connections.noted():
@@ -280,60 +194,3 @@ class Recovery:
                     names = f"group{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}"
                     reason = f" ({why})" if why and what == "lost" else ""
                     log.warning("%s %s after step %d, %d go on%s", names, what, self.method.step, len(now), reason)
-
-
-class Undo:
-    """A copy of what an average may change: model, optimizers and method."""
-
-    def __init__(self, method: Method) -> None:
-        self.method = method
-        self.state = _copied(method.state_dict())
-        self.values = [(t, t.detach().clone()) for t in (*method.model.parameters(), *method.model.buffers())]
-        self.moments = [
-            (optimizer, p, _copied(dict(optimizer.state.get(p, {}))))
-            for optimizer in method.optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
-        ]
-
-    @torch.no_grad()
-    def restore_values(self) -> None:
-        """Put parameters, buffers and optimizer state back."""
-        for t, value in self.values:
-            t.copy_(value)
-        for optimizer, p, state in self.moments:
-            if state:
-                optimizer.state[p] = state
-            else:
-                optimizer.state.pop(p, None)
-
-
-def pack(tree: Any) -> Tensor:
-    """A tree of plain values and tensors as bytes, which hold no code."""
-    plain, tensors = apart(tree)
-    text = json.dumps(plain).encode()
-    values = save({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()})
-    return torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text + values), dtype=torch.uint8)
-
-
-def unpack(packed: Tensor) -> Any:
-    """The tree again, on the CPU."""
-    raw = packed.numpy().tobytes()
-    end = 8 + int.from_bytes(raw[:8], "little")
-    return together(json.loads(raw[8:end]), load(raw[end:]))
-
-
-def _moved(tree: Any, device: torch.device) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.to(device)
-    if isinstance(tree, dict):
-        return {key: _moved(value, device) for key, value in tree.items()}
-    return [_moved(value, device) for value in tree] if isinstance(tree, list) else tree
-
-
-def _copied(tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.detach().clone()
-    if isinstance(tree, dict):
-        return {key: _copied(value) for key, value in tree.items()}
-    return [_copied(value) for value in tree] if isinstance(tree, list | tuple) else tree
