@@ -14,7 +14,7 @@ from thinwire.comm.ledger import Ledger
 from thinwire.comm.membership import Membership
 from thinwire.comm.times import Clock
 from thinwire.comm.topology import join
-from thinwire.config import AllReduce, DiLoCo, LocalSGD, OneBit, PowerSGD
+from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, OneBit, PaperAB, PowerSGD, TopK
 from thinwire.config.faults import Faults
 from thinwire.errors import ConfigError
 from thinwire.guards import refuse_attached
@@ -33,7 +33,7 @@ from thinwire.replica import Replica
 
 log = logging.getLogger("thinwire")
 
-_SURVIVING: tuple[type, ...] = (LocalSGD, DiLoCo, AllReduce, PowerSGD, OneBit)
+_SURVIVING: tuple[type, ...] = (AB, PaperAB, LocalSGD, DiLoCo, DASO, AllReduce, PowerSGD, OneBit, TopK, OIALR)
 
 
 def attach(
@@ -91,9 +91,11 @@ def _met(config: Any, faults: Faults, device: torch.device, ledger: Ledger) -> t
             f"faults=… is for {names} so far, not for {type(config).__name__}; leave it out, and resume from a "
             "checkpoint"
         )
-    overlap = getattr(config, "overlap", 0)
-    if overlap:
-        raise ConfigError(f"`overlap`={overlap} with faults=… is not supported so far; leave one of them out")
+    if isinstance(config, AB) and config.overlap:
+        raise ConfigError(
+            f"`overlap`={config.overlap} of AB with faults=… is not supported: if a group is lost while the average of "
+            "a factor is under way, groups would go on with different ones; use overlap=0"
+        )
     membership = Membership.from_environment(faults)
     if membership.is_under_way:
         log.info("group %d joins a run that is under way", membership.seat.group)

@@ -74,10 +74,11 @@ class Recovery:
         method = self.method
         if self.membership.is_called and method.gradients.code is None:
             self._regroup(None, ready=False)  # others have lost a group and wait
-        if method.next_event > method.step + 1:
-            self._until_done(self._count_and_end, again=method.settle)
-        else:
+        method.gradients.commit()  # the step is taken, whatever comes of its end
+        if method.meets_next:
             self.together(self._count_and_end)
+        else:
+            self._until_done(self._count_and_end, again=method.settle)
         if len(method.topology.groups) == 1:  # with nobody to average with there was no vote
             self._vote()
         if self._lets_in:  # here all are at the same place of their scripts, which is where whoever joins begins
@@ -93,10 +94,12 @@ class Recovery:
 
         If it `changes` nothing, there is no copy. Who has seen the `last` one leaves, and says so.
         """
+        copies: list[Undo] = []
         while True:
-            before = Undo(self.method) if changes else None
-            lost = tried(work)
-            ready = lost is None
+            copies.clear()
+            lost = tried(lambda: copies.append(Undo(self.method))) if changes else None  # it waits for what is pending
+            lost = lost or tried(work)
+            ready, before = lost is None, copies[0] if copies else None
             lost = lost or self._vote()
             if lost is not None and ready and last and self.membership.was_seen(self.votes + 1):
                 return
@@ -155,6 +158,7 @@ class Recovery:
         method, before = self.method, dict(self.membership.groups)
         for callback in self.on_regroup:
             callback()
+        method.abandon_pending()
         applied = method.state_dict() if ready or undo is None else {}
         self.membership.leave_world()
         for attempt in range(len(before) + 1):
@@ -167,10 +171,12 @@ class Recovery:
             self.membership.leave_world()
         if done:
             self.votes += 1
-        undone = undo if undo is not None and not done else None
-        state = applied if undone is None else undone.state
-        values = undone.restore_values if undone is not None else lambda: None
-        method.load_state_dict(Saved(state["shared"], [state["local"]], 0, values, stays=True))
+        state = applied
+        if undo is not None and not done:
+            undo.restore()
+            state = undo.state
+        method.load_state_dict(Saved(state["shared"], [state["local"]], 0, lambda: None, stays=True))
+        method.abandon_pending()
         method.forwards = method.step
         self._lets_in = False
         self._tell(before, why)

@@ -129,7 +129,8 @@ class Replica(nn.Module):
         For methods that go by epochs: DASO averages more often once the loss does not fall any more.
         """
         given = loss.detach().double().mean() if isinstance(loss, Tensor) else loss
-        _call_all(self._method.context.on_epoch_end, None if given is None else float(given))
+        mean = None if given is None else float(given)
+        self._together(lambda: _call_all(self._method.context.on_epoch_end, mean))
 
     @contextlib.contextmanager
     def merged(self) -> Iterator["Replica"]:
@@ -335,7 +336,7 @@ class Replica(nn.Module):
         factor = getattr(self._method, "factor_now", None)
         if factor is None:
             raise ThinwireError(f"factor_now() is for thinwire.AB, not for {type(self._method.config).__name__}")
-        factor()
+        self._together(factor)
 
     def ranks(self) -> dict[str, int]:
         """The rank of each layer that is factored now, by its label."""

@@ -175,12 +175,16 @@ class GradientAveraging:
         self._updated = True
 
     def end_step(self) -> None:
-        """Keep what the exchanges of this step left out, unless the step was skipped; agree on buffers."""
+        """Keep what the exchanges of this step left out, and agree on buffers."""
+        self.commit()
+        self.replicated.broadcast_buffers(self.members)
+
+    def commit(self) -> None:
+        """Keep what the exchanges of this step left out, unless the step was skipped; once."""
         if self._staged and self._updated:
             for bucket in self.buckets:
                 bucket.commit()
         self._staged = self._updated = False
-        self.replicated.broadcast_buffers(self.members)
 
     def _exchange(self) -> None:
         """At the end of the backward pass: whatever was not exchanged while it went on."""
