@@ -83,10 +83,16 @@ class Launchers:
         )
 
 
+def note(replica: Any, what: str) -> None:
+    """In a worker: say that its group has come so far."""
+    membership = replica._recovery.membership
+    membership.store.set(f"{what}/{membership.seat.group}", "")
+
+
 def held(replica: Any) -> None:
     """In a worker: say that its group waits here, and go on when another one asks to be let in."""
+    note(replica, "held")
     membership = replica._recovery.membership
-    membership.store.set(f"held/{membership.seat.group}", "")
     while membership.wanted <= membership.generation:
         time.sleep(0.05)
 

@@ -10,13 +10,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.optim import SGD, AdamW
 
 import small
 import thinwire
-from launchers import TIMEOUT, Launchers, held
+from launchers import TIMEOUT, Launchers, held, note
 from thinwire import AB, DASO, OIALR, AllReduce, ConfigError, DiLoCo, Faults, LocalSGD, Nesterov, OneBit, PowerSGD, TopK
+from thinwire.comm import process_groups
+from thinwire.comm.membership import Membership
 
 STEPS = 40
 WAYS: dict[str, Any] = {
@@ -54,6 +57,7 @@ def trained(group: int, worker: int, name: str, deaths: dict[int, tuple[str, int
     model = small.net()
     optimizer = OPTIMIZERS.get(name, AdamW)(model.parameters(), 3e-3)
     replica = thinwire.attach(model, optimizer, WAYS[name], faults=Faults(timeout=TIMEOUT))
+    note(replica, "training")
     where, when = deaths.get(group, ("", -1))
     seen: list[Any] = []
     sent, sent_at = 0, 0
@@ -191,6 +195,22 @@ def test_a_group_of_two_is_lost_whole() -> None:
     assert len(survivors(alive)) == 4
 
 
+def dies_while_opening(group: int, worker: int, name: str, deaths: dict[int, tuple[str, int]]) -> Any:
+    """Group 1 is there when others decide to go on without group 0, and then it is not."""
+    if group == 1:
+        opened = Membership.opened_world
+        Membership.opened_world = lambda self: _die("forward", None) if self.generation else opened(self)
+    return trained(group, worker, name, deaths)
+
+
+@pytest.mark.slow
+def test_a_group_dies_while_connections_are_opened() -> None:
+    found = survivors(Launchers(dies_while_opening, 4, 1, "coded", {0: ("forward", 9)}).collect())
+    assert len(found) == 2
+    (event,) = found[0].events
+    assert (event["lost"], event["groups"]) == ([0, 1], 2)
+
+
 @pytest.mark.slow
 def test_one_group_after_another_is_lost() -> None:
     found = Launchers(trained, 4, 1, "diloco", {0: ("forward", 2), 3: ("forward", 12), 1: ("forward", 24)}).collect()
@@ -199,13 +219,14 @@ def test_one_group_after_another_is_lost() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(24))
 def test_kills_at_any_moment_leave_one_model(seed: int) -> None:
     """From outside, at a random time, in all phases."""
     draw = random.Random(seed)
     name = draw.choice(sorted(WAYS))
     launchers = Launchers(trained, 4, 1, name, {})
-    launchers.wait_for("0/groups")
+    for group in range(4):
+        launchers.wait_for(f"training/{group}")
     for group in draw.sample(range(4), 2):
         time.sleep(draw.uniform(0, 1))
         launchers.kill(group)
@@ -231,6 +252,22 @@ def test_with_too_few_groups_it_stops() -> None:
     assert len(found) == 2
     for said in found.values():
         assert said.startswith("LostError: 2 of 3 groups are left: too few to go on (`min_groups`=3")
+
+
+def waits(group: int, worker: int) -> list[float]:
+    model = small.mlp()
+    replica = thinwire.attach(model, SGD(model.parameters()), LocalSGD(every=2), faults=Faults(timeout=45))
+    groups = [dist.group.WORLD, replica.wire._control, replica.wire._cross]
+    found = [process_groups.timeout_of(each).total_seconds() for each in groups]
+    replica.finish()
+    return found
+
+
+def test_all_waits_follow_from_one_number() -> None:
+    """Connections are opened with a shorter one."""
+    faults = Faults(timeout=45)
+    assert (faults.silence, faults.opening) == (7.5, 15)
+    assert Launchers(waits, 2, 1).collect() == dict.fromkeys([(0, 0), (1, 0)], [45.0] * 3)
 
 
 def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,6 +302,7 @@ def joined(name: str, groups: int, dies: int, hold: int, others: Sequence[int] =
     *_, last = found[-1].events
     assert (last["came"], last["groups"]) == ([0], len(found))
     assert found[-1].sent_at > last["step"]  # it is not finish() that has made them one
+    assert found[0].seen == found[-1].seen[-len(found[0].seen) :] or not found[0].seen
     return found
 
 

@@ -102,8 +102,7 @@ def _met(config: Any, faults: Faults, device: torch.device, ledger: Ledger) -> t
         membership.join()
     else:
         membership.begin()
-    with membership.connections.noted():
-        membership.open_world()
+    with membership.opened_world():
         if membership.joins:
             wire = Wire(membership.topology, ledger)
         else:

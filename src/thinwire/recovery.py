@@ -185,8 +185,7 @@ class Recovery:
         return done
 
     def _open(self) -> None:
-        with self.membership.connections.noted():
-            self.membership.open_world()
+        with self.membership.opened_world():
             self.method.wire.lay_out(self.membership.topology)
 
     def _tell(self, before: dict[int, int], why: str | None) -> None:

@@ -291,17 +291,25 @@ class Membership:
         self.connections.hang_up()
         process_groups.leave()
 
-    def open_world(self) -> None:
-        """Process groups for this generation; those of the last one were abandoned."""
+    @contextlib.contextmanager
+    def opened_world(self) -> Iterator[None]:
+        """Open process groups for this generation, more of them inside; those of the last one were abandoned.
+
+        All workers were here a moment ago, so nobody waits long for one that does not connect. Later ones may be slow.
+        """
         seats = _seats(self.groups)
         rank = seats.index((self.seat.group, self.seat.worker))
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore(f"{self.generation}/world", self.store),
-            rank=rank,
-            world_size=len(seats),
-            timeout=timedelta(seconds=self.faults.timeout),
-        )
+        deadline = self.faults.opening if process_groups.TIMEOUTS_CHANGE else self.faults.timeout
+        with self.connections.noted():
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore(f"{self.generation}/world", self.store),
+                rank=rank,
+                world_size=len(seats),
+                timeout=timedelta(seconds=deadline),
+            )
+            yield
+            process_groups.set_timeout(self.faults.timeout)
 
     @property
     def joins(self) -> bool:
