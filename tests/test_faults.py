@@ -284,6 +284,8 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
             thinwire.attach(model, optimizer, config, faults=Faults())
+    with pytest.raises(ConfigError, match="GradScaler with faults=… is not supported"):
+        thinwire.attach(model, optimizer, LocalSGD(every=2), faults=Faults(), scaler=torch.amp.GradScaler("cpu"))
     for name, value in (("STORE", "nowhere"), ("GROUP", "0"), ("GROUPS", "2")):
         monkeypatch.setenv(f"THINWIRE_{name}", value)
     with pytest.raises(ConfigError, match="THINWIRE_STORE='nowhere'"):

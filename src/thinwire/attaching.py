@@ -66,6 +66,11 @@ def attach(
         join()
         wire = Wire.open(config.group_size, repr(config), device, ledger)
     else:
+        if scaler is not None:
+            raise ConfigError(
+                "a GradScaler with faults=… is not supported: groups agree on its scale where none of them can be "
+                "lost; train in bf16, which needs no scaler"
+            )
         wire, membership = _met(config, faults, device, ledger)
     if membership is None or not membership.joins:
         check_same_architecture(model, optimizers, wire)
