@@ -105,7 +105,7 @@ def _die(where: str, replica: Any) -> None:
         before = replica._method.agreed_factors
         replica._method.agreed_factors = lambda cutoff: (before(cutoff), now())
     else:  # in the middle of what groups do together
-        name = {"vote": "all_reduce_max", "check": "all_gather_scalars", "compare": "differing"}[where]
+        name = {"vote": "all_reduce_max", "check": "all_gather_scalars", "compare": "differing"}.get(where, where)
         setattr(replica.wire, name, now)
 
 
@@ -231,6 +231,38 @@ def test_kills_at_any_moment_leave_one_model(seed: int) -> None:
         time.sleep(draw.uniform(0, 1))
         launchers.kill(group)
     assert survivors(launchers.collect())
+
+
+CALLS: dict[str, tuple[Any, str, Any]] = {
+    "factor_now": (AB(warmup=2, every=4, factor_at=None, cutoff=0.6), "barrier", lambda replica: replica.factor_now()),
+    "epoch_end": (DASO(total_steps=24, warmup=2, cooldown=2), "check", lambda replica: replica.epoch_end(1.0)),
+    "save": (DiLoCo(every=4), "compare", lambda replica: replica.capture()),
+}
+
+
+def calling(group: int, worker: int, name: str) -> Any:
+    """Group 1 dies in a call before step 11."""
+    torch.set_num_threads(1)
+    config, where, call = CALLS[name]
+    model = small.net()
+    optimizer = AdamW(model.parameters(), 3e-3)
+    replica = thinwire.attach(model, optimizer, config, faults=Faults(timeout=TIMEOUT))
+    while replica.step < 24:
+        if replica.step == 11 and group == 1:
+            _die(where, replica)
+        if replica.step == 11:
+            call(replica)
+        small.step(replica, optimizer, group, replica.step)
+    assert replica.ranks() or name != "factor_now"
+    return Trained(small.model_bits(replica.finish()), replica.step, replica.describe()["events"], [], 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_repeated_without_a_group_that_dies_in_it(name: str) -> None:
+    found = survivors(Launchers(calling, 3, 1, name).collect())
+    assert [value.step for value in found] == [24, 24]
+    assert [event["lost"] for event in found[0].events if event.get("event") == "groups"] == [[1]]
 
 
 def few(group: int, worker: int, deaths: dict[int, tuple[str, int]]) -> Any:
