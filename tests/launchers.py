@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import gang
 
-TIMEOUT = 20.0
+TIMEOUT = 30.0
 """What a test gives as `Faults(timeout=…)`, and more than any wait here should take."""
 
 
@@ -44,7 +44,7 @@ class Launchers:
                 if process.is_alive():
                     os.kill(process.pid, how)
 
-    def wait_for(self, key: str, timeout: float = 120) -> None:
+    def wait_for(self, key: str, timeout: float = 300) -> None:
         """Wait until a worker has set this key in the store."""
         end = time.monotonic() + timeout
         while not self.store.check([key]):
@@ -52,7 +52,7 @@ class Launchers:
             self._reap()
             time.sleep(0.05)
 
-    def collect(self, timeout: float = 120) -> dict[tuple[int, int], Any]:
+    def collect(self, timeout: float = 300) -> dict[tuple[int, int], Any]:
         """What workers returned, by group and worker; those that were killed returned nothing."""
         found: dict[tuple[int, int], Any] = {}
         end = time.monotonic() + timeout

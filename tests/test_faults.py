@@ -233,6 +233,25 @@ def test_kills_at_any_moment_leave_one_model(seed: int) -> None:
     assert survivors(launchers.collect())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_groups_that_come_back_at_any_moment_have_the_same_model(seed: int) -> None:
+    """A group that is started again right after it was killed, or later; it may be too late."""
+    draw = random.Random(100 + seed)
+    launchers = Launchers(trained, 3, 1, draw.choice(sorted(WAYS)), {})
+    for group in range(3):
+        launchers.wait_for(f"training/{group}")
+    time.sleep(draw.uniform(0, 0.6))
+    killed = draw.randrange(3)
+    launchers.kill(killed)
+    time.sleep(draw.uniform(0, 3))
+    launchers.start(killed)
+    found = launchers.collect()
+    if "the run is over" in str(found.get((killed, 0))):
+        del found[killed, 0]
+    assert len(one_model(found)) >= 2
+
+
 CALLS: dict[str, tuple[Any, str, Any]] = {
     "factor_now": (AB(warmup=2, every=4, factor_at=None, cutoff=0.6), "barrier", lambda replica: replica.factor_now()),
     "epoch_end": (DASO(total_steps=24, warmup=2, cooldown=2), "check", lambda replica: replica.epoch_end(1.0)),
