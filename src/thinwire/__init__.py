@@ -1,5 +1,6 @@
 """Thinwire trains a PyTorch model over a thin wire."""
 
+from thinwire.attaching import attach
 from thinwire.compress import Compressed, compress
 from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, Nesterov, OneBit, PowerSGD, Radial, TopK
 from thinwire.config.faults import Faults
@@ -8,7 +9,7 @@ from thinwire.errors import ConfigError, DisagreementError, DivergedError, SaveE
 from thinwire.factor.stability import Stability
 from thinwire.methods.base import Method
 from thinwire.methods.registry import register
-from thinwire.replica import Replica, attach
+from thinwire.replica import Replica
 from thinwire.stopping import stop_requested
 
 __version__ = "0.1.0"

@@ -11,64 +11,22 @@ In phases that average gradients the vote comes before an optimizer changes anyt
 all, so nothing has to be copied. Before groups average parameters each worker keeps a copy of what that changes.
 """
 
-import json
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 
-from thinwire.comm.collectives import Wire
-from thinwire.comm.ledger import Ledger
 from thinwire.comm.losses import tried
 from thinwire.comm.membership import LostError, Membership
-from thinwire.config import AllReduce, DiLoCo, LocalSGD, OneBit, PowerSGD
-from thinwire.config.faults import Faults
-from thinwire.errors import ConfigError
+from thinwire.joining import hand_over, take_over
 from thinwire.methods.base import Method
 from thinwire.methods.context import Saved
 from thinwire.methods.merging import restored
-from thinwire.store import apart, together
+from thinwire.undo import Undo
 
 log = logging.getLogger("thinwire")
-
-
-_SURVIVING: tuple[type, ...] = (LocalSGD, DiLoCo, AllReduce, PowerSGD, OneBit)
-
-
-def met(config: Any, faults: Faults, device: torch.device, ledger: Ledger) -> tuple[Wire, Membership]:
-    """The groups that launchers started, all of them here, or those of a run that is under way; collective."""
-    if config.group_size is not None:
-        raise ConfigError(
-            f"`group_size`={config.group_size} with faults=…: there each launcher's workers are a group; leave "
-            "`group_size` out"
-        )
-    if not isinstance(config, _SURVIVING):
-        names = ", ".join(kind.__name__ for kind in _SURVIVING)
-        raise ConfigError(
-            f"faults=… is for {names} so far, not for {type(config).__name__}; leave it out, and resume from a "
-            "checkpoint"
-        )
-    overlap = getattr(config, "overlap", 0)
-    if overlap:
-        raise ConfigError(f"`overlap`={overlap} with faults=… is not supported so far; leave one of them out")
-    membership = Membership.from_environment(faults)
-    if membership.is_under_way:
-        log.info("group %d joins a run that is under way", membership.seat.group)
-        membership.join()
-    else:
-        membership.begin()
-    with membership.connections.noted():
-        membership.open_world()
-        if membership.joins:
-            wire = Wire(membership.topology, ledger)
-        else:
-            wire = Wire.open(None, repr(config), device, ledger, membership.layout)
-    wire.outlives_groups = True
-    return wire, membership
 
 
 class Recovery:
@@ -82,6 +40,10 @@ class Recovery:
         self.on_regroup: list[Callable[[], None]] = []
         """Called when other groups are to come, while those before are still known."""
 
+    def take_over(self) -> None:
+        """In a group that joins, in place of the method's `attach`."""
+        self.votes = take_over(self.method, self.membership)
+
     # In a step.
 
     def before_update(self) -> bool:
@@ -94,7 +56,7 @@ class Recovery:
             lost = self._vote()
         if lost is None:
             return True
-        done = self._regroup(lost, ready=ready, admits=False)
+        done = self._regroup(lost, ready=ready)
         if not done:
             gradients.throw_away()
             self._until_done(self._agree_on_buffers, self._agree_on_buffers)
@@ -112,34 +74,36 @@ class Recovery:
         method = self.method
         if self.membership.is_called and method.gradients.code is None:
             self._regroup(None, ready=False)  # others have lost a group and wait
-        if method.next_event > method.step + 1:
-            self._until_done(self._count_and_end, again=method.settle)
+        method.gradients.commit()  # the step is taken, whatever comes of its end
+        if method.meets_next:
+            self.together(self._count_and_end)
         else:
-            self.together(self._count_and_end, admits=True)
-        if self._lets_in:
-            self._regroup(None, ready=False)
+            self._until_done(self._count_and_end, again=method.settle)
+        if len(method.topology.groups) == 1:  # with nobody to average with there was no vote
+            self._vote()
+        if self._lets_in:  # here all are at the same place of their scripts, which is where whoever joins begins
+            self._regroup(None, ready=False, admits=True)
 
     def _count_and_end(self) -> None:
         """Steps that were skipped, or that others took before this group came, have left no trace in its counters."""
         self.method.forwards = self.method.step + 1
         self.method.end_step()
 
-    def together(
-        self, work: Callable[[], None], *, changes: bool = True, admits: bool = False, last: bool = False
-    ) -> None:
+    def together(self, work: Callable[[], None], *, changes: bool = True, last: bool = False) -> None:
         """Work that all groups do together, on all of them or on none.
 
-        If it `changes` nothing, there is no copy. It may go on with groups that want in, if it `admits` them. Who has
-        seen the `last` one leaves, and says so.
+        If it `changes` nothing, there is no copy. Who has seen the `last` one leaves, and says so.
         """
+        copies: list[Undo] = []
         while True:
-            before = Undo(self.method) if changes else None
-            lost = tried(work)
-            ready = lost is None
+            copies.clear()
+            lost = tried(lambda: copies.append(Undo(self.method))) if changes else None  # it waits for what is pending
+            lost = lost or tried(work)
+            ready, before = lost is None, copies[0] if copies else None
             lost = lost or self._vote()
             if lost is not None and ready and last and self.membership.was_seen(self.votes + 1):
                 return
-            if lost is None or self._regroup(lost, ready=ready, undo=before, admits=admits):
+            if lost is None or self._regroup(lost, ready=ready, undo=before):
                 if last:
                     self.membership.testify(self.votes)
                     self.membership.close()
@@ -186,11 +150,15 @@ class Recovery:
 
     # Other groups.
 
-    def _regroup(self, why: str | None, *, ready: bool, undo: "Undo | None" = None, admits: bool = True) -> bool:
-        """Go on with the groups that are left; whether what was under way is done."""
+    def _regroup(self, why: str | None, *, ready: bool, undo: Undo | None = None, admits: bool = False) -> bool:
+        """Go on with the groups that are left, and those that want in if all of them admit that.
+
+        Whether what was under way is done.
+        """
         method, before = self.method, dict(self.membership.groups)
         for callback in self.on_regroup:
             callback()
+        method.abandon_pending()
         applied = method.state_dict() if ready or undo is None else {}
         self.membership.leave_world()
         for attempt in range(len(before) + 1):
@@ -203,68 +171,21 @@ class Recovery:
             self.membership.leave_world()
         if done:
             self.votes += 1
-        undone = undo if undo is not None and not done else None
-        state = applied if undone is None else undone.state
-        values = undone.restore_values if undone is not None else lambda: None
-        method.load_state_dict(Saved(state["shared"], [state["local"]], 0, values, stays=True))
+        state = applied
+        if undo is not None and not done:
+            undo.restore()
+            state = undo.state
+        method.load_state_dict(Saved(state["shared"], [state["local"]], 0, lambda: None, stays=True))
+        method.abandon_pending()
         method.forwards = method.step
         self._lets_in = False
         self._tell(before, why)
-        new = self.membership.joined
-        if new and (again := tried(lambda: self._hand_over(new))):
+        if self.membership.joined and (again := tried(lambda: hand_over(method, self.membership, self.votes))):
             self._regroup(again, ready=False)
         return done
 
-    # Groups that join.
-
-    def _hand_over(self, new: set[int]) -> None:
-        """Give groups that join what this run has come to; collective."""
-        ranks = self._ranks_for(new)
-        gives = self.method.topology.rank == ranks[0]
-        self.method.wire.broadcast_bytes(pack(self._whole()) if gives else None, ranks, "join")
-
-    def take_over(self) -> None:
-        """In a group that joins: be what a group that is in the run is, with nothing left unsent; collective."""
-        packed = self.method.wire.broadcast_bytes(None, self._ranks_for(self.membership.joined), "join")
-        assert packed is not None, "this worker is not among those that take"
-        whole = unpack(packed)
-        if whole["settings"] != repr(self.method.config):
-            raise ConfigError(
-                f"the run that is under way has {whole['settings']}, here is {self.method.config!r}; join with the same"
-            )
-        local = whole["method"]["local"]
-        local["gradients"]["buckets"] = []
-        device = next(self.method.model.parameters()).device
-        shared = _moved(whole["method"]["shared"], device)
-        self.method.load_state_dict(Saved(shared, [local], None, lambda: self._load(whole), stays=True))
-        self.method.forwards = self.method.step
-        self.votes = whole["votes"]
-
-    def _ranks_for(self, new: set[int]) -> tuple[int, ...]:
-        """The worker that gives, and those that take."""
-        layout = dict(zip(sorted(self.membership.groups), self.membership.layout, strict=True))
-        donor = next(ranks[0] for group, ranks in layout.items() if group not in new)
-        return (donor, *(rank for group in sorted(new) for rank in layout[group]))
-
-    def _whole(self) -> dict[str, Any]:
-        states = [optimizer.state_dict()["state"] for optimizer in self.method.optimizers]
-        return {
-            "settings": repr(self.method.config),
-            "votes": self.votes,
-            "method": self.method.state_dict(),
-            "model": dict(self.method.model.state_dict()),
-            "optimizers": [{str(i): state for i, state in found.items()} for found in states],
-        }
-
-    def _load(self, whole: dict[str, Any]) -> None:
-        self.method.model.load_state_dict(whole["model"])
-        for optimizer, found in zip(self.method.optimizers, whole["optimizers"], strict=True):
-            state = {int(i): values for i, values in found.items()}
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
-
     def _open(self) -> None:
-        with self.membership.connections.noted():
-            self.membership.open_world()
+        with self.membership.opened_world():
             self.method.wire.lay_out(self.membership.topology)
 
     def _tell(self, before: dict[int, int], why: str | None) -> None:
@@ -278,60 +199,3 @@ class Recovery:
                     names = f"group{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}"
                     reason = f" ({why})" if why and what == "lost" else ""
                     log.warning("%s %s after step %d, %d go on%s", names, what, self.method.step, len(now), reason)
-
-
-class Undo:
-    """A copy of what an average may change: model, optimizers and method."""
-
-    def __init__(self, method: Method) -> None:
-        self.method = method
-        self.state = _copied(method.state_dict())
-        self.values = [(t, t.detach().clone()) for t in (*method.model.parameters(), *method.model.buffers())]
-        self.moments = [
-            (optimizer, p, _copied(dict(optimizer.state.get(p, {}))))
-            for optimizer in method.optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
-        ]
-
-    @torch.no_grad()
-    def restore_values(self) -> None:
-        """Put parameters, buffers and optimizer state back."""
-        for t, value in self.values:
-            t.copy_(value)
-        for optimizer, p, state in self.moments:
-            if state:
-                optimizer.state[p] = state
-            else:
-                optimizer.state.pop(p, None)
-
-
-def pack(tree: Any) -> Tensor:
-    """A tree of plain values and tensors as bytes, which hold no code."""
-    plain, tensors = apart(tree)
-    text = json.dumps(plain).encode()
-    values = save({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()})
-    return torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text + values), dtype=torch.uint8)
-
-
-def unpack(packed: Tensor) -> Any:
-    """The tree again, on the CPU."""
-    raw = packed.numpy().tobytes()
-    end = 8 + int.from_bytes(raw[:8], "little")
-    return together(json.loads(raw[8:end]), load(raw[end:]))
-
-
-def _moved(tree: Any, device: torch.device) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.to(device)
-    if isinstance(tree, dict):
-        return {key: _moved(value, device) for key, value in tree.items()}
-    return [_moved(value, device) for value in tree] if isinstance(tree, list) else tree
-
-
-def _copied(tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.detach().clone()
-    if isinstance(tree, dict):
-        return {key: _copied(value) for key, value in tree.items()}
-    return [_copied(value) for value in tree] if isinstance(tree, list | tuple) else tree

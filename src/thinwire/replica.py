@@ -1,4 +1,4 @@
-"""`attach`, the one line a user changes, and the `Replica` it returns."""
+"""A model in training on many workers."""
 
 import contextlib
 import logging
@@ -13,78 +13,25 @@ from torch.optim import Optimizer
 from thinwire import snapshot
 from thinwire.checks import check_cutoff
 from thinwire.comm.collectives import Wire
-from thinwire.comm.counters import watched
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.replicate import step_of_allreduce, step_of_ideal
-from thinwire.comm.times import Clock
-from thinwire.comm.topology import Topology, join
+from thinwire.comm.topology import Topology
 from thinwire.compiling import Recompilations, compile_in_place
-from thinwire.config.faults import Faults
 from thinwire.errors import SaveError, ThinwireError
 from thinwire.factor.export import to_plain
 from thinwire.factor.layers import mark_as_read, weight_was_read
-from thinwire.guards import agree_on_buffers, attached, check_parameters, refuse_attached, refuse_wrappers, sign_as
+from thinwire.guards import agree_on_buffers, attached, check_parameters, refuse_wrappers, sign_as
 from thinwire.methods.agreement import Agreement
 from thinwire.methods.base import Method
-from thinwire.methods.context import MethodContext
-from thinwire.methods.registry import make, name_of
-from thinwire.notices import ensure_logging, log_attached, log_finished
-from thinwire.preflight import (
-    broadcast_initial_values,
-    check_model,
-    check_optimizers,
-    check_same_architecture,
-    given_optimizers,
-)
-from thinwire.recovery import Recovery, met
+from thinwire.methods.registry import name_of
+from thinwire.notices import log_finished
+from thinwire.recovery import Recovery
 from thinwire.saves import Files, Save
 from thinwire.scaling import SharedScale
 from thinwire.settings import describe as describe_config
 from thinwire.stepping import Stepping
 
 log = logging.getLogger("thinwire")
-
-
-def attach(
-    model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer],
-    config: Any,
-    *,
-    scaler: Any = None,
-    compile: dict[str, Any] | None = None,
-    ddp: dict[str, Any] | None = None,
-    faults: Faults | None = None,
-) -> "Replica":
-    """Train `model` by the method whose config this is; collective.
-
-    Call the returned replica instead of the model and keep the loop as it is. Several optimizers, such as Muon for
-    matrices and AdamW for the rest, are given as a list: a step is over when each has stepped. Give the `GradScaler` as
-    `scaler` if there is one, arguments of `torch.compile` as `compile`, further ones of
-    `DistributedDataParallel` (`bucket_cap_mb`, `find_unused_parameters`, …) as `ddp`. With `faults` the run goes on
-    without groups that die; each group then has a launcher of its own.
-    """
-    ensure_logging()
-    name_of(config)
-    refuse_attached(model)
-    check_model(model)
-    optimizers = given_optimizers(optimizer)
-    check_optimizers(model, optimizers)
-    device = next(model.parameters()).device
-    ledger, membership = Ledger(Clock(device), watched()), None
-    if faults is None:
-        join()
-        wire = Wire.open(config.group_size, repr(config), device, ledger)
-    else:
-        wire, membership = met(config, faults, device, ledger)
-    if membership is None or not membership.joins:
-        check_same_architecture(model, optimizers, wire)
-        broadcast_initial_values(model, wire)
-    context = MethodContext(model, optimizers, wire, ddp=dict(ddp or {}), has_scaler=scaler is not None)
-    method = make(config, context)
-    recovery = Recovery(method, membership) if membership is not None else None
-    replica = Replica(method, scaler=scaler, compile=compile, recovery=recovery)
-    log_attached(replica._method, replica._trained)
-    return replica
 
 
 class Replica(nn.Module):
@@ -182,7 +129,8 @@ class Replica(nn.Module):
         For methods that go by epochs: DASO averages more often once the loss does not fall any more.
         """
         given = loss.detach().double().mean() if isinstance(loss, Tensor) else loss
-        _call_all(self._method.context.on_epoch_end, None if given is None else float(given))
+        mean = None if given is None else float(given)
+        self._together(lambda: _call_all(self._method.context.on_epoch_end, mean))
 
     @contextlib.contextmanager
     def merged(self) -> Iterator["Replica"]:
@@ -388,7 +336,7 @@ class Replica(nn.Module):
         factor = getattr(self._method, "factor_now", None)
         if factor is None:
             raise ThinwireError(f"factor_now() is for thinwire.AB, not for {type(self._method.config).__name__}")
-        factor()
+        self._together(factor)
 
     def ranks(self) -> dict[str, int]:
         """The rank of each layer that is factored now, by its label."""

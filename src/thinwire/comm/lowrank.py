@@ -115,6 +115,10 @@ class LowRank(Aggregator):
         for i, error in self.errors.items():
             error.copy_(local.get(f"error.{i}", torch.zeros_like(error)))
 
+    def keep(self, shared: State, local: State) -> None:
+        """Both as they are: a group has its errors whole."""
+        self.load(shared, local)
+
     def adopt(self, shared: State, everyone: Sequence[State]) -> None:
         """Every group starts from the mean of the old errors; one group alone had none."""
         self.qs = {i: shared.get(f"q.{i}", q) for i, q in self.qs.items()}

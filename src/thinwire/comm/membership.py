@@ -13,6 +13,7 @@ Keys, of which only small JSON is the value:
     N/wants                          a group asks to be in generation N
     now                              the generation that is going on
     seen/V                           somebody has seen vote V and is gone, as all are at the end of a run
+    over                             the run has ended
     N/world/…                        where torch's process groups of generation N meet
 """
 
@@ -149,6 +150,8 @@ class Membership:
         asked = -1
         with self._reaching_the_store():
             while True:
+                if self.store.check(["over"]):
+                    raise LostError(f"the run is over: group {self.seat.group} came too late to join it")
                 if asked >= 0 and self.store.check([f"{asked}/groups"]):
                     groups = self._groups_of(asked)
                     if groups.get(self.seat.group) == self.seat.workers:
@@ -196,9 +199,10 @@ class Membership:
             ) from error
 
     def testify(self, votes: int) -> None:
-        """Say that this vote was complete, for those who did not see it; this worker leaves now."""
+        """Say that this vote, the last one, was complete, for those who did not see it; this worker leaves now."""
         with self._reaching_the_store():
             self.store.set(f"seen/{votes}", "")
+            self.store.set("over", "")
 
     def was_seen(self, votes: int) -> bool:
         """Whether somebody who has left has said so."""
@@ -288,17 +292,25 @@ class Membership:
         self.connections.hang_up()
         process_groups.leave()
 
-    def open_world(self) -> None:
-        """Process groups for this generation; those of the last one were abandoned."""
+    @contextlib.contextmanager
+    def opened_world(self) -> Iterator[None]:
+        """Open process groups for this generation, more of them inside; those of the last one were abandoned.
+
+        All workers were here a moment ago, so nobody waits long for one that does not connect. Later ones may be slow.
+        """
         seats = _seats(self.groups)
         rank = seats.index((self.seat.group, self.seat.worker))
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore(f"{self.generation}/world", self.store),
-            rank=rank,
-            world_size=len(seats),
-            timeout=timedelta(seconds=self.faults.timeout),
-        )
+        deadline = self.faults.opening if process_groups.TIMEOUTS_CHANGE else self.faults.timeout
+        with self.connections.noted():
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore(f"{self.generation}/world", self.store),
+                rank=rank,
+                world_size=len(seats),
+                timeout=timedelta(seconds=deadline),
+            )
+            yield
+            process_groups.set_timeout(self.faults.timeout)
 
     @property
     def joins(self) -> bool:

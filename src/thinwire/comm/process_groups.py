@@ -218,3 +218,14 @@ def timeout_of(group: Any) -> timedelta:
     device = "cpu" if "cpu" in dist.get_backend_config(group) else "cuda"
     options = group._get_backend(torch.device(device)).options
     return options._timeout
+
+
+TIMEOUTS_CHANGE = hasattr(dist.ProcessGroupGloo, "_set_default_timeout") if dist.is_gloo_available() else False
+"""Whether this version of torch lets a group that is open have another timeout."""
+
+
+def set_timeout(seconds: float) -> None:
+    """Let all groups of this world wait so long."""
+    for group in _known_groups().values():
+        if TIMEOUTS_CHANGE and group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

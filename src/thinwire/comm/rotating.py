@@ -52,6 +52,10 @@ class Rotating(Aggregator):
         """Of all of them."""
         return [t for each in self.turns for t in each.workspace()]
 
+    def residuals(self) -> list[Tensor]:
+        """Of all of them."""
+        return [t for each in self.turns for t in each.residuals()]
+
     def shared(self) -> State:
         """Whose turn it is, and what all of them share."""
         return {"number": torch.tensor(self.number), **self._numbered([each.shared() for each in self.turns])}
@@ -64,10 +68,20 @@ class Rotating(Aggregator):
         """Take it back."""
         self.number = int(shared["number"])
         for i, each in enumerate(self.turns):
-            start = f"{i}/"
-            own = ({n.removeprefix(start): t for n, t in s.items() if n.startswith(start)} for s in (shared, local))
-            each.load(*own)
+            each.load(_part(i, shared), _part(i, local))
+
+    def keep(self, shared: State, local: State) -> None:
+        """Whose turn it is must be the same in all groups."""
+        self.number = int(shared.get("number", -1))
+        for i, each in enumerate(self.turns):
+            each.keep(_part(i, shared), _part(i, local))
 
     @staticmethod
     def _numbered(states: Sequence[State]) -> State:
         return {f"{i}/{name}": t for i, state in enumerate(states) for name, t in state.items()}
+
+
+def _part(number: int, states: State) -> State:
+    """The states of one of them, by their own names."""
+    start = f"{number}/"
+    return {name.removeprefix(start): t for name, t in states.items() if name.startswith(start)}

@@ -144,6 +144,14 @@ class Sparse(Aggregator):
         if local:
             self.v.copy_(local["v"])
 
+    def keep(self, shared: State, local: State) -> None:
+        """What this worker has not sent, if it is of the same share of the values."""
+        if self._is_mine(local):
+            self.v.copy_(local["v"])
+
+    def _is_mine(self, local: State) -> bool:
+        return "place" in local and tuple(map(int, local["place"].tolist()[:2])) == self.span
+
     def adopt(self, shared: State, everyone: Sequence[State]) -> None:
         """Every group starts from the mean of the old ones."""
         self.v.copy_(self.mean_of("v", everyone))

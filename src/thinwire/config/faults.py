@@ -25,3 +25,8 @@ class Faults:
     def silence(self) -> float:
         """Seconds without a sign of life after which a worker counts as dead."""
         return max(2.0, self.timeout / 6)
+
+    @property
+    def opening(self) -> float:
+        """Seconds after which a worker that dies while connections are opened is given up by those that open them."""
+        return max(2.0, self.timeout / 3)

@@ -71,6 +71,21 @@ def _exchange(module: nn.Module, old: list[str], new: dict[str, nn.Parameter]) -
     module._parameters.update([*kept[:place], *new.items(), *kept[place:]])
 
 
+class Shape:
+    """The parameters of a model's modules as they are now, to put them back after weights were factored or cut."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [(module, dict(module._parameters), factored_names(module)) for module in model.modules()]
+
+    def restore(self) -> None:
+        """Give each module the very parameters that it had."""
+        for module, parameters, names in self._modules:
+            if factored_names(module).keys() != names.keys():
+                _set_factored(module, names)
+            module._parameters.clear()
+            module._parameters.update(parameters)
+
+
 def factored_names(module: nn.Module) -> dict[str, MatrixView]:
     """The factored weights of this module, with their views."""
     return dict(getattr(module, "_factored", {}))

@@ -266,12 +266,15 @@ class ABMethod(ABShapes, LocalTraining):
         return state
 
     def load_state_dict(self, saved: Saved) -> None:
-        """Give the model the shape it had."""
-        shared = saved.shared
+        """Give the model the shape it had; which factor a group trains depends on the groups that there are."""
+        shared, self.sides = saved.shared, Sides(self.config.train, self.topology)
 
         def reshape_and_load() -> None:
             self.reshape(
-                shared, self._to_full, lambda layer, rank: self._reshape_layer(layer, *empty_factors(layer, rank))
+                shared,
+                self._to_full,
+                lambda layer, rank: self._reshape_layer(layer, *empty_factors(layer, rank)),
+                stays=saved.stays,
             )
             self.rounds, self.requested = shared["rounds"], shared["requested"]
             self._freeze()

@@ -265,6 +265,7 @@ class PaperABMethod(Factoring):
                 shared,
                 lambda layer: self._to_full(layer, {}),
                 lambda layer, rank: self._to_factors(layer, *empty_factors(layer, rank)),
+                stays=saved.stays,
             )
             self.index, self.lr_start = shared["index"], shared["lr_start"]
             self._freeze()
@@ -273,11 +274,13 @@ class PaperABMethod(Factoring):
         super().load_state_dict(replace(saved, load_values=reshape_and_load))
         self.average = None
         self.second_moment.load_state_dict(shared["second_moment"])
+        self.second_moment.share = self.weight
         if self.phase == "groups":
             self._make_average()
             assert self.average is not None, "groups are not apart"
             # A lone group may become several, which start without residuals.
-            self.average.load_state_dict(shared["average"], saved.local["average"] if saved.local else {})
+            own = saved.local["average"] if saved.local else {}
+            self.average.load_state_dict(shared["average"], own, saved.stays)
 
 
 def _trained_factor(topology: Topology) -> str:

@@ -290,6 +290,16 @@ class AveragedTensors:
             self.aggregator.end(self._parts)
         self.pending = None
 
+    def abandon(self) -> None:
+        """Forget a pending average without waiting: a group was lost, so that it may arrive at some and not at others.
+
+        What its code left out goes too, since only those at whom it arrived know what that is.
+        """
+        if self.pending is not None:
+            self.pending = None
+            for left_out in self.aggregator.residuals():
+                left_out.zero_()
+
     def state_dict(self) -> dict[str, Any]:
         """The agreed values, and what arrived but is not due yet."""
         pending = self.pending

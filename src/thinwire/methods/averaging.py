@@ -20,7 +20,7 @@ from torch import Tensor
 from thinwire.comm.topology import Topology
 from thinwire.config import DiLoCo, LocalSGD
 from thinwire.config.codes import parse_code
-from thinwire.config.outer import Nesterov
+from thinwire.config.outer import Nesterov, Radial
 from thinwire.methods.agreement import Agreement
 from thinwire.methods.averaged import AveragedTensors, all_restored, not_finite
 from thinwire.methods.base import Method
@@ -60,9 +60,7 @@ class LocalTraining(Method):
         self.buffers_at = 0
         """The step after which groups last agreed on buffers."""
         self.scales = ChangeScales(config, context, self.weight, lambda: not self.in_sync)
-        # Where updates are as long as all-reduce's, no momentum has to make up for short ones.
-        groups = len(self.topology.groups) if config.second_moment == "group" else 1
-        self.outer = config.outer.among(groups) if isinstance(config.outer, Nesterov) else config.outer
+        self.outer = self._outer()
         self.statistics = OuterStatistics(self.model, self.outer)
         self.agreement = Agreement(self.model, self.wire, self.round.is_annealing)
 
@@ -70,6 +68,13 @@ class LocalTraining(Method):
     def role(cls, config: Any, topology: Topology) -> Hashable:
         """All groups do the same, unless a code makes them differ."""
         return role_by_codes(topology, config.wire, config.warmup_wire)
+
+    def _outer(self) -> Nesterov | Radial | None:
+        """The outer step for as many groups as there are."""
+        outer = self.config.outer
+        # Where updates are as long as all-reduce's, no momentum has to make up for short ones.
+        groups = len(self.topology.groups) if self.config.second_moment == "group" else 1
+        return outer.among(groups) if isinstance(outer, Nesterov) else outer
 
     def attach(self) -> None:
         """Begin with the warm-up; one of no steps is over at once."""
@@ -297,6 +302,10 @@ class LocalTraining(Method):
         for fragment in self.fragments:
             fragment.drop()
 
+    def abandon_pending(self) -> None:
+        for fragment in self.fragments:
+            fragment.abandon()
+
     def load_state_dict(self, saved: Saved) -> None:
         """Pending averages are dropped; a save of one group may hold nothing agreed on but the model."""
         if not saved.stays:  # where a group was lost, nothing more arrives
@@ -309,10 +318,13 @@ class LocalTraining(Method):
         self.statistics.load_state_dict(shared["statistics"])
         self.scales.load_state_dict(shared["scales"], local["scales"] if local else None, saved.stays)
         self.scales.moments.share = self.weight
+        self.outer = self.statistics.outer = self._outer()
         if self.phase != "warmup":
             self._make_fragments()
         for i, (fragment, kept) in enumerate(zip(self.fragments, shared["fragments"], strict=False)):
             fragment.load_state_dict(kept, local["fragments"][i] if local else {}, saved.stays)
+        if self.fragments:
+            self.round.resume(self.step)
 
     @property
     def cycle(self) -> Cycle | None:

@@ -79,6 +79,14 @@ class Method(ABC):
         """The next step that may be unlike the one before it; a plan simulates those before it by one of them."""
         return self.step + 1
 
+    @property
+    def meets_next(self) -> bool:
+        """Whether the end of the next step is more than agreeing on buffers.
+
+        Where groups may be lost, all of them do it or none.
+        """
+        return self.next_event <= self.step + 1
+
     @contextmanager
     def merged(self) -> Iterator[None]:
         """Give every worker, for a while, the model that a merge would give now."""
@@ -107,6 +115,9 @@ class Method(ABC):
 
     def drop_pending(self) -> None:  # noqa: B027
         """Forget what was sent and has not arrived: a save is loaded, perhaps because it is what diverged."""
+
+    def abandon_pending(self) -> None:  # noqa: B027
+        """Forget the same without waiting: groups are not as they were when it was sent."""
 
     def load_state_dict(self, saved: Saved) -> None:
         """Continue from what all workers' `state_dict` gave; values are loaded when the model has its shape."""

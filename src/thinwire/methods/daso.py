@@ -105,6 +105,12 @@ class DASOMethod(Method):
         ahead = [self._phase_end, self.sent_at + self.every, first.due, first.turn]
         return min(step for step in ahead if step is not None and step > self.step)
 
+    @property
+    def meets_next(self) -> bool:
+        """Nodes average at every step but in cycling; there an average may be late if nodes were lost."""
+        is_late = self.phase != "cycling" or self.step + 1 >= self.sent_at + self.every
+        return super().meets_next or (is_late and not self.in_sync)
+
     def finish(self, cutoff: float | None) -> None:
         """One model again; cut it where a cutoff is given."""
         self.check_counters()
@@ -314,18 +320,25 @@ class DASOMethod(Method):
         for part in self.averaged:
             part.drop()
 
+    def abandon_pending(self) -> None:
+        self._counters = None
+        for part in self.averaged:
+            part.abandon()
+
     def load_state_dict(self, saved: Saved) -> None:
         """Pending averages are dropped; a save of one node holds nothing agreed on but the model."""
-        self.drop_pending()
+        if not saved.stays:  # where a group was lost, nothing more arrives
+            self.drop_pending()
         super().load_state_dict(saved)
         shared, local = saved.shared, saved.local
         self.every, self.overlap = shared["pace"]
         self.plateau = Plateau(**shared["plateau"])
         self.epochs, self.events, self.sent_at = shared["epochs"], shared["events"], shared["sent_at"]
         self.second_moment.load_state_dict(shared["second_moment"])
+        self.second_moment.share = self.weight
         self._make_averaged(self.config.warmup_code if self.phase == "warmup" else self.config.wire)
         for i, (part, kept) in enumerate(zip(self.averaged, shared["averaged"], strict=False)):
-            part.load_state_dict(kept, local["averaged"][i] if local else {})
+            part.load_state_dict(kept, local["averaged"][i] if local else {}, saved.stays)
 
     @property
     def assumes(self) -> str:

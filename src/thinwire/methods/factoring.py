@@ -98,8 +98,13 @@ class Factoring(Method):
     def agree_on_order(self) -> None:
         """Take rank 0's order of use on all ranks; it may have evaluated alone."""
         if self.usage.is_watching:
-            self.usage.stop()
             self.usage.order = self.wire.all_gather_object(self.usage.order)[0]
+            self.usage.stop()
+
+    @property
+    def meets_next(self) -> bool:
+        """Also while the order of use is not known."""
+        return self.usage.is_watching or super().meets_next
 
     def free_memory(self) -> None:
         """Drop gradients that the last step used up and the wrapper's buckets, before both shapes are in memory."""
@@ -120,9 +125,16 @@ class Factoring(Method):
         return state
 
     def reshape(
-        self, shared: dict[str, Any], to_full: Callable[[Layer], None], to_rank: Callable[[Layer, int], None]
+        self,
+        shared: dict[str, Any],
+        to_full: Callable[[Layer], None],
+        to_rank: Callable[[Layer, int], None],
+        *,
+        stays: bool = False,
     ) -> None:
         """Give the layers the ranks and the order of use that they had in a save."""
+        if stays and self.factored and shared["ranks"] == {layer.key: layer.rank for layer in self.factored}:
+            return  # it is this very model
         for layer in self.factored:
             to_full(layer)
         self.usage.order = shared["found_by"]

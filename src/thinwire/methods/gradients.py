@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thinwire.comm.aggregate import Aggregator
+from thinwire.comm.aggregate import Aggregator, State
 from thinwire.comm.background import EarlyBuckets
 from thinwire.comm.codes import aggregator
 from thinwire.comm.collectives import Wire
@@ -175,12 +175,16 @@ class GradientAveraging:
         self._updated = True
 
     def end_step(self) -> None:
-        """Keep what the exchanges of this step left out, unless the step was skipped; agree on buffers."""
+        """Keep what the exchanges of this step left out, and agree on buffers."""
+        self.commit()
+        self.replicated.broadcast_buffers(self.members)
+
+    def commit(self) -> None:
+        """Keep what the exchanges of this step left out, unless the step was skipped; once."""
         if self._staged and self._updated:
             for bucket in self.buckets:
                 bucket.commit()
         self._staged = self._updated = False
-        self.replicated.broadcast_buffers(self.members)
 
     def _exchange(self) -> None:
         """At the end of the backward pass: whatever was not exchanged while it went on."""
@@ -291,12 +295,12 @@ class GradientAveraging:
         else:
             self.together(shared["code"])
         self.scale = shared["scale"]
-        kept = shared["buckets"] or [{}] * len(self.buckets)
+        nothing: list[State] = [{}] * len(self.buckets)  # of a lone group, which codes nothing
+        kept = shared["buckets"] or nothing
+        own = None if local is None else local["gradients"]["buckets"] or nothing
         for i, bucket in enumerate(self.buckets):
-            if saved.stays and local is not None:
-                bucket.keep(kept[i], local["gradients"]["buckets"][i])
-            elif local is not None:
-                bucket.load(kept[i], local["gradients"]["buckets"][i])
+            if own is not None:
+                (bucket.keep if saved.stays else bucket.load)(kept[i], own[i])
             else:
                 others = [worker["gradients"]["buckets"] for worker in saved.everyone]
                 bucket.adopt(kept[i], [buckets[i] if buckets else {} for buckets in others])

@@ -187,7 +187,10 @@ class OIALRMethod(Factoring):
 
         def reshape_and_load() -> None:
             self.reshape(
-                shared, self._to_full, lambda layer, rank: self._to_basis(layer, empty_factors(layer, rank, _FORM))
+                shared,
+                self._to_full,
+                lambda layer, rank: self._to_basis(layer, empty_factors(layer, rank, _FORM)),
+                stays=saved.stays,
             )
             self.updates = shared["updates"]
             saved.load_values()

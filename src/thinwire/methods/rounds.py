@@ -35,6 +35,11 @@ class Round:
             own = min(own, int(self.config.every * (self.highest_rate / rate) ** 2))
         self.period = int(min(row[0] for row in self.wire.all_gather_scalars([float(own)], "control")))
 
+    def resume(self, step: int) -> None:
+        """Begin again if the round is long over: a group that was alone has had none. All workers see that alike."""
+        if step - self.start >= self.period:
+            self.start, self.period = step, self.config.every
+
     @property
     def rate(self) -> float:
         """The highest learning rate of all parameter groups now."""

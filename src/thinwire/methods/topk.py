@@ -215,6 +215,13 @@ class MomentumSparse(Sparse):
             self.u.copy_(local["u"])
         self._load_shared(shared)
 
+    def keep(self, shared: State, local: State) -> None:
+        """Also momentum, that of the same share."""
+        super().keep(shared, local)
+        if self._is_mine(local):
+            self.u.copy_(local["u"])
+        self._load_shared(shared)
+
     def adopt(self, shared: State, everyone: Sequence[State]) -> None:
         """Every group starts from the mean of the old ones; a save of one group has none."""
         super().adopt(shared, everyone)

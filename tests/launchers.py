@@ -1,4 +1,4 @@
-"""Groups of real workers that may die: each has a launcher of its own, and all meet at a store."""
+"""Groups of real workers that may die, each with a launcher of its own; all meet at a store."""
 
 import contextlib
 import os
@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 import gang
 
-TIMEOUT = 20.0
+TIMEOUT = 30.0
 """What a test gives as `Faults(timeout=…)`, and more than any wait here should take."""
 
 
-class Clans:
+class Launchers:
     """Some groups, started side by side; a group whose worker dies is killed whole, as torchrun does."""
 
     def __init__(self, function: Callable[..., Any], groups: int, workers: int, *args: Any) -> None:
@@ -44,7 +44,15 @@ class Clans:
                 if process.is_alive():
                     os.kill(process.pid, how)
 
-    def collect(self, timeout: float = 120) -> dict[tuple[int, int], Any]:
+    def wait_for(self, key: str, timeout: float = 300) -> None:
+        """Wait until a worker has set this key in the store."""
+        end = time.monotonic() + timeout
+        while not self.store.check([key]):
+            assert time.monotonic() < end, f"after {timeout} s nobody has set {key}"
+            self._reap()
+            time.sleep(0.05)
+
+    def collect(self, timeout: float = 300) -> dict[tuple[int, int], Any]:
         """What workers returned, by group and worker; those that were killed returned nothing."""
         found: dict[tuple[int, int], Any] = {}
         end = time.monotonic() + timeout
@@ -73,6 +81,20 @@ class Clans:
             for group, processes in self.processes.items()
             for worker, process in enumerate(processes)
         )
+
+
+def note(replica: Any, what: str) -> None:
+    """In a worker: say that its group has come so far."""
+    membership = replica._recovery.membership
+    membership.store.set(f"{what}/{membership.seat.group}", "")
+
+
+def held(replica: Any) -> None:
+    """In a worker: say that its group waits here, and go on when another one asks to be let in."""
+    note(replica, "held")
+    membership = replica._recovery.membership
+    while membership.wanted <= membership.generation:
+        time.sleep(0.05)
 
 
 def _worker(

@@ -1,0 +1,116 @@
+"""`attach`, the one line a user changes."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from thinwire.comm.collectives import Wire
+from thinwire.comm.counters import watched
+from thinwire.comm.ledger import Ledger
+from thinwire.comm.membership import Membership
+from thinwire.comm.times import Clock
+from thinwire.comm.topology import join
+from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, OneBit, PaperAB, PowerSGD, TopK
+from thinwire.config.faults import Faults
+from thinwire.errors import ConfigError
+from thinwire.guards import refuse_attached
+from thinwire.methods.context import MethodContext
+from thinwire.methods.registry import make, name_of
+from thinwire.notices import ensure_logging, log_attached
+from thinwire.preflight import (
+    broadcast_initial_values,
+    check_model,
+    check_optimizers,
+    check_same_architecture,
+    given_optimizers,
+)
+from thinwire.recovery import Recovery
+from thinwire.replica import Replica
+
+log = logging.getLogger("thinwire")
+
+_SURVIVING: tuple[type, ...] = (AB, PaperAB, LocalSGD, DiLoCo, DASO, AllReduce, PowerSGD, OneBit, TopK, OIALR)
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    config: Any,
+    *,
+    scaler: Any = None,
+    compile: dict[str, Any] | None = None,
+    ddp: dict[str, Any] | None = None,
+    faults: Faults | None = None,
+) -> Replica:
+    """Train `model` by the method whose config this is; collective.
+
+    Call the returned replica instead of the model and keep the loop as it is. Several optimizers, such as Muon for
+    matrices and AdamW for the rest, are given as a list: a step is over when each has stepped. Give the `GradScaler` as
+    `scaler` if there is one, arguments of `torch.compile` as `compile`, further ones of
+    `DistributedDataParallel` (`bucket_cap_mb`, `find_unused_parameters`, …) as `ddp`. With `faults` the run goes on
+    without groups that die; each group then has a launcher of its own.
+    """
+    ensure_logging()
+    name_of(config)
+    refuse_attached(model)
+    check_model(model)
+    optimizers = given_optimizers(optimizer)
+    check_optimizers(model, optimizers)
+    device = next(model.parameters()).device
+    ledger, membership = Ledger(Clock(device), watched()), None
+    if faults is None:
+        join()
+        wire = Wire.open(config.group_size, repr(config), device, ledger)
+    else:
+        if scaler is not None:
+            raise ConfigError(
+                "a GradScaler with faults=… is not supported: groups agree on its scale where none of them can be "
+                "lost; train in bf16, which needs no scaler"
+            )
+        wire, membership = _met(config, faults, device, ledger)
+    if membership is None or not membership.joins:
+        check_same_architecture(model, optimizers, wire)
+        broadcast_initial_values(model, wire)
+    context = MethodContext(model, optimizers, wire, ddp=dict(ddp or {}), has_scaler=scaler is not None)
+    method = make(config, context)
+    recovery = Recovery(method, membership) if membership is not None else None
+    replica = Replica(method, scaler=scaler, compile=compile, recovery=recovery)
+    log_attached(replica._method, replica._trained)
+    return replica
+
+
+def _met(config: Any, faults: Faults, device: torch.device, ledger: Ledger) -> tuple[Wire, Membership]:
+    """The groups that launchers started, all of them here, or those of a run that is under way; collective."""
+    if config.group_size is not None:
+        raise ConfigError(
+            f"`group_size`={config.group_size} with faults=…: there each launcher's workers are a group; leave "
+            "`group_size` out"
+        )
+    if not isinstance(config, _SURVIVING):
+        names = ", ".join(kind.__name__ for kind in _SURVIVING)
+        raise ConfigError(
+            f"faults=… is for {names} so far, not for {type(config).__name__}; leave it out, and resume from a "
+            "checkpoint"
+        )
+    if isinstance(config, AB) and config.overlap:
+        raise ConfigError(
+            f"`overlap`={config.overlap} of AB with faults=… is not supported: if a group is lost while the average of "
+            "a factor is under way, groups would go on with different ones; use overlap=0"
+        )
+    membership = Membership.from_environment(faults)
+    if membership.is_under_way:
+        log.info("group %d joins a run that is under way", membership.seat.group)
+        membership.join()
+    else:
+        membership.begin()
+    with membership.opened_world():
+        if membership.joins:
+            wire = Wire(membership.topology, ledger)
+        else:
+            wire = Wire.open(None, repr(config), device, ledger, membership.layout)
+    wire.outlives_groups = True
+    return wire, membership

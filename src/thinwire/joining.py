@@ -1,0 +1,89 @@
+"""A group that joins a run takes over all that a group in the run has, but for what is only that group's own."""
+
+import json
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from thinwire.comm.membership import Membership
+from thinwire.errors import ConfigError
+from thinwire.methods.base import Method
+from thinwire.methods.context import Saved
+from thinwire.store import apart, together
+
+
+def hand_over(method: Method, membership: Membership, votes: int) -> None:
+    """Give groups that join what this run has come to; collective."""
+    ranks = _donor_and_new(membership)
+    gives = method.topology.rank == ranks[0]
+    method.wire.broadcast_bytes(pack(_whole(method, votes)) if gives else None, ranks, "join")
+
+
+def take_over(method: Method, membership: Membership) -> int:
+    """In a group that joins: be what a group that is in the run is, with nothing left unsent; collective.
+
+    Returns the votes that there were.
+    """
+    packed = method.wire.broadcast_bytes(None, _donor_and_new(membership), "join")
+    assert packed is not None, "this worker is not among those that take"
+    whole = unpack(packed)
+    if whole["settings"] != repr(method.config):
+        raise ConfigError(
+            f"the run that is under way has {whole['settings']}, here is {method.config!r}; join with the same"
+        )
+    local = whole["method"]["local"]
+    local["gradients"]["buckets"] = []
+    shared = _moved(whole["method"]["shared"], next(method.model.parameters()).device)
+    method.load_state_dict(Saved(shared, [local], None, lambda: _load(method, whole), stays=True))
+    method.forwards = method.step
+    return whole["votes"]
+
+
+def _donor_and_new(membership: Membership) -> tuple[int, ...]:
+    """The rank that gives, and those that take."""
+    layout, new = dict(zip(sorted(membership.groups), membership.layout, strict=True)), membership.joined
+    donor = next(ranks[0] for group, ranks in layout.items() if group not in new)
+    return (donor, *(rank for group in sorted(new) for rank in layout[group]))
+
+
+def _whole(method: Method, votes: int) -> dict[str, Any]:
+    states = [optimizer.state_dict()["state"] for optimizer in method.optimizers]
+    return {
+        "settings": repr(method.config),
+        "votes": votes,
+        "method": method.state_dict(),
+        "model": dict(method.model.state_dict()),
+        "optimizers": [{str(i): state for i, state in found.items()} for found in states],
+    }
+
+
+def _load(method: Method, whole: dict[str, Any]) -> None:
+    method.model.load_state_dict(whole["model"])
+    for optimizer, found in zip(method.optimizers, whole["optimizers"], strict=True):
+        state = {int(i): values for i, values in found.items()}
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+
+
+def pack(tree: Any) -> Tensor:
+    """A tree of plain values and tensors as bytes, which hold no code."""
+    plain, tensors = apart(tree)
+    text = json.dumps(plain).encode()
+    values = save({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()})
+    return torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text + values), dtype=torch.uint8)
+
+
+def unpack(packed: Tensor) -> Any:
+    """The tree again, on the CPU."""
+    raw = packed.numpy().tobytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    return together(json.loads(raw[8:end]), load(raw[end:]))
+
+
+def _moved(tree: Any, device: torch.device) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.to(device)
+    if isinstance(tree, dict):
+        return {key: _moved(value, device) for key, value in tree.items()}
+    return [_moved(value, device) for value in tree] if isinstance(tree, list) else tree
