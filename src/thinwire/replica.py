@@ -383,6 +383,11 @@ class Replica(nn.Module):
         """How far groups agreed at the last average, where they average parameters."""
         return getattr(self._method, "agreement", None)
 
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What was decided during the run, such as to leave a group out, as plain values with their steps."""
+        return self._method.events
+
     def factor_now(self) -> None:
         """Make factors of the weights at the next average, for AB runs whose length is not known; collective."""
         factor = getattr(self._method, "factor_now", None)
