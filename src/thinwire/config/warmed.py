@@ -111,6 +111,10 @@ class Averaged(Warmed):
     outlier_limit: float = 5.0
     """How many times as long as the median of the others a change must be for its group to be an outlier."""
 
+    checksum_every: int | None = None
+    """Averages from one comparison of checksums to the next: whether all workers hold the same bits. None compares
+    never."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole(self, "every", 1)
@@ -144,6 +148,8 @@ class Averaged(Warmed):
         return self.diverged != "stop" or self.outliers != "keep"
 
     def _check_left_out(self) -> None:
+        if self.checksum_every is not None:
+            check_whole(self, "checksum_every", 1)
         check_choice(self, "diverged", ("stop", "leave_out"))
         check_choice(self, "outliers", ("keep", "clip", "leave_out"))
         if not (is_number(self.outlier_limit) and self.outlier_limit > 1):

@@ -185,6 +185,12 @@ class AveragedTensors:
         change = pack_wide(self.tensors(), out=self.scratch).sub_(self.agreed)
         return float(torch.linalg.vector_norm(change, dtype=torch.float64))
 
+    def outer_state(self) -> Iterator[tuple[str, int, Tensor]]:
+        """What all workers hold alike beside the tensors: its name, for which of them, and the values."""
+        for name, flat in (("agreed values", self.agreed), ("outer momentum", self.momentum)):
+            for i, part in enumerate(_views(flat, self._shapes) if flat is not None else ()):
+                yield name, i, part
+
     def mean_lengths(self) -> Tensor:
         """How far the mean of the groups has come in each tensor; after `receive`."""
         return torch.stack(torch._foreach_norm(_views(self.scratch, self._shapes)))

@@ -31,6 +31,7 @@ from thinwire.methods.diverged import refuse_diverged
 from thinwire.methods.fragments import fragments_of
 from thinwire.methods.merging import average_buffers, average_moments
 from thinwire.methods.rounds import Round
+from thinwire.methods.same_bits import Named, SameBits
 from thinwire.methods.statistics import OuterStatistics
 
 
@@ -68,6 +69,7 @@ class LocalTraining(Method):
         self.statistics = OuterStatistics(self.model, self.outer)
         self.agreement = Agreement(self.model, self.wire, self.round.is_annealing)
         self.contributions = Contributions(config, context, self.events)
+        self.same_bits = SameBits(self.wire, config.checksum_every)
 
     @classmethod
     def role(cls, config: Any, topology: Topology) -> Hashable:
@@ -228,7 +230,19 @@ class LocalTraining(Method):
             self.statistics.step()
             self._average_moments()
             self._agreed()
+            self.same_bits.averaged(self._held_alike, self.step)
             self.context.after_merge()
+
+    def _held_alike(self) -> Named:
+        """What all workers hold with the same bits when a round has ended."""
+        names = {id(p): repr(name) for name, p in self.model.named_parameters()}
+        apart = {id(p) for f in self.fragments if self._is_apart(f) for p in f.tensors()}
+        held: Named = [(f"parameter {names[id(p)]}", p) for p in self.model.parameters() if id(p) not in apart]
+        held += [(f"buffer {name!r}", b) for name, b in self.model.named_buffers()]
+        for fragment in self.fragments:
+            labels = [names.get(id(t), "a tensor") for t in fragment.tensors()]
+            held += [(f"the {what} of {labels[i]}", t) for what, i, t in fragment.outer_state()]
+        return held + [("running statistics of the outer step", t) for t in self.statistics.tensors()]
 
     def _ends_round(self, fragments: Sequence[AveragedTensors]) -> bool:
         return self.fragments[-1] in fragments
@@ -326,7 +340,7 @@ class LocalTraining(Method):
         state, fragments = super().state_dict(), [fragment.state_dict() for fragment in self.fragments]
         state["shared"] |= {"buffers_at": self.buffers_at, "fragments": [f["shared"] for f in fragments]}
         state["shared"] |= {"round": self.round.state_dict(), "agreement": self.agreement.state_dict()}
-        state["shared"]["statistics"] = self.statistics.state_dict()
+        state["shared"] |= {"statistics": self.statistics.state_dict(), "averages": self.same_bits.averages}
         state["local"] |= {"fragments": [f["local"] for f in fragments]}
         scales = self.scales.state_dict()
         state["shared"]["scales"], state["local"]["scales"] = scales["shared"], scales["local"]
@@ -346,6 +360,8 @@ class LocalTraining(Method):
         self.round.load_state_dict(shared["round"])
         self.agreement.load_state_dict(shared["agreement"])
         self.statistics.load_state_dict(shared["statistics"])
+        self.same_bits.averages = shared["averages"]
+        self.contributions.clear()
         self.scales.load_state_dict(shared["scales"], local["scales"] if local else None, saved.stays)
         self.scales.moments.share = self.weight
         if self.phase != "warmup":
@@ -362,7 +378,7 @@ class LocalTraining(Method):
             (f.pending and (self.step - f.pending.sent, f.pending.received), f.momentum is None, f.level == self.step)
             for f in self.fragments
         ]
-        place = self.step - self.round.start, self.round.period, self.buffers_at == self.step
+        place = self.step - self.round.start, self.round.period, self.buffers_at == self.step, self.same_bits.place
         return Cycle((*place, *parts), sys.maxsize)
 
     def shift(self, steps: int) -> None:
