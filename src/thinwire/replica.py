@@ -24,6 +24,7 @@ from thinwire.errors import SaveError, ThinwireError
 from thinwire.factor.export import to_plain
 from thinwire.factor.layers import mark_as_read, weight_was_read
 from thinwire.guards import agree_on_buffers, attached, check_parameters, refuse_attached, refuse_wrappers, sign_as
+from thinwire.joining import Joining, refuse_joining
 from thinwire.methods.agreement import Agreement
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext
@@ -104,6 +105,7 @@ class Replica(nn.Module):
         self._scaler = scaler
         self._release: list[Callable[[], None]] = []
         self._recovery = recovery
+        self._joining: Joining | None = None
         self._is_skipped = False  # a group was lost, and nobody takes this step
         self._finished = False
         self._was_called = False
@@ -164,6 +166,8 @@ class Replica(nn.Module):
         self._was_called = self._was_called or self._method.gradients.replicated.syncs
         self._begin_step()
         self._agree_on_scale()
+        if self._joining is not None and self._method.gradients.replicated.syncs:
+            self._joining.before_pass()
         return self._method.forward(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -171,6 +175,25 @@ class Replica(nn.Module):
         """Accumulate gradients without averaging them, as DDP's `no_sync`."""
         with self._method.gradients.replicated.no_sync():
             yield
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Around a loop that may have fewer batches on some workers than on others; collective.
+
+        A worker whose loop is over stays and does what the others wait for. Gradients are still divided by all
+        workers; a group that trains apart and has trained nothing new has no weight in an average. All leave together.
+        """
+        refuse_joining(self._method, has_scaler=self._scaler is not None, has_faults=self._recovery is not None)
+        if self._joining is not None:
+            raise ThinwireError("join() inside join(): one around the loop is enough")
+        self._method.wire.barrier("join()")
+        self._joining = Joining(self._method, self._unrounded)
+        try:
+            yield
+            if self.topology.world_size > 1 and self._joining.stay():
+                self._stepping.expect_changes()
+        finally:
+            self._joining = None
 
     def observe(self, loss: float | Tensor) -> None:
         """Report a training loss: for weighted merges and to detect divergence."""
@@ -444,7 +467,10 @@ class Replica(nn.Module):
             self._is_skipped = False
             return
         with self._unrounded():
-            self._method.end_step() if self._recovery is None else self._recovery.end_step()
+            if self._joining is not None and self.topology.world_size > 1:
+                self._joining.end_step()
+            else:
+                self._method.end_step() if self._recovery is None else self._recovery.end_step()
         self._recompiles.update()
 
     def _before_update(self, optimizer: Optimizer) -> None:

@@ -33,7 +33,9 @@ class Contributions:
         self.model, self.wire = context.model, context.wire
         self.events = events
         self.left_out: frozenset[int] = frozenset()
-        """Groups that do not count now."""
+        """Groups that do not count now, and start again from the others' result."""
+        self.absent: frozenset[int] = frozenset()
+        """Groups that have nothing new, and do not count either."""
         self.gain = 1.0
         """What this group's change is multiplied by; 0 if it is left out."""
         groups = len(self.wire.topology.groups)
@@ -58,19 +60,20 @@ class Contributions:
     def share(self) -> float:
         """This group's share in a mean over the workers that count."""
         topology = self.wire.topology
-        if not self.left_out:
+        if not (self.left_out or self.absent):
             return len(topology.group) / topology.world_size
         return self.weight([float(len(group)) for group in topology.groups]) or 0.0
 
     def weight(self, weights: Sequence[float] | None) -> float | None:
         """This group's of all groups' weights, by default of their workers, among those that count."""
         topology = self.wire.topology
-        if weights is None and not self.left_out:
+        out = self.left_out | self.absent
+        if weights is None and not out:
             return None
         sizes = [float(len(group)) for group in topology.groups] if weights is None else weights
-        if not self.left_out:
+        if not out:
             return sizes[topology.group_index]
-        counted = [0.0 if i in self.left_out else size for i, size in enumerate(sizes)]
+        counted = [0.0 if i in out else size for i, size in enumerate(sizes)]
         # Groups that train different factors may all be left out, and then nobody has changed this one.
         return counted[topology.group_index] / (sum(counted) or 1.0)
 
