@@ -77,7 +77,8 @@ def check_parameters(method: Method, call: str, *, everywhere: bool = False, fin
     named = list(method.model.named_parameters())
     bad = next((i + 1 for i, (_, p) in enumerate(named) if finite and not all_finite([p])), 0)
     rows = method.wire.all_gather_scalars([bad, *method.wire.checksum([p for _, p in named])], "checksums")
-    if worst := [(rank, int(row[0]) - 1) for rank, row in enumerate(rows) if row[0]]:
+    worst = [(rank, int(row[0]) - 1) for rank, row in enumerate(rows) if row[0]]
+    if worst and not _can_go_on(method, {rank for rank, _ in worst}):
         rank, index = worst[0]
         raise DivergedError(
             f"{call}: parameter {named[index][0]!r} of rank {rank} is not finite after step {method.step}; resume "
@@ -86,6 +87,12 @@ def check_parameters(method: Method, call: str, *, everywhere: bool = False, fin
     topology = method.topology
     parts = [topology.world] if everywhere or method.in_sync else topology.groups
     _refuse_different(method, call, [rank for part in parts for rank in part if rows[rank] != rows[part[0]]])
+
+
+def _can_go_on(method: Method, bad: set[int]) -> bool:
+    """Whether groups that diverged are left out of the next average, and there are others."""
+    leaves_out = getattr(method.config, "diverged", "stop") == "leave_out" and not method.in_sync
+    return leaves_out and any(not bad.intersection(group) for group in method.topology.groups)
 
 
 def agree_on_buffers(method: Method) -> None:

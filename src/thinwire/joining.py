@@ -17,8 +17,11 @@ from thinwire.store import apart, together
 def hand_over(method: Method, membership: Membership, votes: int) -> None:
     """Give groups that join what this run has come to; collective."""
     ranks = _donor_and_new(membership)
-    gives = method.topology.rank == ranks[0]
-    method.wire.broadcast_bytes(pack(_whole(method, votes)) if gives else None, ranks, "join")
+    packed = None
+    if method.topology.rank == ranks[0]:
+        whole = {"settings": repr(method.config), "votes": votes, "method": method.state_dict()}
+        packed = pack(whole | values_of(method))
+    method.wire.broadcast_bytes(packed, ranks, "join")
 
 
 def take_over(method: Method, membership: Membership) -> int:
@@ -36,7 +39,7 @@ def take_over(method: Method, membership: Membership) -> int:
     local = whole["method"]["local"]
     local["gradients"]["buckets"] = []
     shared = _moved(whole["method"]["shared"], next(method.model.parameters()).device)
-    method.load_state_dict(Saved(shared, [local], None, lambda: _load(method, whole), stays=True))
+    method.load_state_dict(Saved(shared, [local], None, lambda: load_values(method, whole), stays=True))
     method.forwards = method.step
     return whole["votes"]
 
@@ -48,18 +51,16 @@ def _donor_and_new(membership: Membership) -> tuple[int, ...]:
     return (donor, *(rank for group in sorted(new) for rank in layout[group]))
 
 
-def _whole(method: Method, votes: int) -> dict[str, Any]:
+def values_of(method: Method) -> dict[str, Any]:
+    """The model, and the optimizers' state."""
     states = [optimizer.state_dict()["state"] for optimizer in method.optimizers]
     return {
-        "settings": repr(method.config),
-        "votes": votes,
-        "method": method.state_dict(),
         "model": dict(method.model.state_dict()),
         "optimizers": [{str(i): state for i, state in found.items()} for found in states],
     }
 
 
-def _load(method: Method, whole: dict[str, Any]) -> None:
+def load_values(method: Method, whole: dict[str, Any]) -> None:
     method.model.load_state_dict(whole["model"])
     for optimizer, found in zip(method.optimizers, whole["optimizers"], strict=True):
         state = {int(i): values for i, values in found.items()}

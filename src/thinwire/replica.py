@@ -30,6 +30,7 @@ from thinwire.saves import Files, Save
 from thinwire.scaling import SharedScale
 from thinwire.settings import describe as describe_config
 from thinwire.stepping import Stepping
+from thinwire.uneven import Joining, refuse_joining
 
 log = logging.getLogger("thinwire")
 
@@ -51,6 +52,7 @@ class Replica(nn.Module):
         self._scaler = scaler
         self._release: list[Callable[[], None]] = []
         self._recovery = recovery
+        self._joining: Joining | None = None
         self._is_skipped = False  # a group was lost, and nobody takes this step
         self._finished = False
         self._was_called = False
@@ -111,6 +113,8 @@ class Replica(nn.Module):
         self._was_called = self._was_called or self._method.gradients.replicated.syncs
         self._begin_step()
         self._agree_on_scale()
+        if self._joining is not None and self._method.gradients.replicated.syncs:
+            self._joining.before_pass()
         return self._method.forward(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -118,6 +122,25 @@ class Replica(nn.Module):
         """Accumulate gradients without averaging them, as DDP's `no_sync`."""
         with self._method.gradients.replicated.no_sync():
             yield
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Around a loop that may have fewer batches on some workers than on others; collective.
+
+        A worker whose loop is over stays and does what the others wait for. Gradients are still divided by all
+        workers; a group that trains apart and has trained nothing new has no weight in an average. All leave together.
+        """
+        refuse_joining(self._method, has_scaler=self._scaler is not None, has_faults=self._recovery is not None)
+        if self._joining is not None:
+            raise ThinwireError("join() inside join(): one around the loop is enough")
+        self._method.wire.barrier("join()")
+        self._joining = Joining(self._method, self._unrounded)
+        try:
+            yield
+            if self.topology.world_size > 1 and self._joining.stay():
+                self._stepping.expect_changes()
+        finally:
+            self._joining = None
 
     def observe(self, loss: float | Tensor) -> None:
         """Report a training loss: for weighted merges and to detect divergence."""
@@ -331,6 +354,11 @@ class Replica(nn.Module):
         """How far groups agreed at the last average, where they average parameters."""
         return getattr(self._method, "agreement", None)
 
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What was decided during the run, such as to leave a group out, as plain values with their steps."""
+        return self._method.events
+
     def factor_now(self) -> None:
         """Make factors of the weights at the next average, for AB runs whose length is not known; collective."""
         factor = getattr(self._method, "factor_now", None)
@@ -387,7 +415,10 @@ class Replica(nn.Module):
             self._is_skipped = False
             return
         with self._unrounded():
-            self._method.end_step() if self._recovery is None else self._recovery.end_step()
+            if self._joining is not None and self.topology.world_size > 1:
+                self._joining.end_step()
+            else:
+                self._method.end_step() if self._recovery is None else self._recovery.end_step()
         self._recompiles.update()
 
     def _before_update(self, optimizer: Optimizer) -> None:

@@ -76,6 +76,11 @@ class Aggregator(ABC):
     def commit(self) -> None:  # noqa: B027
         """The last mean was used: keep what it left out."""
 
+    def forget(self) -> None:
+        """Drop what this group has left unsent, while nothing is under way."""
+        for t in self.residuals():
+            t.zero_()
+
     def residuals(self) -> list[Tensor]:
         """What is kept from one mean to the next, in the units of the tensors."""
         return []

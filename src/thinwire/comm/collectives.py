@@ -201,10 +201,13 @@ class Wire:
             for work in dist.batch_isend_irecv([send, receive]):
                 work.wait()
 
-    def broadcast(self, tensors: Sequence[Tensor], purpose: str, members: Ranks | None = None) -> None:
-        """Overwrite tensors with those of the first member."""
+    def broadcast(
+        self, tensors: Sequence[Tensor], purpose: str, members: Ranks | None = None, root: int | None = None
+    ) -> None:
+        """Overwrite tensors with those of one member, by default the first."""
         members = members or self.topology.world
-        self._broadcast(tensors, purpose, members, members[0], self.process_group(members))
+        root = members[0] if root is None else root
+        self._broadcast(tensors, purpose, members, root, self.process_group(members))
 
     def broadcast_in_group(self, tensors: Sequence[Tensor], owner: int, purpose: str) -> None:
         """Overwrite tensors inside this worker's group with those of its member `owner`."""

@@ -99,6 +99,11 @@ class Quantized(Aggregator):
         if self.sum is not None:
             self.sum.commit()
 
+    def forget(self) -> None:
+        """This group's own error; that of the sums is of all groups."""
+        if self.sum is not None:
+            self.sum.residual.zero_()
+
     def residuals(self) -> list[Tensor]:
         """Both errors."""
         return [self.sum.residual, self.sum.owned] if self.sum is not None else []

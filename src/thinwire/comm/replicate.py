@@ -58,6 +58,8 @@ class Replicated:
         parameter it is given, if any."""
         self.on_gradient: Callable[[torch.Tensor], None] | None = None
         """Called with each parameter whose gradient arrives in a pass that averages."""
+        self.buffers_from: int | None = None
+        """The rank whose buffers all take; None is the first member."""
         self.norm_members: Ranks = ()
         """Ranks over which SyncBatchNorm takes its statistics, if not those that average gradients."""
         self._is_due = False
@@ -171,10 +173,31 @@ class Replicated:
         """Whether the next backward pass averages gradients, or would if the group had other members."""
         return not self._accumulating
 
+    def pass_without_data(self) -> None:
+        """A forward and a backward pass of a worker that has no batch: its gradients are zero, and are averaged."""
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+
+        def nothing(*_: Any, **__: Any) -> torch.Tensor:
+            parts = [torch.view_as_real(p) if p.is_complex() else p for p in trained]
+            return torch.stack([part.sum().float() for part in parts]).sum() * 0.0
+
+        self._averages, self._is_due = True, False
+        if self._ddp is None:
+            loss = nothing()
+        else:
+            self._awaits_backward = True
+            self._ddp.__dict__["_run_ddp_forward"] = nothing  # in place of the model's own
+            try:
+                loss = self._ddp()
+            finally:
+                del self._ddp.__dict__["_run_ddp_forward"]
+        self.watch(loss)
+        loss.backward()
+
     def broadcast_buffers(self, members: Ranks = ()) -> None:
         """Overwrite buffers by the first member's, as DDP does before a forward pass; a simulation's never change."""
         buffers = list(self.model.buffers()) if self._simulated_buffers is None else self._simulated_buffers
-        self.wire.broadcast(buffers, "buffers", members or self.members)
+        self.wire.broadcast(buffers, "buffers", members or self.members, self.buffers_from)
 
     def _simulate_backward(self) -> None:
         """Count what a backward pass would send; a simulation has none."""

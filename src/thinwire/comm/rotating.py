@@ -48,6 +48,11 @@ class Rotating(Aggregator):
         """Of the last one."""
         self.turns[self._member].commit()
 
+    def forget(self) -> None:
+        """Of all of them."""
+        for each in self.turns:
+            each.forget()
+
     def workspace(self) -> list[Tensor]:
         """Of all of them."""
         return [t for each in self.turns for t in each.workspace()]

@@ -3,7 +3,16 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from thinwire.checks import check_bool, check_choice, check_group_size, check_length, check_share, check_whole, length
+from thinwire.checks import (
+    check_bool,
+    check_choice,
+    check_group_size,
+    check_length,
+    check_share,
+    check_whole,
+    is_number,
+    length,
+)
 from thinwire.config.codes import check_code
 from thinwire.config.groups import GroupSize
 from thinwire.config.outer import Nesterov, Radial
@@ -92,6 +101,21 @@ class Averaged(Warmed):
     mix: float = 0.5
     """Share of a group's own values when an average comes back that was sent `overlap` steps before; 0 takes none."""
 
+    diverged: Literal["stop", "leave_out"] = "stop"
+    """What happens at an average if a group has values that are not finite: the run stops on all workers, or the others
+    average without the group, which goes on from their result."""
+
+    outliers: Literal["keep", "clip", "leave_out"] = "keep"
+    """What happens at an average to a group that came much further than the others: nothing, its change is shortened to
+    the others' median, or it is left out. Needs three groups."""
+
+    outlier_limit: float = 5.0
+    """How many times as long as the median of the others a change must be for its group to be an outlier."""
+
+    checksum_every: int | None = None
+    """Averages from one comparison of checksums to the next: whether all workers hold the same bits. None compares
+    never."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole(self, "every", 1)
@@ -101,6 +125,7 @@ class Averaged(Warmed):
         check_choice(self, "second_moment", ("group", "estimate", "shared"))
         check_choice(self, "moments_wire", ("fp32", "bf16", "int8", "int4", "int2"))
         check_choice(self, "rows", ("mean", "seen"))
+        self._check_left_out()
         if self.second_moment == "shared" and self.overlap:
             raise ConfigError(
                 f"second_moment='shared' is for averages that are waited for, not for `overlap`={self.overlap}: groups "
@@ -121,4 +146,29 @@ class Averaged(Warmed):
             raise ConfigError(
                 f"`overlap`={self.overlap} must be below `every`={self.every}: an average must be back before the next "
                 "one is sent"
+            )
+
+    @property
+    def is_screened(self) -> bool:
+        """Whether some groups may count less than others in an average, or not at all."""
+        return self.diverged != "stop" or self.outliers != "keep"
+
+    def _check_left_out(self) -> None:
+        if self.checksum_every is not None:
+            check_whole(self, "checksum_every", 1)
+        check_choice(self, "diverged", ("stop", "leave_out"))
+        check_choice(self, "outliers", ("keep", "clip", "leave_out"))
+        if not (is_number(self.outlier_limit) and self.outlier_limit > 1):
+            raise ConfigError(
+                f"`outlier_limit`={self.outlier_limit!r} must be a number above 1: how many times as long as the "
+                "others' median a change must be, such as 5"
+            )
+        name = f"diverged={self.diverged!r}" if self.diverged != "stop" else f"outliers={self.outliers!r}"
+        if self.is_screened and (self.second_moment == "shared" or self.rows == "seen"):
+            other = "second_moment='shared'" if self.second_moment == "shared" else "rows='seen'"
+            raise ConfigError(f"{name} cannot take a group out of what {other} shares; leave out one of them")
+        if self.outliers == "leave_out" and self.overlap:
+            raise ConfigError(
+                f"outliers='leave_out' is for averages that are waited for, not for `overlap`={self.overlap}; use "
+                "outliers='clip', or overlap=0"
             )

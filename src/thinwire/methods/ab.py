@@ -26,7 +26,8 @@ from thinwire.methods.agree import empty_factors
 from thinwire.methods.averaged import AveragedTensors
 from thinwire.methods.averaging import Cycle, LocalTraining, role_by_codes
 from thinwire.methods.context import MethodContext, Saved
-from thinwire.methods.merging import average_moments, refuse_diverged
+from thinwire.methods.diverged import find_faults, refuse_diverged
+from thinwire.methods.merging import average_moments
 from thinwire.methods.registry import register
 
 
@@ -146,6 +147,10 @@ class ABMethod(ABShapes, LocalTraining):
     def _average_moments(self) -> None:
         """Each group keeps its own."""
 
+    @property
+    def _averages_moments(self) -> bool:
+        return self.config.moments == "average" and self._changes_shape
+
     def _end_round(self) -> None:
         if self._changes_shape:
             self._factor()
@@ -220,7 +225,10 @@ class ABMethod(ABShapes, LocalTraining):
         """Each group's mean loss, where groups are weighted by it; there may be none yet since the last average."""
         if self.config.merge != "weighted" or self.in_sync:
             return None
-        reports = refuse_diverged(self.wire, self.model, self.observed, self.step)
+        if self.config.is_screened:  # groups that diverged are found when it is known what they send
+            reports, _ = find_faults(self.wire, self.model, self.observed)
+        else:
+            reports = refuse_diverged(self.wire, self.model, self.observed, self.step)
         sums = [[sum(reports[rank][i] for rank in group) for i in (0, 1)] for group in self.topology.groups]
         if out_of_turn and not any(count for _, count in sums):
             return None
@@ -231,9 +239,8 @@ class ABMethod(ABShapes, LocalTraining):
     def _senders(self, fragment: AveragedTensors) -> Sequence[int] | None:
         return self.sides.senders(self._kind(fragment), self.rounds)
 
-    def _weights(self, fragment: AveragedTensors) -> Sequence[float] | None:
-        weight = self.sides.weight(self._kind(fragment), self.rounds, self._losses)
-        return None if weight is None else [weight] * len(fragment.tensors())
+    def _group_weights(self, fragment: AveragedTensors) -> Sequence[float] | None:
+        return self.sides.weights(self._kind(fragment), self.rounds, self._losses)
 
     # Shapes.
 
@@ -249,7 +256,7 @@ class ABMethod(ABShapes, LocalTraining):
         if first and self.config.target is None:
             self.warn_if_nothing_factored(self.config.cutoff)
         if self.config.moments == "average":
-            average_moments(self.wire, self.optimizers, self.optimizers.parameters, self.weight, "bf16")
+            average_moments(self.wire, self.optimizers, self.optimizers.parameters, self.contributions.share, "bf16")
         self.set_phase("factored")
         self.rounds = 0 if first else self.rounds + 1
         self.fragments = []

@@ -35,8 +35,8 @@ class Sides:
         first = "ab"[rounds % 2] == kind
         return [i for i in range(len(self.sizes)) if (i < self.half) == first]
 
-    def weight(self, kind: str, rounds: int, losses: Sequence[float] | None) -> float | None:
-        """This group's: by workers, by loss too if losses are given, among those that trained it; None by workers."""
+    def weights(self, kind: str, rounds: int, losses: Sequence[float] | None) -> list[float] | None:
+        """Of all groups: by workers, by loss too if losses are given, among those that trained it; None by workers."""
         senders, sizes = self.senders(kind, rounds), self.sizes
         if losses is None and senders is None:
             return None
@@ -44,4 +44,4 @@ class Sides:
             sizes = [size / max(loss, 1e-8) for size, loss in zip(sizes, losses, strict=True)]
         if senders is not None:
             sizes = [size if i in senders else 0.0 for i, size in enumerate(sizes)]
-        return sizes[self.own] / sum(sizes)
+        return [size / sum(sizes) for size in sizes]

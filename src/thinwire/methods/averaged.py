@@ -105,13 +105,15 @@ class AveragedTensors:
         weights: Sequence[float] | None = None,
         senders: Sequence[int] | None = None,
         scales: Sequence[Tensor | None] = (),
+        gain: float = 1.0,
         last: bool = False,
     ) -> None:
         """Send this group's values or change; the mean is due `overlap` steps later.
 
         `weights` are this group's for each tensor and add up to 1 over groups; by default by its number of workers.
         Groups that are not among `senders` have changed nothing, and have no weight. `scales` multiply this group's
-        change of each tensor, element by element. The `last` time a finer code takes along what is still unsent.
+        change of each tensor, element by element, and `gain` all of it; at a gain of 0 this group sends nothing, and
+        forgets what it has left unsent. The `last` time a finer code takes along what is still unsent.
         """
         self._check_size()
         self._to_device()
@@ -119,6 +121,12 @@ class AveragedTensors:
         self.pending = PendingAverage(step, overlap, own=flat.clone() if keep_own else None)
         if self.agreed is not None:
             flat.sub_(self.agreed)
+        if gain == 0.0:
+            flat.zero_()  # whatever it holds
+            self.aggregator.forget()
+        elif gain != 1.0:
+            flat.mul_(gain)
+        if self.agreed is not None:
             if self.notes is not None:
                 self.notes.send(_views(flat, self._shapes), weights, overlap)
             for part, scale in zip(_views(flat, self._shapes), scales, strict=False):
@@ -167,6 +175,21 @@ class AveragedTensors:
             self.aggregator.commit()
             self.pending.received = True
         return True
+
+    def distance(self) -> float:
+        """How far this group's values are from the agreed ones; none where values are averaged."""
+        if self.agreed is None or self.scratch.is_meta:
+            return 0.0
+        self._check_size()
+        self._to_device()
+        change = pack_wide(self.tensors(), out=self.scratch).sub_(self.agreed)
+        return float(torch.linalg.vector_norm(change, dtype=torch.float64))
+
+    def outer_state(self) -> Iterator[tuple[str, int, Tensor]]:
+        """What all workers hold alike beside the tensors: its name, for which of them, and the values."""
+        for name, flat in (("agreed values", self.agreed), ("outer momentum", self.momentum)):
+            for i, part in enumerate(_views(flat, self._shapes) if flat is not None else ()):
+                yield name, i, part
 
     def mean_lengths(self) -> Tensor:
         """How far the mean of the groups has come in each tensor; after `receive`."""

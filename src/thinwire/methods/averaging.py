@@ -26,9 +26,12 @@ from thinwire.methods.averaged import AveragedTensors, all_restored, not_finite
 from thinwire.methods.base import Method
 from thinwire.methods.change_scales import ChangeScales
 from thinwire.methods.context import MethodContext, Saved
+from thinwire.methods.contributions import Contributions
+from thinwire.methods.diverged import refuse_diverged
 from thinwire.methods.fragments import fragments_of
-from thinwire.methods.merging import average_buffers, average_moments, refuse_diverged
+from thinwire.methods.merging import average_buffers, average_moments
 from thinwire.methods.rounds import Round
+from thinwire.methods.same_bits import Named, SameBits
 from thinwire.methods.statistics import OuterStatistics
 
 
@@ -63,6 +66,8 @@ class LocalTraining(Method):
         self.outer = self._outer()
         self.statistics = OuterStatistics(self.model, self.outer)
         self.agreement = Agreement(self.model, self.wire, self.round.is_annealing)
+        self.contributions = Contributions(config, context, self.events)
+        self.same_bits = SameBits(self.wire, config.checksum_every)
 
     @classmethod
     def role(cls, config: Any, topology: Topology) -> Hashable:
@@ -147,7 +152,7 @@ class LocalTraining(Method):
             outer=self.outer,
             offload=getattr(self.config, "offload", False),
             measured=True,
-            scaled=self.scales.are_used,
+            scaled=self.scales.are_used or self.contributions.need_agreed,
             is_fixed=(lambda p: False) if is_whole else (lambda p: not p.requires_grad),
         )
 
@@ -173,18 +178,29 @@ class LocalTraining(Method):
     def _send(self, fragments: Sequence[AveragedTensors], overlap: int, *, last: bool = False) -> None:
         if self.scales.moments.kind == "shared" and not self.in_sync:  # a group that diverged stops before it is shared
             refuse_diverged(self.wire, self.model, self.observed, self.step)
+        self._screen(fragments)
         scales = self.scales.of(fragments, self.fragments, ends_round=True)
         for fragment, scale in zip(fragments, scales, strict=True):
             # What the others left out earlier travels with the last one too.
             senders = None if last else self._senders(fragment)
-            weights = self._weights(fragment)
-            fragment.send(self.step, overlap, weights=weights, senders=senders, scales=scale, last=last)
+            weights, gain = self._weights(fragment), self.contributions.gain
+            fragment.send(self.step, overlap, weights=weights, senders=senders, scales=scale, gain=gain, last=last)
         if overlap == 0:
             self._arrive(fragments)
 
     def _weights(self, fragment: AveragedTensors) -> Sequence[float] | None:
         """This group's weight in the mean of each tensor; None for that of its workers."""
+        weight = self.contributions.weight(self._group_weights(fragment))
+        return None if weight is None else [weight] * len(fragment.tensors())
+
+    def _group_weights(self, fragment: AveragedTensors) -> Sequence[float] | None:
+        """The weights of all groups; None for those of their workers."""
         return None
+
+    def _screen(self, fragments: Sequence[AveragedTensors] = ()) -> None:
+        """Find groups that count less than others in the next average, by what they hold now; collective."""
+        if self.config.is_screened and not self.in_sync:
+            self.contributions.screen(fragments, self.observed, self.step)
 
     def _senders(self, fragment: AveragedTensors) -> Sequence[int] | None:
         """The groups that trained it; None for all."""
@@ -203,18 +219,35 @@ class LocalTraining(Method):
         ends_round = self._ends_round(fragments)
         if ends_round:
             self.check_counters()
+        if any(f.pending is not None and f.pending.overlap for f in fragments):
+            self._screen()  # otherwise that was just done
+        if ends_round and not (self.config.is_screened and not self.in_sync):
             refuse_diverged(self.wire, self.model, self.observed, self.step)
         for fragment in fragments:
             self._receive(fragment)
         gains = self.agreement.measure(fragments, self.step)
         for fragment, gain in zip(fragments, gains, strict=True):
             self._apply(fragment, gain)
+        if self.contributions.is_left_out:
+            self._start_again([f for f in self.fragments if f not in fragments], keeps_moments=ends_round)
         if ends_round:
-            average_buffers(self.wire, self.model.buffers(), self.weight)
+            average_buffers(self.wire, self.model.buffers(), self.contributions.share)
             self.statistics.step()
             self._average_moments()
             self._agreed()
+            self.same_bits.averaged(self._held_alike, self.step)
             self.context.after_merge()
+
+    def _held_alike(self) -> Named:
+        """What all workers hold with the same bits when a round has ended."""
+        names = {id(p): repr(name) for name, p in self.model.named_parameters()}
+        apart = {id(p) for f in self.fragments if self._is_apart(f) for p in f.tensors()}
+        held: Named = [(f"parameter {names[id(p)]}", p) for p in self.model.parameters() if id(p) not in apart]
+        held += [(f"buffer {name!r}", b) for name, b in self.model.named_buffers()]
+        for fragment in self.fragments:
+            labels = [names.get(id(t), "a tensor") for t in fragment.tensors()]
+            held += [(f"the {what} of {labels[i]}", t) for what, i, t in fragment.outer_state()]
+        return held + [("running statistics of the outer step", t) for t in self.statistics.tensors()]
 
     def _ends_round(self, fragments: Sequence[AveragedTensors]) -> bool:
         return self.fragments[-1] in fragments
@@ -223,14 +256,30 @@ class LocalTraining(Method):
         if self.config.moments == "reset":
             self.optimizers.reset(list(self.model.parameters()))
         elif self.config.moments == "average":
-            average_moments(self.wire, self.optimizers, list(self.model.parameters()), self.weight)
+            average_moments(self.wire, self.optimizers, list(self.model.parameters()), self.contributions.share)
+
+    @property
+    def _averages_moments(self) -> bool:
+        """Whether this group takes the others' moments when a round ends now."""
+        return self.config.moments == "average"
+
+    def _start_again(self, others: Sequence[AveragedTensors], *, keeps_moments: bool) -> None:
+        """This group was left out and has what arrived; take `others` as agreed, and drop what came from its own."""
+        for fragment in others:
+            fragment.move(1.0, fragment.level)
+        if not (keeps_moments and self._averages_moments):
+            self.optimizers.reset(list(self.model.parameters()))
+        self.observed.zero_()
 
     def _apply(self, fragment: AveragedTensors, gain: Tensor | None = None) -> None:
         assert fragment.pending is not None, "nothing was received"
         overlap = fragment.pending.overlap  # only what was trained is sent so, though it may be paused by now
         fragment.agree(gains=gain, outer=bool(overlap) or self._was_trained(fragment))
         mixes = overlap and self._trains(fragment)
-        fragment.move(1 - self.config.mix if mixes else 1.0, self.step)
+        if self.contributions.is_left_out and mixes:
+            fragment.move(1.0, fragment.level)  # all of it here, but others mix
+        else:
+            fragment.move(1 - self.config.mix if mixes else 1.0, self.step)
 
     def _trains(self, fragment: AveragedTensors) -> bool:
         """Whether groups train it now."""
@@ -247,23 +296,27 @@ class LocalTraining(Method):
         """
         if self.in_sync:
             return
-        refuse_diverged(self.wire, self.model, self.observed, self.step)
-        for fragment in self.fragments:
-            if fragment.pending is not None:
-                self._receive(fragment)
-                self._apply(fragment)
+        pending = [fragment for fragment in self.fragments if fragment.pending is not None]
+        if not self.config.is_screened:
+            refuse_diverged(self.wire, self.model, self.observed, self.step)
+        elif pending:
+            self._screen()
+        for fragment in pending:
+            self._receive(fragment)
+            self._apply(fragment)
         apart = [f for f in self.fragments if self._is_apart(f) or (last and f.aggregator.refine())]
+        self._screen(apart)
         scales = self.scales.of(apart, self.fragments, ends_round=last)
         for fragment, scale in zip(apart, scales, strict=True):
             senders = None if last else self._senders(fragment)
-            weights = self._weights(fragment)
-            fragment.send(self.step, 0, weights=weights, senders=senders, scales=scale, last=last)
+            weights, gain = self._weights(fragment), self.contributions.gain
+            fragment.send(self.step, 0, weights=weights, senders=senders, scales=scale, gain=gain, last=last)
         for fragment in apart:
             self._receive(fragment)
             fragment.agree(outer=False)
             fragment.move(1.0, self.step)
         if self.buffers_at != self.step:
-            average_buffers(self.wire, self.model.buffers(), self.weight)
+            average_buffers(self.wire, self.model.buffers(), self.contributions.share)
 
     def _is_apart(self, fragment: AveragedTensors) -> bool:
         """Whether groups may hold different values of it."""
@@ -292,7 +345,7 @@ class LocalTraining(Method):
         state, fragments = super().state_dict(), [fragment.state_dict() for fragment in self.fragments]
         state["shared"] |= {"buffers_at": self.buffers_at, "fragments": [f["shared"] for f in fragments]}
         state["shared"] |= {"round": self.round.state_dict(), "agreement": self.agreement.state_dict()}
-        state["shared"]["statistics"] = self.statistics.state_dict()
+        state["shared"] |= {"statistics": self.statistics.state_dict(), "averages": self.same_bits.averages}
         state["local"] |= {"fragments": [f["local"] for f in fragments]}
         scales = self.scales.state_dict()
         state["shared"]["scales"], state["local"]["scales"] = scales["shared"], scales["local"]
@@ -316,6 +369,8 @@ class LocalTraining(Method):
         self.round.load_state_dict(shared["round"])
         self.agreement.load_state_dict(shared["agreement"])
         self.statistics.load_state_dict(shared["statistics"])
+        self.same_bits.averages = shared["averages"]
+        self.contributions.clear()
         self.scales.load_state_dict(shared["scales"], local["scales"] if local else None, saved.stays)
         self.scales.moments.share = self.weight
         self.outer = self.statistics.outer = self._outer()
@@ -335,7 +390,7 @@ class LocalTraining(Method):
             (f.pending and (self.step - f.pending.sent, f.pending.received), f.momentum is None, f.level == self.step)
             for f in self.fragments
         ]
-        place = self.step - self.round.start, self.round.period, self.buffers_at == self.step
+        place = self.step - self.round.start, self.round.period, self.buffers_at == self.step, self.same_bits.place
         return Cycle((*place, *parts), sys.maxsize)
 
     def shift(self, steps: int) -> None:

@@ -33,7 +33,8 @@ from thinwire.methods.averaging import Cycle, role_by_codes
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.counters import compare_counters, gather_counters
-from thinwire.methods.merging import average_buffers, refuse_diverged
+from thinwire.methods.diverged import refuse_diverged
+from thinwire.methods.merging import average_buffers
 from thinwire.methods.plateau import Plateau
 from thinwire.methods.registry import register
 from thinwire.methods.second_moment import SecondMoment

@@ -63,7 +63,7 @@ class GradientAveraging:
         """Why the last exchange failed, where workers go on without a group."""
         self._staged = False  # gradients were exchanged for a step that is not taken yet
         self._updated = False
-        context.after_update.append(self._note_update)
+        context.after_update.append(self.note_update)
 
     def together(self, code: str) -> None:
         """From now on the world averages, in a code, which starts without residuals."""
@@ -171,7 +171,8 @@ class GradientAveraging:
             i = self._index[id(parameter)]
             self._early.arrived(i, self._names[i])
 
-    def _note_update(self, optimizer: Optimizer) -> None:
+    def note_update(self, optimizer: Optimizer | None = None) -> None:
+        """The step is taken, and not skipped."""
         self._updated = True
 
     def end_step(self) -> None:

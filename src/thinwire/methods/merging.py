@@ -1,6 +1,5 @@
-"""Averages over groups that trained apart: parameters, buffers and optimizer state; and refusing diverged groups."""
+"""Averages over groups that trained apart: parameters, buffers and optimizer state."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,30 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm.buckets import all_finite
 from thinwire.comm.collectives import Wire
-from thinwire.errors import DivergedError
 from thinwire.factor.matrix import wide
 from thinwire.factor.moments import moments_of
 from thinwire.factor.optimizers import Optimizers
-
-
-def refuse_diverged(wire: Wire, model: nn.Module, observed: Tensor, step: int) -> list[list[float]]:
-    """Each worker's sum of losses and their number, by rank; a group that diverged stops the run here, by name."""
-    named = list(model.named_parameters())
-    loss, count = observed.tolist()
-    bad = next((i for i, (_, p) in enumerate(named) if not all_finite([p])), None)
-    fault = bad + 1 if bad is not None else -1 if not math.isfinite(loss) else 0
-    reports = wire.all_gather_scalars([loss if math.isfinite(loss) else 0.0, count, fault], "control")
-    for i, group in enumerate(wire.topology.groups):
-        faults = [int(reports[rank][2]) for rank in group if reports[rank][2]]
-        if faults:
-            what = f"parameter {named[max(faults) - 1][0]!r}" if max(faults) > 0 else "a loss"
-            raise DivergedError(
-                f"group {i} (ranks {group[0]} to {group[-1]}) has {what} that is not finite at step {step}, so nothing "
-                "was merged; lower the learning rate or go back to a checkpoint"
-            )
-    return [row[:2] for row in reports]
+from thinwire.methods.diverged import refuse_diverged
 
 
 def average_model(wire: Wire, model: nn.Module, observed: Tensor, step: int) -> None:
@@ -104,8 +84,11 @@ def average_moments(
 
 
 def average(wire: Wire, tensors: Sequence[Tensor], weight: float, purpose: str, code: str = "fp32") -> None:
-    """Replace tensors by their mean over groups, exactly or rounded to bf16."""
-    means = [wide(t.detach()).mul_(weight) for t in tensors]
+    """Replace tensors by their mean over groups, exactly or rounded to bf16.
+
+    A group without weight may hold anything: it only takes the mean.
+    """
+    means = [wide(t.detach()).mul_(weight) if weight else torch.zeros_like(wide(t.detach())) for t in tensors]
     wire.sum_over_groups(means, purpose, code)
     for t, mean in zip(tensors, means, strict=True):
         t.detach().copy_(mean)

@@ -47,6 +47,10 @@ class OuterStatistics:
             norm.running_mean.copy_(self.agreed[i][0])  # type: ignore[union-attr]
             norm.running_var.copy_(self.agreed[i][1].exp())  # type: ignore[union-attr]
 
+    def tensors(self) -> list[Tensor]:
+        """What it holds, the same on all workers."""
+        return [*self.agreed, *self.momentum]
+
     def state_dict(self) -> dict[str, Any]:
         return {"agreed": self.agreed, "momentum": self.momentum}
 

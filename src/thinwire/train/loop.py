@@ -110,6 +110,7 @@ def train_step(run: Run, batch: Batch) -> Tensor:
     run.scheduler.step()
     run.note_ranks()
     run.note_agreement()
+    run.note_events()
     loss = loss.detach()
     run.recorder.write("step", step=run.replica.step, phase=phase, loss=loss, lr=rate, **_bytes_so_far(run))
     return loss

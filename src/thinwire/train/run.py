@@ -61,6 +61,8 @@ class Run:
     """Decompositions recorded so far."""
     averages: int = 0
     """Averages recorded so far."""
+    events: int = 0
+    """Events recorded so far."""
     counts: Counts = dataclasses.field(default_factory=Counts)
     """Steps by the model's size."""
     shape: tuple[str, int] | None = None
@@ -85,6 +87,13 @@ class Run:
             self.averages = found.averages
             layers = {name: round(ratio, 4) for name, ratio in found.ratios.items()}
             self.recorder.write("agreement", step=self.replica.step, ratio=found.ratio, layers=layers)
+
+    def note_events(self) -> None:
+        """Record groups that were lost, joined, or counted less than others."""
+        for event in self.replica.events[self.events :]:
+            if "event" in event:
+                self.recorder.write("event", **event)
+        self.events = len(self.replica.events)
 
     def note_precision(self) -> None:
         """Log, on rank 0, if the recipe asks for bf16 and this device computes in fp32."""

@@ -1,0 +1,200 @@
+"""Workers with fewer batches than others: `with replica.join():` around the loop, as torch's Join.
+
+A worker whose loop is over stays and does what the others wait for. Before anything that is collective each worker
+says what comes next: a pass that averages gradients, the end of a step, or nothing, because it has no batches left.
+
+    the world averages gradients    it has gradients of zero, and the mean is still divided by all workers; it takes no
+                                    steps, and at the end it is given model and optimizer by one that took all of them
+    groups train apart              nothing is said between averages. A group that has trained nothing since the one
+                                    before has no weight in it, and takes the mean
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from thinwire.config import AB, AllReduce, DiLoCo, LocalSGD, OneBit, PowerSGD
+from thinwire.errors import ConfigError, DisagreementError
+from thinwire.joining import load_values, pack, unpack, values_of
+from thinwire.methods.ab import ABMethod
+from thinwire.methods.averaging import LocalTraining
+from thinwire.methods.base import Method
+
+_JOINING: tuple[type, ...] = (AllReduce, PowerSGD, OneBit, LocalSGD, DiLoCo, AB)
+_OVER, _PASS, _STEP = 0, 1, 2
+
+
+class Said(NamedTuple):
+    """What a worker says before something collective."""
+
+    next: int
+    """What comes next: nothing, a pass or the end of a step."""
+    steps: int
+    """The steps of the run that it knows to be over."""
+    batches: int
+    trained: int
+    """The last step that it took itself."""
+
+
+class Joining:
+    """One worker's part in a loop that ends at different times on different workers."""
+
+    def __init__(self, method: Method, unrounded: Callable[[], Any]) -> None:
+        self.method, self.unrounded = method, unrounded
+        self.trained = self.known = method.step
+
+    # A worker that has batches.
+
+    def before_pass(self) -> None:
+        """A batch comes; if the world averages its gradients, the others must have a part in it."""
+        if self._is_together:
+            self._say(_PASS)
+
+    def end_step(self) -> None:
+        """A step of this worker's own."""
+        self.trained = self.method.step + 1
+        if self._meets:
+            self._prepare(self._say(_STEP))
+        self.method.end_step()
+        self.known = self.method.step
+        self._clear()
+
+    # A worker that has none.
+
+    def stay(self) -> bool:
+        """Do what others wait for until no worker has batches; whether this one was given another model at the end."""
+        self._drop_gradients()  # of its last step; they would be averaged again
+        while True:
+            if not self._meets:
+                self.method.end_step()  # nothing is collective, and nothing is trained
+                continue
+            said = self._say(_OVER)
+            kinds = {each.next for each in said} - {_OVER}
+            if not kinds:
+                return self._leave(said)
+            self._adopt_batches(said)
+            with self.unrounded():
+                if kinds == {_PASS}:
+                    self.method.gradients.replicated.pass_without_data()
+                else:
+                    self._end_with_others(said)
+
+    def _end_with_others(self, said: list[Said]) -> None:
+        self._prepare(said)
+        self.method.gradients.note_update()  # what its code left out is sent with the others' next gradients
+        self.method.end_step()
+        self.known = self.method.step
+        self._drop_gradients()
+        self._clear()
+
+    def _drop_gradients(self) -> None:
+        for p in self.method.model.parameters():
+            p.grad = None
+
+    # Both.
+
+    @property
+    def _is_together(self) -> bool:
+        """Whether the world averages gradients."""
+        return self.method.gradients.members == self.method.topology.world
+
+    @property
+    def _meets(self) -> bool:
+        """Whether the end of the next step is collective."""
+        watches = isinstance(self.method, ABMethod) and self.method.usage.is_watching
+        return self._is_together or watches or self.method.next_event <= self.method.step + 1
+
+    def _say(self, kind: int) -> list[Said]:
+        own = [kind, self.known if kind == _OVER else self.method.step, self.method.forwards, self.trained]
+        said = [Said(*map(int, row)) for row in self.method.wire.all_gather_scalars(own, "control")]
+        kinds = {each.next for each in said} - {_OVER}
+        if len(kinds) > 1:
+            steps = [rank for rank, each in enumerate(said) if each.next == _STEP]
+            raise DisagreementError(
+                f"workers disagree at step {self.method.step}: ranks {', '.join(map(str, steps))} end a step, others "
+                "begin one more batch of it; accumulate gradients over equally many batches on all workers"
+            )
+        return said
+
+    def _prepare(self, said: list[Said]) -> None:
+        """Before a step ends together: who counts, whose buffers all take, and who must catch up."""
+        there = [rank for rank, each in enumerate(said) if each.next != _OVER]
+        replicated = self.method.gradients.replicated
+        replicated.buffers_from = there[0] if self._is_together else None
+        if isinstance(self.method, LocalTraining):
+            if self._is_together and self.method.next_event <= self.method.step + 1:
+                self._give(there[0], [rank for rank in range(len(said)) if rank not in there])
+            elif not self._is_together:
+                since = self.method.step + 1 - self.method.round.period
+                groups = enumerate(self.method.topology.groups)
+                absent = {i for i, group in groups if all(said[rank].trained <= since for rank in group)}
+                self.method.contributions.absent = frozenset(absent)
+
+    def _clear(self) -> None:
+        self.method.gradients.replicated.buffers_from = None
+        if isinstance(self.method, LocalTraining):
+            self.method.contributions.absent = frozenset()
+
+    def _adopt_batches(self, said: list[Said]) -> None:
+        """Counters are compared at averages; this worker's stand still."""
+        self.method.forwards = next(each.batches for each in said if each.next != _OVER)
+
+    def _leave(self, said: list[Said]) -> bool:
+        """All are over: count the steps that were taken, and hold what the last worker holds if all should."""
+        most = max(each.steps for each in said)
+        together, self.method.step = self._is_together, most
+        last = next(rank for rank, each in enumerate(said) if each.steps == most and each.trained == most)
+        self.method.forwards = said[last].batches
+        others = [rank for rank, each in enumerate(said) if each.trained < most]
+        if together and others:
+            self._give(last, others)
+        return together and self.method.topology.rank in others
+
+    def _give(self, giver: int, takers: list[int]) -> None:
+        """Model, optimizer state and learning rates of one worker to those that took fewer steps; collective."""
+        if not takers:
+            return
+        wire, method = self.method.wire, self.method
+        gives = method.topology.rank == giver
+        payload = pack(values_of(method) | {"rates": _rates(method)}) if gives else None
+        packed = wire.broadcast_bytes(payload, (giver, *takers), "join")
+        if packed is not None and not gives:
+            whole = unpack(packed)
+            load_values(method, whole)
+            _set_rates(method, whole["rates"])
+
+
+def refuse_joining(method: Method, *, has_scaler: bool, has_faults: bool) -> None:
+    """What `join()` cannot do, in one sentence."""
+    config, kind = method.config, type(method.config).__name__
+    if not isinstance(config, _JOINING):
+        names = ", ".join(each.__name__ for each in _JOINING)
+        raise ConfigError(f"join() is for {names} so far, not for {kind}; give all workers equally many batches")
+    apart = isinstance(method, LocalTraining)
+    settings = {
+        "a GradScaler": has_scaler,
+        "faults=…": has_faults,
+        "SyncBatchNorm": any(isinstance(m, nn.SyncBatchNorm) for m in method.model.modules()),
+        "freeze_second_moment=True": getattr(config, "freeze_second_moment", False),
+        "groups of several workers that train apart": apart
+        and len(method.topology.groups) > 1
+        and any(len(group) > 1 for group in method.topology.groups),
+        "second_moment='shared'": getattr(config, "second_moment", "") == "shared",
+        "rows='seen'": getattr(config, "rows", "") == "seen",
+        "merge='weighted'": getattr(config, "merge", "") == "weighted",
+        "train='split'": getattr(config, "train", "") == "split",
+    }
+    for what, is_used in settings.items():
+        if is_used:
+            raise ConfigError(f"join() is not for {what} so far; give all workers equally many batches")
+
+
+def _rates(method: Method) -> list[float]:
+    return [float(group["lr"]) for _, group in method.optimizers.groups]
+
+
+def _set_rates(method: Method, rates: list[float]) -> None:
+    for (_, group), rate in zip(method.optimizers.groups, rates, strict=True):
+        group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], torch.Tensor) else rate

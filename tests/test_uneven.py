@@ -1,0 +1,155 @@
+"""Workers with fewer batches than others end cleanly, and all hold one model."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gang
+import small
+import thinwire
+from thinwire import AB, DASO, AllReduce, ConfigError, DiLoCo, LocalSGD, OneBit, PowerSGD, TopK
+
+BATCHES = (7, 5, 9)
+CONFIGS: dict[str, Any] = {
+    "allreduce": AllReduce(),
+    "bf16": AllReduce(wire="bf16", group_size=1),
+    "int8": AllReduce(wire="int8", group_size=1),
+    "powersgd": PowerSGD(rank=2, warmup=6, group_size=1),
+    "onebit": OneBit(warmup=3, group_size=1),
+    "local": LocalSGD(every=4, group_size=1),
+    "warmed": LocalSGD(every=2, warmup=6, group_size=1, moments="average"),
+    "one group": DiLoCo(every=4, group_size="world"),
+    "diloco": DiLoCo(every=3, wire="int4", group_size=1),
+    "streaming": DiLoCo(every=4, fragments=2, overlap=1, wire="int8", group_size=1),
+    "ab": AB(total_steps=20, warmup=2, every=2, factor_at=4, cutoff=0.6, group_size=1),
+}
+
+
+def epochs(rank: int, config: Any, batches: tuple[int, ...], *, joins: bool = True) -> Any:
+    """Two epochs of so many batches on each worker; bits after each and at the end."""
+    model = small.net(smooth=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    replica = thinwire.attach(model, optimizer, config)
+    seen = []
+    for epoch in range(2):
+        if joins:
+            with replica.join():
+                for number in range(batches[rank]):
+                    small.step(replica, optimizer, rank, 100 * epoch + number)
+        else:
+            for number in range(batches[rank]):
+                small.step(replica, optimizer, rank, 100 * epoch + number)
+        seen.append((replica.step, replica.in_sync, small.model_bits(model), small.optimizer_bits(optimizer)))
+    replica.finish()
+    return seen, small.model_bits(replica.module), all(bool(p.isfinite().all()) for p in replica.module.parameters())
+
+
+def several(rank: int, names: list[str]) -> Any:
+    found = []
+    for name in names:
+        config = CONFIGS[name]
+        even = (5, 5, 5)
+        found.append(
+            [epochs(rank, config, BATCHES), epochs(rank, config, even), epochs(rank, config, even, joins=False)]
+        )
+    return found
+
+
+def check(names: list[str]) -> None:
+    by_rank = gang.run(several, 3, names, patience=30, timeout=120)
+    for i, name in enumerate(names):
+        uneven = [worker[i][0] for worker in by_rank]
+        assert len({final for _, final, _ in uneven}) == 1 and all(finite for *_, finite in uneven), name
+        for epoch in range(2):
+            seen = [epochs[epoch] for epochs, *_ in uneven]
+            assert {step for step, *_ in seen} == {9 * (epoch + 1)}, (name, seen)
+            if seen[0][1]:  # in sync
+                assert len(set(seen)) == 1, f"{name}: one model and one optimizer state after epoch {epoch}"
+        for worker in by_rank:
+            assert worker[i][1] == worker[i][2], f"{name}: with equally many batches nothing changes"
+
+
+def test_workers_with_fewer_batches_wait_for_the_others() -> None:
+    check(["allreduce", "local"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("allreduce", "local")])
+def test_every_method_that_can_join(name: str) -> None:
+    check([name])
+
+
+class Counting(nn.Module):
+    """Its gradient is the mean of its inputs, so that it is seen who counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
+def weights(rank: int, config: Any) -> list[float]:
+    """Worker r has 3 - r batches, each of which would move the weight by 10 to the power of r."""
+    model = Counting()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    replica = thinwire.attach(model, optimizer, config)
+    with replica.join():
+        for _ in range(3 - rank):
+            optimizer.zero_grad()
+            replica(-torch.full((1,), 10.0**rank)).backward()
+            optimizer.step()
+    return [replica.step, model.weight.item()]
+
+
+def both_weights(rank: int) -> list[Any]:
+    return [weights(rank, AllReduce()), weights(rank, LocalSGD(every=1, group_size=1))]
+
+
+def test_who_counts_in_a_mean() -> None:
+    """Gradients are divided by all workers, averages of parameters by the groups that have trained."""
+    for gradients, averages in gang.run(both_weights, 3):
+        assert gradients == pytest.approx([3, (111 + 11 + 1) / 3])
+        assert averages == pytest.approx([3, 111 / 3 + 11 / 2 + 1])
+
+
+def refused(rank: int) -> list[str]:
+    said = []
+    for config in (
+        TopK(density=0.1),
+        DASO(total_steps=20),
+        thinwire.AB.paper(total_steps=20, warmup=3, every=4, rebound=2),
+        LocalSGD(every=2, group_size=2),
+        LocalSGD(every=2, group_size=1, rows="seen"),
+        AB(total_steps=20, group_size=1, every=2, train="split"),
+    ):
+        model = small.net()
+        replica = thinwire.attach(model, small.sgd(model), config)
+        with pytest.raises(ConfigError) as caught, replica.join():
+            pass
+        said.append(str(caught.value))
+        replica.detach()
+    return said
+
+
+def test_what_cannot_join_is_refused_by_name() -> None:
+    for said in gang.run(refused, 4):
+        for message, name in zip(
+            said, ("TopK", "DASO", "PaperAB", "groups of several workers", "rows='seen'", "train='split'"), strict=True
+        ):
+            assert name in message and "give all workers equally many batches" in message
+
+
+def test_one_worker_joins_itself() -> None:
+    model = small.mlp()
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, LocalSGD(every=2))
+    with replica.join():
+        small.step(replica, optimizer, 0, 0)
+        with pytest.raises(thinwire.ThinwireError, match="one around the loop"), replica.join():
+            pass
+    assert replica.step == 1
+    replica.finish()
