@@ -4,6 +4,7 @@ import functools
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import thinwire
 from launchers import TIMEOUT, Launchers, held, note
 from thinwire import AB, DASO, OIALR, AllReduce, ConfigError, DiLoCo, Faults, LocalSGD, Nesterov, OneBit, PowerSGD, TopK
 from thinwire.comm import process_groups
+from thinwire.comm.connections import given_up_after
 from thinwire.comm.membership import Membership
 
 STEPS = 40
@@ -416,3 +418,22 @@ def one_model(found: dict[tuple[int, int], Any]) -> list[Trained]:
         assert not isinstance(value, str), f"{seat}: {value}"
     assert len({value.bits for value in found.values()}) == 1
     return [found[seat] for seat in sorted(found)]
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux has it")
+def test_a_store_that_cannot_be_reached_is_not_waited_for_longer_than_the_timeout() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    with given_up_after(7.0):
+        client = dist.TCPStore("127.0.0.1", server.port, None, False)
+    limits = {number: _limit_of(number) for number in map(int, os.listdir("/proc/self/fd"))}
+    assert 7000 in limits.values(), "a cut link would be waited on for a quarter of an hour"
+    assert client.num_keys() >= 0
+
+
+def _limit_of(number: int) -> int | None:
+    """How long a connection waits for the other side, in ms; None for other files."""
+    try:
+        with socket.socket(fileno=os.dup(number)) as connection:
+            return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    except OSError:
+        return None
