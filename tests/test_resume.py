@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 import gang
 import thinwire
+from selection import slow_but
 from thinwire import ConfigError, ThinwireError
 from thinwire.comm.buckets import checksum
 from thinwire.saves import newest
@@ -134,16 +136,59 @@ def load_elsewhere(rank: int, folder: str) -> tuple[int, str]:
     # All-reduce would have sent 2 (n − 1) / n of the gradients a step: three times by four workers, then by two.
     grown = replica.baseline()["ideal_fp32"] - saved["ideal_fp32"]
     assert saved["ideal_fp32"] / 3 == pytest.approx(1.5 * grown / (STEPS - 3), rel=1e-3)
-    other, _, _ = build(ab(total_steps=STEPS))
-    with pytest.raises(ConfigError, match="middle of a group phase of 4 workers"):
-        other.load(Path(folder) / "at-6")
     return values(replica), replica.phase
 
 
-def test_another_world_size_goes_on_from_a_merged_save_only(tmp_path: Path) -> None:
+def test_another_world_size_goes_on_from_a_merged_save(tmp_path: Path) -> None:
     gang.run(save_at, 4, str(tmp_path))
     results = gang.run(load_elsewhere, 2, str(tmp_path))
     assert results[0] == results[1] and results[0][1] == "final"
+
+
+APART: dict[str, Any] = {
+    "localsgd": thinwire.LocalSGD(every=4, warmup=2, wire="int2"),
+    "ab": thinwire.AB(total_steps=26, warmup=2, every=4, factor_at=12, cutoff=0.3, redecompose=2),
+    "plain": thinwire.LocalSGD(every=4, warmup=2),
+    "shared": thinwire.LocalSGD(every=4, warmup=2, second_moment="shared"),
+    "diloco": thinwire.DiLoCo(every=4, warmup=2, fragments=2, overlap=1),
+    "daso": thinwire.DASO(total_steps=26, warmup=2, cooldown=2, every=4),
+    "ab split": thinwire.AB(total_steps=26, warmup=2, every=4, factor_at=5, cutoff=0.3, train="split"),
+    "ab paper": ab(total_steps=26, warmup=3, every=8, rebound=1, lr_rebound=1),
+}
+WORLDS = ((4, 5), (2, 10), (3, 15), (1, 20), (4, 26))
+"""Workers, each a group, and the step up to which they train; all but the last stop between two averages."""
+
+
+def train_in_a_world(rank: int, name: str, folder: str, saved: int | None, stop: int) -> tuple[int, int, int, bool]:
+    """What this worker held at first and at last, the groups, and whether they held different models then."""
+    model = small_model()
+    optimizer = adamw(model)
+    replica = thinwire.attach(model, optimizer, dataclasses.replace(APART[name], group_size=1))
+    if saved is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # what groups that are gone have trained is lost
+            replica.load(Path(folder) / str(saved))
+    first = values(replica)
+    for step in range(replica.step, stop):
+        train_step(replica, optimizer, step, rank)
+    apart = not replica._method.in_sync
+    if stop == WORLDS[-1][1]:
+        replica.finish()
+    else:
+        replica.save(Path(folder) / str(stop))
+    return first, values(replica), replica.step, apart
+
+
+@pytest.mark.parametrize("name", slow_but(("localsgd", "ab"), APART))
+def test_groups_that_train_apart_are_resumed_by_more_and_by_fewer(tmp_path: Path, name: str) -> None:
+    before, saved = [], None
+    for workers, stop in WORLDS:
+        found = gang.run(train_in_a_world, workers, name, str(tmp_path), saved, stop)
+        for rank, (first, _, step, apart) in enumerate(found):
+            assert step == stop and (apart or workers == 1 or stop == WORLDS[-1][1])
+            assert not before or first == before[rank % len(before)], f"worker {rank} of {workers} at {saved}"
+        before, saved = [last for _, last, _, _ in found], stop
+    assert len(set(before)) == 1
 
 
 COMPRESSING = {

@@ -91,8 +91,7 @@ def load(
         verify(folder, method.wire)
     state = read_json(folder / "state.json", schema=STATE)
     _check(method, state)
-    # A save of workers in sync may be resumed by other groups.
-    suffix = "" if state["in_sync"] else f"-rank{method.topology.group[0]}"
+    suffix = "" if state["in_sync"] else f"-rank{_predecessor(method, state['groups'])}"
 
     def load_values() -> None:
         _load_model(method.model, folder / f"model{suffix}.safetensors")
@@ -150,19 +149,28 @@ def _check(method: Method, state: Mapping[str, Any]) -> None:
             f"the save is of a run trained by {', '.join(state['optimizers'])}, attached is "
             f"{', '.join(_kinds(method))}, which keeps other state; attach with the same optimizers"
         )
-    size, now = state["world_size"], method.topology.world_size
     check_groups(state)
-    if not state["in_sync"] and (size != now or state["groups"] != _groups(method)):
-        raise ConfigError(
-            f"the save is from the middle of a group phase of {size} workers in groups {state['groups']}, "
-            f"here are {now} in other groups; resume with the same layout, or save in a phase that spans the world"
-        )
     own = describe(method.config)
-    free = {"group_size"} if state["in_sync"] else set()
-    changed = sorted(k for k in own if own[k] != state["config"].get(k) and k not in free)
+    changed = sorted(k for k in own if own[k] != state["config"].get(k) and k != "group_size")
     if changed:
         differences = ", ".join(f"{k}={state['config'].get(k)!r} there, {own[k]!r} here" for k in changed)
         raise ConfigError(f"the save was made with another config: {differences}; attach with the same one")
+
+
+def _predecessor(method: Method, groups: Sequence[Sequence[int]]) -> int:
+    """The first rank of the group whose model this one goes on from, where groups have trained apart.
+
+    Groups that are more than before share one. Of those that nobody goes on from, the steps since the last average
+    are lost, as if they had died.
+    """
+    left = len(groups) - len(method.topology.groups)
+    if left > 0 and method.topology.rank == 0:
+        warnings.warn(
+            f"the save is of {len(groups)} groups that train apart, here are {len(method.topology.groups)}: what the "
+            f"last {left} trained since the last average is lost",
+            stacklevel=4,
+        )
+    return groups[method.topology.group_index % len(groups)][0]
 
 
 def _load_model(model: nn.Module, file: Path) -> None:
