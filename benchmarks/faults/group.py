@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import thinwire
@@ -34,7 +35,9 @@ def main() -> None:
     model = recipe.model(source)
     optimizer = recipe.optimizer(model.parameters())
     batcher = Batcher(recipe, source, torch.device("cpu"), seed=given.seed, rank=group, world_size=groups)
-    faults = thinwire.Faults(min_groups=given.min_groups, timeout=given.timeout)
+    faults = None if given.plain else thinwire.Faults(min_groups=given.min_groups, timeout=given.timeout)
+    if given.plain:
+        init_plainly(group, groups)
     replica = thinwire.attach(model, optimizer, job.config, faults=faults)
     highest = [part["lr"] for part in optimizer.param_groups]
     log = (given.out / f"{group}-{os.getpid()}.jsonl").open("w", buffering=1)
@@ -51,7 +54,7 @@ def main() -> None:
         log.write(json.dumps([replica.step, time.time(), replica.traffic.slow_bytes > sent]) + "\n")
         sent = replica.traffic.slow_bytes
         time.sleep(given.slow)
-    events = replica.describe()["events"]
+    events = replica.events
     finished = replica.finish()
     found = {"group": group, "step": replica.step, "accuracy": accuracy(finished, batcher), "digest": digest(finished)}
     path = given.out / f"{group}-{os.getpid()}.json"
@@ -67,8 +70,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--slow", type=float, default=0.0, help="seconds that each step takes longer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=12.0)
+    parser.add_argument("--plain", action="store_true", help="without `faults=`: what it costs is the difference")
     parser.add_argument("--min-groups", type=int, default=1)
     return parser.parse_args()
+
+
+def init_plainly(group: int, groups: int) -> None:
+    """As torchrun would, by the same store."""
+    host, _, port = os.environ["THINWIRE_STORE"].rpartition(":")
+    dist.init_process_group("gloo", store=dist.TCPStore(host, int(port)), rank=group, world_size=groups)
 
 
 @torch.no_grad()
