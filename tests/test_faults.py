@@ -319,7 +319,7 @@ def waits(group: int, worker: int) -> list[float]:
 def test_all_waits_follow_from_one_number() -> None:
     """Connections are opened with a shorter one."""
     faults = Faults(timeout=45)
-    assert (faults.silence, faults.opening) == (7.5, 15)
+    assert (faults.start, faults.silence, faults.opening) == (450, 7.5, 15)
     assert Launchers(waits, 2, 1).collect() == dict.fromkeys([(0, 0), (1, 0)], [45.0] * 3)
 
 

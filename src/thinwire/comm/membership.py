@@ -211,7 +211,7 @@ class Membership:
 
     def _decided(self, number: int, before: Mapping[int, int]) -> dict[int, int]:
         """Wait until all are here or will not come; the list that was written first."""
-        key, deadline = f"{number}/groups", time.monotonic() + self.faults.timeout
+        key, deadline = f"{number}/groups", time.monotonic() + self._patience
         while not self.store.check([key]):
             here = self._complete(number, before)
             wanting = self._wanting(number, here)
@@ -220,13 +220,17 @@ class Membership:
             if not missing or late or (self.generation >= 0 and not any(map(self._is_alive, missing))):
                 if self.generation < 0 and missing:
                     raise LostError(
-                        f"after {self.faults.timeout:g} s group {missing[0]} has not come; start a launcher for each "
+                        f"after {self._patience:g} s group {missing[0]} has not come; start a launcher for each "
                         f"of the {len(before)} groups, or give a longer `timeout`"
                     )
                 self.store.compare_set(key, "", json.dumps(here | wanting))
                 break
             time.sleep(_POLL_S)
         return self._groups_of(number)
+
+    @property
+    def _patience(self) -> float:
+        return self.faults.timeout if self.generation >= 0 else self.faults.start
 
     def _groups_of(self, number: int) -> dict[int, int]:
         return {int(group): size for group, size in json.loads(self.store.get(f"{number}/groups")).items()}

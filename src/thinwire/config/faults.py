@@ -22,6 +22,11 @@ class Faults:
             raise ConfigError(f"`timeout`={self.timeout!r} must be a number of seconds from 1 on, such as 60")
 
     @property
+    def start(self) -> float:
+        """Seconds in which all groups must have come at first; their machines may start minutes apart."""
+        return 10 * self.timeout
+
+    @property
     def silence(self) -> float:
         """Seconds without a sign of life after which a worker counts as dead."""
         return max(2.0, self.timeout / 6)
