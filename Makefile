@@ -22,7 +22,7 @@ test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-slow: setup
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
 test-all: setup
 	$(BIN)/python -m pytest

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import thinwire
 from thinwire.methods.registry import METHODS
@@ -125,8 +125,10 @@ WAYS_OF_ADAM: dict[str, Way] = {
 
 ALL_WAYS = WAYS | WAYS_OF_ADAM
 
+T = TypeVar("T")
 
-def chosen(names: Iterable[str]) -> list[str]:
+
+def chosen(names: Iterable[T]) -> list[T]:
     """All of them, or those of one part: THINWIRE_SWEEP is "2/3", or "day/3" for a part that goes by the day."""
     part, _, parts = os.environ.get("THINWIRE_SWEEP", "1/1").partition("/")
     number = time.localtime().tm_yday if part == "day" else int(part)

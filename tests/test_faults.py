@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW
 
 import small
 import thinwire
+from every_method import chosen
 from launchers import TIMEOUT, Launchers, held, note
 from thinwire import AB, DASO, OIALR, AllReduce, ConfigError, DiLoCo, Faults, LocalSGD, Nesterov, OneBit, PowerSGD, TopK
 from thinwire.comm import process_groups
@@ -118,6 +119,11 @@ def survivors(found: dict[tuple[int, int], Any]) -> list[Any]:
     return values
 
 
+def part_of_the_slow(*cases: tuple[Any, ...]) -> list[Any]:
+    """Those that are due, by THINWIRE_SWEEP: each takes ten seconds."""
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in chosen(cases)]
+
+
 @pytest.mark.parametrize(
     ("name", "where", "when"),
     [
@@ -125,61 +131,58 @@ def survivors(found: dict[tuple[int, int], Any]) -> list[Any]:
         ("diloco", "check", 7),
         ("shared", "vote", 14),
         ("allreduce", "vote", 9),
-        pytest.param("int8", "backward", 6, marks=pytest.mark.slow),
-        pytest.param("powersgd", "forward", 3, marks=pytest.mark.slow),
-        pytest.param("powersgd", "backward", 20, marks=pytest.mark.slow),
-        pytest.param("onebit", "vote", 12, marks=pytest.mark.slow),
-        pytest.param("plain", "forward", 2, marks=pytest.mark.slow),
-        pytest.param("plain", "forward", 13, marks=pytest.mark.slow),
-        pytest.param("coded", "vote", 2, marks=pytest.mark.slow),
-        pytest.param("coded", "check", 9, marks=pytest.mark.slow),
-        pytest.param("diloco", "vote", 7, marks=pytest.mark.slow),
-        pytest.param("shared", "check", 6, marks=pytest.mark.slow),
-        pytest.param("plain", "check", 39, marks=pytest.mark.slow),
         ("ab", "cut", 16),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("ab", "forward", 0),
-                ("ab", "backward", 3),
-                ("ab", "vote", 4),
-                ("ab", "check", 12),
-                ("ab", "compare", 16),
-                ("ab", "forward", 19),
-                ("ab", "check", 20),
-                ("ab", "cut", 24),
-                ("ab", "cut", 39),
-                ("split", "check", 16),
-                ("split", "forward", 19),
-                ("split", "check", 24),
-                ("both", "cut", 16),
-                ("both", "forward", 22),
-                ("paper", "vote", 2),
-                ("paper", "forward", 4),
-                ("paper", "check", 6),
-                ("paper", "compare", 6),
-                ("paper", "backward", 7),
-                ("pending", "vote", 8),
-                ("pending", "forward", 10),
-                ("pending", "check", 11),
-                ("pending", "forward", 39),
-                ("daso", "forward", 2),
-                ("daso", "check", 5),
-                ("daso", "vote", 9),
-                ("daso", "forward", 11),
-                ("daso", "vote", 11),
-                ("daso", "forward", 36),
-                ("topk", "forward", 2),
-                ("topk", "vote", 3),
-                ("topk", "backward", 7),
-                ("topk", "vote", 9),
-                ("topk", "forward", 20),
-                ("oialr", "backward", 3),
-                ("oialr", "compare", 5),
-                ("oialr", "vote", 11),
-                ("oialr", "compare", 11),
-                ("oialr", "forward", 14),
-            )
+        *part_of_the_slow(
+            ("int8", "backward", 6),
+            ("powersgd", "forward", 3),
+            ("powersgd", "backward", 20),
+            ("onebit", "vote", 12),
+            ("plain", "forward", 2),
+            ("plain", "forward", 13),
+            ("coded", "vote", 2),
+            ("coded", "check", 9),
+            ("diloco", "vote", 7),
+            ("shared", "check", 6),
+            ("plain", "check", 39),
+            ("ab", "forward", 0),
+            ("ab", "backward", 3),
+            ("ab", "vote", 4),
+            ("ab", "check", 12),
+            ("ab", "compare", 16),
+            ("ab", "forward", 19),
+            ("ab", "check", 20),
+            ("ab", "cut", 24),
+            ("ab", "cut", 39),
+            ("split", "check", 16),
+            ("split", "forward", 19),
+            ("split", "check", 24),
+            ("both", "cut", 16),
+            ("both", "forward", 22),
+            ("paper", "vote", 2),
+            ("paper", "forward", 4),
+            ("paper", "check", 6),
+            ("paper", "compare", 6),
+            ("paper", "backward", 7),
+            ("pending", "vote", 8),
+            ("pending", "forward", 10),
+            ("pending", "check", 11),
+            ("pending", "forward", 39),
+            ("daso", "forward", 2),
+            ("daso", "check", 5),
+            ("daso", "vote", 9),
+            ("daso", "forward", 11),
+            ("daso", "vote", 11),
+            ("daso", "forward", 36),
+            ("topk", "forward", 2),
+            ("topk", "vote", 3),
+            ("topk", "backward", 7),
+            ("topk", "vote", 9),
+            ("topk", "forward", 20),
+            ("oialr", "backward", 3),
+            ("oialr", "compare", 5),
+            ("oialr", "vote", 11),
+            ("oialr", "compare", 11),
+            ("oialr", "forward", 14),
         ),
     ],
 )
@@ -221,7 +224,7 @@ def test_one_group_after_another_is_lost() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", chosen(range(24)))
 def test_kills_at_any_moment_leave_one_model(seed: int) -> None:
     """From outside, at a random time, in all phases."""
     draw = random.Random(seed)
@@ -236,7 +239,7 @@ def test_kills_at_any_moment_leave_one_model(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", chosen(range(12)))
 def test_groups_that_come_back_at_any_moment_have_the_same_model(seed: int) -> None:
     """A group that is started again right after it was killed, or later; it may be too late."""
     draw = random.Random(100 + seed)
@@ -365,32 +368,29 @@ def joined(name: str, groups: int, dies: int, hold: int, others: Sequence[int] =
     ("name", "dies", "hold"),
     [
         ("diloco", 6, 12),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("plain", 7, 14),
-                ("coded", 1, 3),
-                ("coded", 8, 13),
-                ("int8", 5, 9),
-                ("powersgd", 2, 8),
-                ("onebit", 2, 8),
-                ("ab", 1, 3),
-                ("ab", 7, 10),
-                ("ab", 7, 22),
-                ("split", 7, 11),
-                ("split", 18, 22),
-                ("both", 18, 27),
-                ("topk", 1, 6),
-                ("topk", 9, 20),
-                ("oialr", 1, 4),
-                ("oialr", 8, 16),
-                ("paper", 1, 8),
-                ("paper", 5, 14),
-                ("pending", 4, 10),
-                ("daso", 2, 4),
-                ("daso", 7, 16),
-                ("daso", 20, 35),
-            )
+        *part_of_the_slow(
+            ("plain", 7, 14),
+            ("coded", 1, 3),
+            ("coded", 8, 13),
+            ("int8", 5, 9),
+            ("powersgd", 2, 8),
+            ("onebit", 2, 8),
+            ("ab", 1, 3),
+            ("ab", 7, 10),
+            ("ab", 7, 22),
+            ("split", 7, 11),
+            ("split", 18, 22),
+            ("both", 18, 27),
+            ("topk", 1, 6),
+            ("topk", 9, 20),
+            ("oialr", 1, 4),
+            ("oialr", 8, 16),
+            ("paper", 1, 8),
+            ("paper", 5, 14),
+            ("pending", 4, 10),
+            ("daso", 2, 4),
+            ("daso", 7, 16),
+            ("daso", 20, 35),
         ),
     ],
 )
