@@ -110,8 +110,8 @@ class Membership:
         with given_up_after(self.faults.timeout):
             store = self.store.clone() if hasattr(self.store, "clone") else self.store
         key, count = f"alive/{self.seat.group}/{self.seat.worker}", 0
-        while not self._stop.wait(_BEAT_S):
-            with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # a connection that has failed does not come back
+            while not self._stop.wait(_BEAT_S):
                 count += 1
                 store.set(key, str(count))
                 generation, connections = self.generation, self.connections
