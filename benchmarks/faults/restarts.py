@@ -52,7 +52,7 @@ def one(method: str, given: argparse.Namespace) -> dict[str, Any]:
     rng, kills, trained, left = random.Random(f"{given.seed} {method}"), {"all": 0, "a worker": 0}, 0, 0
     for number in range(given.kills + 1):
         saved = checkpoint.find(broken / "checkpoint")
-        begin = _last_step(broken) if saved else 0
+        begin = int(saved.name.rpartition("-")[2]) if saved else 0
         process = _start(method, broken, given, resume=saved is not None)
         if number == given.kills:
             process.wait()
