@@ -79,7 +79,7 @@ class Groups:
     def _process(
         self, host: Sequence[Host], name: str, words: Sequence[str], more: dict[str, str]
     ) -> subprocess.Popen[bytes]:
-        """In its own session; it writes to OUT/NAME.log."""
+        """One that writes to OUT/NAME.log."""
         command = [sys.executable, *words]
         with (self.out / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
