@@ -551,20 +551,14 @@ def test_saves_and_evaluations_leave_no_trace(tmp_path: Path) -> None:
         assert len({end[3:] for end in ends}) == 1 and len({end[0] for end in ends}) == 2, name
 
 
-def become_two(rank: int, folder: str) -> tuple[str, str]:
-    replica, optimizer = build(SAVED["rotating"], seed=1)
-    said = ""
-    try:
-        replica.load(Path(folder) / "pair")
-    except ConfigError as error:
-        said = str(error)
+def become_two(rank: int, folder: str) -> str:
     replica, optimizer = build(daso(every=2, overlap=0), seed=1)
     replica.load(Path(folder) / "lone")
     for number in range(3, 6):
         small.step(replica, optimizer, rank, number)
     fresh, used = (coded_after(rank, steps, Path(folder) / "coded") for steps in (0, 5))
     assert fresh == used, "what was left to say is forgotten by a load"
-    return small.model_bits(replica.module), said
+    return small.model_bits(replica.module)
 
 
 def coded_after(rank: int, steps: int, folder: Path) -> str:
@@ -578,22 +572,13 @@ def coded_after(rank: int, steps: int, folder: Path) -> str:
     return small.model_bits(replica.module)
 
 
-def save_a_pair(rank: int, folder: str) -> None:
-    replica, optimizer = build(daso(every=2, overlap=0))
-    small.step(replica, optimizer, rank, 0)
-    replica.save(Path(folder) / "pair")
-
-
 def test_a_lone_node_may_become_several(tmp_path: Path) -> None:
     for name, wire in (("lone", "bf16"), ("coded", "int8")):
         replica, optimizer = build(daso(every=2, overlap=0, wire=wire))
         for number in range(3):
             small.step(replica, optimizer, 0, number)
         replica.save(tmp_path / name)
-    gang.run(save_a_pair, 2, str(tmp_path))
-    found = gang.run(become_two, 4, str(tmp_path))
-    assert len({bits for bits, _ in found}) == 1
-    assert all("resume with the same layout" in said for _, said in found)
+    assert len(set(gang.run(become_two, 4, str(tmp_path)))) == 1
 
 
 def overlapping(rank: int) -> tuple[list[int], list[int], str]:
