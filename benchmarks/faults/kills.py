@@ -8,20 +8,13 @@ same model, the steps that groups had trained alone when they were killed, as a 
 """
 
 import argparse
-import json
 import random
 import shutil
 import time
 from pathlib import Path
 from typing import Any
 
-from launch import Groups
-
-
-def main() -> None:
-    given = arguments()
-    for method in given.methods.split(","):
-        print(json.dumps(one(method, given)), flush=True)
+from launch import Groups, print_rows
 
 
 def arguments() -> argparse.Namespace:
@@ -85,4 +78,4 @@ def _alone(lines: list[tuple[int, float, bool]]) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    print_rows(one, arguments())

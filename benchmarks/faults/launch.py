@@ -1,5 +1,6 @@
 """Groups with a launcher each, and the store at which they meet; on this machine or on virtual hosts."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -7,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,12 @@ from thinwire.netbench.links import Host
 
 SCRIPT = Path(__file__).parent / "group.py"
 PORT = 29431
+
+
+def print_rows(one: Callable[[str, argparse.Namespace], dict[str, Any]], given: argparse.Namespace) -> None:
+    """A line of JSON for each method, as soon as it is there."""
+    for method in given.methods.split(","):
+        print(json.dumps(one(method, given)), flush=True)
 
 
 class Groups:

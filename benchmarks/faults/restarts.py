@@ -21,14 +21,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from launch import print_rows
+
 from thinwire.methods.registry import METHODS
 from thinwire.train import checkpoint
-
-
-def main() -> None:
-    given = arguments()
-    for method in given.methods.split(","):
-        print(json.dumps(one(method, given)), flush=True)
 
 
 def arguments() -> argparse.Namespace:
@@ -138,4 +134,4 @@ def _digest(folder: Path) -> str | None:
 
 
 if __name__ == "__main__":
-    main()
+    print_rows(one, arguments())
