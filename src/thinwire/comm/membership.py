@@ -20,25 +20,23 @@ Keys, of which only small JSON is the value:
 import contextlib
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
 from thinwire.comm import process_groups
 from thinwire.comm.connections import Connections, given_up_after
-from thinwire.comm.topology import Topology, place
+from thinwire.comm.rendezvous import Seat, meeting
+from thinwire.comm.topology import Topology
 from thinwire.config.faults import Faults
-from thinwire.errors import ConfigError, ThinwireError
+from thinwire.errors import ThinwireError
 
 log = logging.getLogger("thinwire")
 
-STORE, GROUP, GROUPS = "THINWIRE_STORE", "THINWIRE_GROUP", "THINWIRE_GROUPS"
-"""Environment variables: the store's host:port, this group's number from 0 on, and how many groups there are."""
 _BEAT_S = 0.5
 _POLL_S = 0.05
 
@@ -50,14 +48,6 @@ Reports = Mapping[tuple[int, int], Any]
 
 class LostError(ThinwireError, RuntimeError):
     """This worker cannot go on: its group was given up, too few are left, or the store is gone."""
-
-
-class Seat(NamedTuple):
-    """A worker's place in its group, as its launcher gave it."""
-
-    group: int
-    worker: int
-    workers: int
 
 
 class Membership:
@@ -84,24 +74,7 @@ class Membership:
     @classmethod
     def from_environment(cls, faults: Faults) -> "Membership":
         """Find the store and this worker's seat; every launcher sets the same store and its own group."""
-        missing = [name for name in (STORE, GROUP, GROUPS) if name not in os.environ]
-        if missing:
-            raise ConfigError(
-                f"faults=… needs {', '.join(missing)} in the environment: start `thinwire store` on one machine, and "
-                f"one launcher per group with {STORE}=host:port, {GROUP}=0, 1, … and {GROUPS}=their number"
-            )
-        address, group, groups = (os.environ[name] for name in (STORE, GROUP, GROUPS))
-        host, _, port = address.rpartition(":")
-        if not (host and port.isdigit() and group.isdigit() and groups.isdigit() and int(group) < int(groups)):
-            raise ConfigError(
-                f"{STORE}={address!r}, {GROUP}={group!r}, {GROUPS}={groups!r}: give host:port, a number from 0 on, and "
-                "how many groups there are"
-            )
-        if dist.is_initialized():
-            raise ConfigError("faults=… starts torch.distributed itself: leave out init_process_group()")
-        here = place()
-        seat = Seat(int(group), here.rank if here else 0, here.world_size if here else 1)
-        return cls(_connected(host, int(port), faults), seat, int(groups), faults)
+        return cls(*meeting(faults), faults)
 
     # Signs of life.
 
@@ -333,26 +306,6 @@ class Membership:
         return tuple(tuple(next(ranks) for _ in range(self.groups[group])) for group in sorted(self.groups))
 
 
-def serve(host: str, port: int) -> Any:
-    """A store that listens there; 0 is a free port."""
-    try:
-        return dist.TCPStore(host, port, None, True, wait_for_workers=False)
-    except RuntimeError as error:
-        why = str(error).splitlines()[0]
-        raise ConfigError(f"cannot listen on {host}:{port} ({why}); give another `--port`") from error
-
-
 def _seats(groups: Mapping[int, int]) -> list[tuple[int, int]]:
     """All workers in the order of their ranks."""
     return [(group, worker) for group in sorted(groups) for worker in range(groups[group])]
-
-
-def _connected(host: str, port: int, faults: Faults) -> Any:
-    try:
-        with given_up_after(faults.timeout):
-            return dist.TCPStore(host, port, None, False, timeout=timedelta(seconds=faults.timeout))
-    except RuntimeError as error:
-        raise ConfigError(
-            f"there is no store at {host}:{port} ({error}); start `thinwire store` there, and check that the port is "
-            "reachable from this machine"
-        ) from error

@@ -4,7 +4,7 @@ import threading
 
 import click
 
-from thinwire.comm.membership import serve
+from thinwire.comm.rendezvous import serve
 
 
 @click.command()
