@@ -24,10 +24,11 @@ from thinwire.methods.ab_shapes import ABShapes
 from thinwire.methods.ab_sides import Sides
 from thinwire.methods.agree import empty_factors
 from thinwire.methods.averaged import AveragedTensors
-from thinwire.methods.averaging import Cycle, LocalTraining, role_by_codes
+from thinwire.methods.averaging import LocalTraining
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.diverged import find_faults, refuse_diverged
 from thinwire.methods.merging import average_moments
+from thinwire.methods.planned import Cycle, role_by_codes
 from thinwire.methods.registry import register
 
 

@@ -26,11 +26,11 @@ from thinwire.factor.convert import Layer, to_factors, to_full
 from thinwire.methods.ab_timetable import timetable
 from thinwire.methods.agree import empty_factors
 from thinwire.methods.averaged import AveragedTensors, all_restored, not_finite
-from thinwire.methods.averaging import role_by_codes
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.diverged import refuse_diverged
 from thinwire.methods.factoring import Factoring
 from thinwire.methods.merging import average_buffers, average_moments
+from thinwire.methods.planned import role_by_codes
 from thinwire.methods.registry import register
 from thinwire.methods.second_moment import SecondMoment
 

@@ -5,8 +5,8 @@ from collections.abc import Hashable
 
 from thinwire.comm.topology import Topology
 from thinwire.config import AllReduce
-from thinwire.methods.averaging import role_by_codes
 from thinwire.methods.base import Method
+from thinwire.methods.planned import role_by_codes
 from thinwire.methods.registry import register
 
 

@@ -13,13 +13,12 @@ import functools
 import sys
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from thinwire.comm.topology import Topology
 from thinwire.config import DiLoCo, LocalSGD
-from thinwire.config.codes import parse_code
 from thinwire.config.outer import Nesterov, Radial
 from thinwire.methods.agreement import Agreement
 from thinwire.methods.averaged import AveragedTensors, all_restored, not_finite
@@ -30,23 +29,10 @@ from thinwire.methods.contributions import Contributions
 from thinwire.methods.diverged import refuse_diverged
 from thinwire.methods.fragments import fragments_of
 from thinwire.methods.merging import average_buffers, average_moments
+from thinwire.methods.planned import Cycle, role_by_codes
 from thinwire.methods.rounds import Round
 from thinwire.methods.same_bits import Named, SameBits
 from thinwire.methods.statistics import OuterStatistics
-
-
-class Cycle(NamedTuple):
-    """A place in a cycle of steps, for plans: equal steps from equal places send the same."""
-
-    place: Hashable
-    """Counted from the present step."""
-    end: int
-    """The step at which this stops being true."""
-
-
-def role_by_codes(topology: Topology, *codes: str) -> Hashable:
-    """For plans: where values are coded only between groups, it matters how many there are; else all do the same."""
-    return len(topology.groups) if any(not parse_code(code).is_exact for code in codes) else None
 
 
 class LocalTraining(Method):

@@ -11,10 +11,10 @@ from thinwire.comm.aggregate import Aggregator
 from thinwire.comm.codes import aggregator
 from thinwire.comm.collectives import Wire
 from thinwire.comm.topology import Topology
-from thinwire.methods.averaging import role_by_codes
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext
 from thinwire.methods.frozen import FrozenSecondMoment
+from thinwire.methods.planned import role_by_codes
 
 
 class CodedGradients(Method):

@@ -29,12 +29,12 @@ from thinwire.comm.topology import Topology
 from thinwire.config import DASO
 from thinwire.errors import ConfigError, DivergedError
 from thinwire.methods.averaged import AveragedTensors, all_restored, not_finite
-from thinwire.methods.averaging import Cycle, role_by_codes
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.counters import compare_counters, gather_counters
 from thinwire.methods.diverged import refuse_diverged
 from thinwire.methods.merging import average_buffers
+from thinwire.methods.planned import Cycle, role_by_codes
 from thinwire.methods.plateau import Plateau
 from thinwire.methods.registry import register
 from thinwire.methods.second_moment import SecondMoment

@@ -11,9 +11,9 @@ from thinwire.errors import ConfigError
 from thinwire.factor.convert import Layer, find_layers, warn_unmatched_patterns
 from thinwire.factor.decompose import smallest_cutoff
 from thinwire.factor.usage import OrderOfUse
-from thinwire.methods.averaging import role_by_codes
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext
+from thinwire.methods.planned import role_by_codes
 
 log = logging.getLogger("thinwire")
 

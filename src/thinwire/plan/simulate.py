@@ -18,8 +18,8 @@ from thinwire.comm.ledger import Ledger
 from thinwire.comm.simulated import Booked, Call, Exchange, SimulatedWire
 from thinwire.comm.topology import Topology
 from thinwire.methods.agree import decomposers
-from thinwire.methods.averaging import Cycle
 from thinwire.methods.base import Method
+from thinwire.methods.planned import Cycle
 from thinwire.plan.memory import Memory, memory_of, model_and_optimizer
 from thinwire.plan.ranks import RankPredictor
 from thinwire.plan.shapes_only import ShapesOnly
