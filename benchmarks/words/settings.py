@@ -52,21 +52,24 @@ def shakespeare_local(every: int, moments: str) -> Setting:
 
 
 def longer(setting: Setting) -> Setting:
-    """The same for the larger model, at its own rate."""
+    """The same for the larger model, at its own rate, and with a warm-up of as many steps."""
     recipe = f"{Path(__file__).parent / 'longer.py'}:gpt"
-    return setting._replace(name=f"longer-{setting.name}", recipe=recipe, eval_every=1000, options=())
+    fields = tuple("warmup=0.0125" if field == CHEAP[0] else field for field in setting.fields)
+    return setting._replace(name=f"longer-{setting.name}", fields=fields, recipe=recipe, eval_every=1000, options=())
 
 
 SETS: dict[str, list[Setting]] = {
     "rates": [allreduce(f"{rate}e-3") for rate in (1, 1.4, 2, 2.8, 4)],
     "allreduce": [allreduce()],
-    "headline": [local(3, "-shared"), local(4, "-shared")],
+    "headline": [local(3, "-shared"), local(4, "-shared"), local(4, "-shared", "2.4e-3", "every_max=32")],
     "search": [
         local(3, "-shared"),
         *(local(4, "-shared", lr) for lr in ("1.4e-3", "2e-3")),
         *(local(9, "-shared", lr) for lr in ("2e-3", "2.8e-3")),
         local(9, "-shared", "2.8e-3", "outer=1.0/0.3"),
-        local(4, "-shared", "2e-3", "every_max=32"),
+        *(local(4, "-shared", lr, "every_max=32") for lr in ("2e-3", "2.4e-3", "2.8e-3")),
+        local(4, "-shared", "2.8e-3", "every_max=64"),
+        local(3, "-shared", "2.4e-3", "every_max=64"),
         local(16, "-shared", "2.8e-3"),
     ],
     "codes": [
@@ -98,6 +101,7 @@ SETS: dict[str, list[Setting]] = {
             local(24, ""),
             local(24, "-shared"),
             local(48, "-shared"),
+            local(8, "-shared", "2e-3", "every_max=64"),
             diloco(48),
         )
     ],
