@@ -371,3 +371,24 @@ def test_frozen_bases_in_every_kind_of_layer(name: str) -> None:
     finished = replica.finish(cutoff=0.0)
     torch.testing.assert_close(output_of(name, finished.eval()), before, rtol=1e-4, atol=1e-5)
     assert not any(type(module).__module__.startswith("thinwire") for module in finished.modules())
+
+
+def test_a_models_full_state_is_its_own_classes_in_training_and_when_finished() -> None:
+    """Conv1D's weight is (in, out), and it is a Linear once it is finished."""
+    pytest.importorskip("transformers")
+    from thinwire.integrations.dense import dense_state_of, transposed_layers
+
+    model, fresh = gpt2(), gpt2()
+    transposed = transposed_layers(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    replica = thinwire.attach(model, optimizer, small.ab(warmup=0, total_steps=4, group_size=None))
+    for number in range(2):
+        loss_of("gpt2", replica, 0, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert replica.ranks() and transposed == transposed_layers(model)
+    fresh.load_state_dict(dense_state_of(model, transposed))
+    torch.testing.assert_close(output_of("gpt2", fresh.eval()), output_of("gpt2", replica.eval()), rtol=1e-4, atol=1e-5)
+    finished = replica.finish(0.6)
+    fresh.load_state_dict(dense_state_of(finished, transposed))
+    torch.testing.assert_close(output_of("gpt2", fresh), output_of("gpt2", finished.eval()), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,1 @@
+"""Thinwire inside other people's training loops, a module for each."""

@@ -1,0 +1,73 @@
+"""Hugging Face's Accelerate, with a method of Thinwire in place of DistributedDataParallel.
+
+    optimizer, loader, scheduler = accelerator.prepare(optimizer, loader, scheduler)        # not the model
+    with attached(accelerator, model, optimizer, thinwire.AB(total_steps=1000)) as replica:
+        for x, y in loader:
+            with accelerator.accumulate(replica):
+                accelerator.backward(loss(replica(x), y))
+                …
+
+`accelerator.save_state` and `load_state` then save and load the replica too, in a folder `thinwire`.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+from torch.optim import Optimizer
+
+from thinwire.attaching import attach
+from thinwire.errors import ConfigError
+from thinwire.replica import Replica
+
+FOLDER = "thinwire"
+"""In a checkpoint: what `replica.save` writes."""
+
+
+@contextmanager
+def attached(
+    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], config: Any
+) -> Iterator[Replica]:
+    """Train `model` by the method whose config this is; collective. The replica is finished at the end.
+
+    If training raises, it is detached instead, since the others may not come.
+    """
+    refuse(accelerator, model)
+    model.to(accelerator.device)
+    replica = attach(model, optimizer, config)
+    given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    # The accelerator would save the first worker's moments and load them on all, over those of the replica's save.
+    saved = [each for each in accelerator._optimizers if any(each is own for own in given)]
+    for each in saved:
+        accelerator._optimizers.remove(each)
+    handles = [
+        accelerator.register_save_state_pre_hook(lambda models, weights, folder: replica.save(Path(folder, FOLDER))),
+        accelerator.register_load_state_pre_hook(lambda models, folder: replica.load(Path(folder, FOLDER))),
+    ]
+    try:
+        yield replica
+    except BaseException:
+        replica.detach()
+        raise
+    finally:
+        for handle in handles:
+            handle.remove()
+        accelerator._optimizers.extend(saved)
+    replica.finish()
+
+
+def refuse(accelerator: Accelerator, model: nn.Module) -> None:
+    """What would go around the replica, in one sentence."""
+    if any(accelerator.unwrap_model(prepared) is accelerator.unwrap_model(model) for prepared in accelerator._models):
+        raise ConfigError(
+            "the model was given to accelerator.prepare(), which averages its gradients at every step; prepare the "
+            "optimizer, loader and scheduler only"
+        )
+    if accelerator.mixed_precision == "fp16":
+        raise ConfigError("mixed_precision='fp16' is not for Thinwire with Accelerate: use mixed_precision='bf16'")
+    kind = accelerator.distributed_type.value
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        raise ConfigError(f"Accelerate is set up for {kind}, which has its own way to average; use plain processes")

@@ -1,0 +1,150 @@
+"""Lightning, with a method of Thinwire in place of DistributedDataParallel.
+
+    trainer = Trainer(strategy=ThinwireStrategy(thinwire.LocalSGD(every=24, wire="int2")), max_epochs=10)
+    trainer.fit(module, loader)
+
+Once this module is imported, `strategy="thinwire"` is AB as its defaults are.
+
+A checkpoint has two parts: Lightning's own file, with the merged model in its full shape, and beside it a folder with
+`.thinwire` at the end of its name, from which training resumes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+
+from thinwire.attaching import attach
+from thinwire.config import AB
+from thinwire.errors import ConfigError
+from thinwire.integrations.dense import dense_state_of, transposed_layers
+from thinwire.replica import Replica
+from thinwire.saves import remove
+
+
+class ThinwireStrategy(DDPStrategy):
+    """Processes as in DDPStrategy, which train by the method of a config."""
+
+    strategy_name = "thinwire"
+
+    def __init__(self, config: Any = lambda steps: AB(total_steps=steps), **kwargs: Any) -> None:
+        """The method's config, or a function that makes one of the number of steps, which Lightning knows."""
+        super().__init__(**kwargs)
+        self.config = config
+        self.replica: Replica | None = None
+        self._shown = ExitStack()
+        self._resumed: Path | None = None
+        self._transposed: list[str] = []
+
+    # Training.
+
+    def configure_ddp(self) -> None:
+        """Not yet: optimizers come first."""
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        refuse(trainer)
+        config = self.config(int(trainer.estimated_stepping_batches)) if callable(self.config) else self.config
+        self._transposed = transposed_layers(self._module)
+        self.replica = attach(self._module, self.optimizers, config)
+        self.model = self.replica
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """The closure first, as in a loop: what happens before an update needs its gradients."""
+        result = self.precision_plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
+        optimizer.step(**kwargs)
+        return result
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """For all but the last of the batches whose gradients are accumulated."""
+        with self._replica.no_sync():
+            yield
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """After a validation Lightning puts its own module back into training, and not what it is wrapped in."""
+        self._replica.training = self._module.training
+
+    def on_train_end(self) -> None:
+        self._replica.finish()
+        self.model = self._module
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._shown.close()
+        if self.replica is not None and self.replica.phase != "finished":
+            self.replica.detach()
+
+    def on_validation_start(self) -> None:
+        """Show the merged model until validation ends."""
+        if self.replica is not None and self.replica.phase != "finished":
+            self._shown.enter_context(self.replica.merged())
+
+    def on_validation_end(self) -> None:
+        self._shown.close()
+
+    @property
+    def _replica(self) -> Replica:
+        assert self.replica is not None, "fit() has not begun"
+        return self.replica
+
+    @property
+    def _module(self) -> Any:
+        return self.lightning_module
+
+    # Checkpoints.
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The merged model in its full shape; collective during training."""
+        with ExitStack() as stack:
+            if self.replica is not None and self.replica.phase != "finished":
+                stack.enter_context(self.replica.merged())
+            return dense_state_of(self._module, self._transposed)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Each worker's own, and in the replica's save."""
+        return {}
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._resumed is not None:
+            self._replica.load(beside(self._resumed))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self._resumed = Path(checkpoint_path)
+        if not beside(self._resumed).is_dir() and self._module.trainer.state.fn == TrainerFn.FITTING:
+            raise ConfigError(
+                f"there is no folder `{beside(self._resumed)}`: the checkpoint was not written by ThinwireStrategy; "
+                "load its model with load_from_checkpoint() and fit() without `ckpt_path`"
+            )
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self.replica is not None and self.replica.phase != "finished":
+            self.replica.save(beside(Path(filepath)))
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero and beside(Path(filepath)).is_dir():
+            remove(beside(Path(filepath)))
+        super().remove_checkpoint(filepath)
+
+
+def beside(checkpoint: Path) -> Path:
+    """The folder of the replica's save."""
+    return checkpoint.with_name(f"{checkpoint.name}.thinwire")
+
+
+def refuse(trainer: Any) -> None:
+    """What would go around the replica, in one sentence."""
+    if trainer.precision == "16-mixed":
+        raise ConfigError("precision='16-mixed' is not for ThinwireStrategy: use 'bf16-mixed'")
+    if not trainer.lightning_module.automatic_optimization:
+        raise ConfigError("manual optimization is not for ThinwireStrategy so far: use automatic optimization")
+
+
+StrategyRegistry.register("thinwire", ThinwireStrategy, description="trains by thinwire.AB")

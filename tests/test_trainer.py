@@ -1,0 +1,193 @@
+"""Hugging Face's Trainer with Thinwire: the same parameters as by a loop of one's own, through checkpoints too."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gang
+import small
+import thinwire
+from thinwire import AB, AllReduce, ConfigError, DiLoCo, LocalSGD
+
+pytest.importorskip("transformers")
+
+STEPS = 12
+WAYS: dict[str, Any] = {
+    "allreduce": AllReduce(),
+    "localsgd": LocalSGD(every=3, wire="int4", warmup=3, second_moment="shared", group_size=1),
+    "diloco": DiLoCo(every=4, warmup=2, group_size=1),
+    "ab": lambda steps: AB(total_steps=steps, warmup=2, every=2, factor_at=0.5, cutoff=0.5, group_size=1),
+}
+
+
+def words(number: int = 192) -> list[dict[str, torch.Tensor]]:
+    """Each word is followed by the next one, or by any other."""
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for _ in range(number):
+        start = torch.randint(16, (1,), generator=generator)
+        text = (start + torch.arange(8) + torch.randint(2, (8,), generator=generator)) % 16
+        found.append({"input_ids": text, "labels": text})
+    return found
+
+
+def gpt() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    without = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=2, n_head=2, **without))
+
+
+def trainer_of(rank: int, workers: int, config: Any, folder: Path, **more: Any) -> Any:
+    """As under torchrun."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(workers), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(workers))
+    from transformers import TrainingArguments
+
+    from thinwire.integrations.transformers import ThinwireTrainer
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_steps": STEPS,
+        "learning_rate": 5e-3,
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 4,
+        "disable_tqdm": True,
+    }
+    arguments = TrainingArguments(str(folder), **(settings | more))
+    return ThinwireTrainer(gpt(), arguments, train_dataset=words(), eval_dataset=words(32), thinwire=config)
+
+
+def by_hand(rank: int, workers: int, config: Any, folder: Path) -> str:
+    """What a script of one's own would do with the same batches."""
+    from thinwire.integrations.transformers import for_length
+
+    trainer = trainer_of(rank, workers, config, folder)
+    model, batches = trainer.model, trainer.get_train_dataloader()
+    optimizer = trainer.create_optimizer()
+    scheduler = trainer.create_scheduler(STEPS, optimizer)
+    replica = thinwire.attach(model, optimizer, for_length(config, STEPS))
+    done = 0
+    for epoch in range(100):
+        batches.set_epoch(epoch)
+        waiting: list[Any] = []
+        for batch in batches:
+            waiting.append(batch)
+            if len(waiting) < 2:
+                continue
+            tokens = sum(each["labels"].numel() for each in waiting)  # as Trainer counts them
+            for number, each in enumerate(waiting):
+                if number == 0:
+                    with replica.no_sync():
+                        replica(**each, num_items_in_batch=torch.tensor(tokens)).loss.backward()
+                else:
+                    replica(**each, num_items_in_batch=torch.tensor(tokens)).loss.backward()
+            waiting = []
+            nn.utils.clip_grad_norm_(replica.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            done += 1
+            if done == STEPS:
+                return small.model_bits(replica.finish())
+    raise AssertionError("too few batches")
+
+
+def compared(rank: int, workers: int, names: list[str], folder: Path) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        trainer = trainer_of(rank, workers, WAYS[name], folder / name, eval_strategy="steps", eval_steps=5)
+        trainer.train()
+        logged = trainer.state.log_history
+        found[name] = {
+            "trainer": small.model_bits(trainer.model),
+            "by hand": by_hand(rank, workers, WAYS[name], folder / name),
+            "evaluated": [row["eval_loss"] for row in logged if "eval_loss" in row],
+            "losses": [row["loss"] for row in logged if "loss" in row],
+            "sent": [row["sent_bytes"] for row in logged],
+            "ranks": trainer.replica.finished_ranks,
+        }
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "names"), [(2, ["ab"]), (4, list(WAYS))])
+def test_parameters_are_those_of_a_loop_of_ones_own(workers: int, names: list[str], tmp_path: Path) -> None:
+    everyone = gang.run(compared, workers, workers, names, tmp_path)
+    for name in names:
+        found = [each[name] for each in everyone]
+        assert len({each["trainer"] for each in found} | {each["by hand"] for each in found}) == 1, name
+        assert found[0]["evaluated"] == found[-1]["evaluated"] and len(found[0]["evaluated"]) == 3
+        assert found[0]["losses"][-1] < found[0]["losses"][0]
+        assert found[0]["sent"] == sorted(found[0]["sent"]) and found[0]["sent"][-1] > 0
+        assert bool(found[0]["ranks"]) == (name == "ab")
+
+
+def resumed(rank: int, names: list[str], folder: Path) -> dict[str, Any]:
+    """A run, and one that stops in the middle and is resumed; and what a checkpoint's model gives elsewhere."""
+    from transformers import GPT2LMHeadModel
+
+    found = {}
+    for name in names:
+        ends = []
+        for number in range(2):
+            out = folder / f"{name}{number}"
+            trainer = trainer_of(rank, 2, WAYS[name], out, save_strategy="steps", save_steps=7)
+            trainer.train(resume_from_checkpoint=str(folder / f"{name}0" / "checkpoint-7") if number else None)
+            ends.append(small.model_bits(trainer.model))
+        plain = GPT2LMHeadModel.from_pretrained(folder / f"{name}0" / "checkpoint-7")
+        trainer.save_model(str(folder / f"{name}-end-{rank}"))
+        if rank == 0:
+            again = GPT2LMHeadModel.from_pretrained(folder / f"{name}-end-0")
+            x = words(4)[0]["input_ids"][None]
+            torch.testing.assert_close(again.eval()(x).logits, trainer.model.eval()(x).logits, rtol=1e-4, atol=1e-4)
+        found[name] = *ends, sum(p.numel() for p in plain.parameters()), sum(p.numel() for p in gpt().parameters())
+    return found
+
+
+def check_resumed(names: list[str], folder: Path) -> None:
+    for found in gang.run(resumed, 2, names, folder):
+        for name, (whole, stopped, saved, full) in found.items():
+            assert whole == stopped, name
+            assert saved == full
+
+
+def test_a_run_is_resumed_in_the_middle_of_a_phase(tmp_path: Path) -> None:
+    check_resumed(["ab"], tmp_path)
+
+
+@pytest.mark.slow
+def test_runs_by_every_method_are_resumed(tmp_path: Path) -> None:
+    check_resumed(list(WAYS), tmp_path)
+
+
+def refused(rank: int, folder: Path) -> list[str]:
+    found = []
+    for settings in ({"fp16": True}, {"auto_find_batch_size": True}, {"save_only_model": True}):
+        with pytest.raises((ConfigError, ValueError)) as caught:
+            trainer_of(rank, 2, AllReduce(), folder, **settings)
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_would_go_around_the_replica_is_refused(tmp_path: Path) -> None:
+    half, batches, only = gang.run(refused, 2, tmp_path)[0]
+    assert half == "`fp16` is not for ThinwireTrainer: leave it out; use bf16=True"
+    assert batches == "`auto_find_batch_size` is not for ThinwireTrainer: leave it out"
+    assert only == "`save_only_model` is not for ThinwireTrainer: leave it out"
+
+
+def test_another_trainers_checkpoint_is_refused(tmp_path: Path) -> None:
+    from thinwire.integrations.transformers import ThinwireTrainer
+
+    with pytest.raises(ConfigError, match="it was not written by ThinwireTrainer; start from its model"):
+        ThinwireTrainer._saved(None, str(tmp_path))  # type: ignore[arg-type]
