@@ -1,6 +1,7 @@
 """Groups whose values are not finite, or came much too far: found before an average, stopped or left out."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,6 +176,34 @@ def test_a_clipped_change_is_as_long_as_the_median_of_the_others() -> None:
 
 def pair_and_one(rank: int, at: dict[int, str]) -> Any:
     return train(rank, LocalSGD(every=4, group_size=2, diverged="leave_out"), at, bad=(0, 1))
+
+
+def resumed(rank: int, folder: Path) -> list[Any]:
+    """The events before a save, and those after it was loaded."""
+    found = []
+    for number in range(2):
+        model = small.net(smooth=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        replica = thinwire.attach(model, optimizer, LocalSGD(every=2, diverged="leave_out"))
+        if number:
+            replica.load(folder)
+        else:
+            x, y = small.batch(rank, 0)
+            for _ in range(2):
+                F.cross_entropy(replica(x), y).backward()
+                if rank:
+                    poison(model, "nan")
+                optimizer.step()
+            replica.save(folder)
+        found.append(replica.describe()["events"])
+        replica.detach()
+    return found
+
+
+def test_events_are_known_after_a_resume(tmp_path: Path) -> None:
+    for before, after in gang.run(resumed, 2, tmp_path / "save"):
+        assert before == after
+        assert [(event["step"], event["group"]) for event in after] == [(2, 1)]
 
 
 def too_few_groups(rank: int) -> str:

@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import json
 import os
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -28,20 +29,24 @@ def main() -> None:
     given = arguments()
     torch.set_num_threads(1)
     torch.manual_seed(given.seed)
-    group, groups = int(os.environ["THINWIRE_GROUP"]), int(os.environ["THINWIRE_GROUPS"])
+    group, groups, rank, workers = (
+        int(os.environ[name]) for name in ("THINWIRE_GROUP", "THINWIRE_GROUPS", "RANK", "WORLD_SIZE")
+    )
     job = Job(recipe="digits", method=given.method, out=given.out, steps=given.steps, settings=tuple(given.set))
     recipe = job.trained
     source = recipe.source(None)
     model = recipe.model(source)
     optimizer = recipe.optimizer(model.parameters())
-    batcher = Batcher(recipe, source, torch.device("cpu"), seed=given.seed, rank=group, world_size=groups)
-    faults = None if given.plain else thinwire.Faults(min_groups=given.min_groups, timeout=given.timeout)
+    place = {"rank": group * workers + rank, "world_size": groups * workers}
+    batcher = Batcher(recipe, source, torch.device("cpu"), seed=given.seed, **place)
+    limits = {"min_groups": given.min_groups, "timeout": given.timeout, "skip_after": given.skip_after}
+    faults = None if given.plain else thinwire.Faults(**limits)
     if given.plain:
         init_plainly(group, groups)
     replica = thinwire.attach(model, optimizer, job.config, faults=faults)
     highest = [part["lr"] for part in optimizer.param_groups]
     log = (given.out / f"{group}-{os.getpid()}.jsonl").open("w", buffering=1)
-    sent = replica.traffic.slow_bytes
+    sent, stalls = replica.traffic.slow_bytes, random.Random(given.seed)
     while replica.step < given.steps:
         factor = recipe.rate.factor(replica.step, given.steps, 1.0)
         for part, rate in zip(optimizer.param_groups, highest, strict=True):
@@ -54,11 +59,13 @@ def main() -> None:
         log.write(json.dumps([replica.step, time.time(), replica.traffic.slow_bytes > sent]) + "\n")
         sent = replica.traffic.slow_bytes
         time.sleep(given.slow)
-    events = replica.events
+        if group == given.late_group and stalls.random() < given.stalls:
+            time.sleep(given.late)
+    events, waits = replica.events, replica.describe()["waits"]
     finished = replica.finish()
     found = {"group": group, "step": replica.step, "accuracy": accuracy(finished, batcher), "digest": digest(finished)}
     path = given.out / f"{group}-{os.getpid()}.json"
-    path.write_text(json.dumps(found | {"events": events}), encoding="utf-8")
+    path.write_text(json.dumps(found | {"events": events, "waits": waits}), encoding="utf-8")
 
 
 def arguments() -> argparse.Namespace:
@@ -68,6 +75,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--slow", type=float, default=0.0, help="seconds that each step takes longer")
+    parser.add_argument("--late-group", type=int, help="a group that is slower than the others")
+    parser.add_argument("--late", type=float, default=0.0, help="seconds that its steps take longer")
+    parser.add_argument("--stalls", type=float, default=1.0, help="the share of its steps that do")
+    parser.add_argument("--skip-after", type=float, help="seconds that others wait before it leaves out steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=12.0)
     parser.add_argument("--plain", action="store_true", help="without `faults=`: what it costs is the difference")

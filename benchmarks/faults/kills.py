@@ -3,8 +3,9 @@
     python benchmarks/faults/kills.py --methods localsgd,diloco,allreduce --kills 20 --pause 10 --out OUT
 
 Four groups train digits. Every `--pause` seconds (drawn from an exponential distribution) one that is training is
-killed with SIGKILL and started again; it joins. A row has the kills, the accuracy, whether all groups ended with the
-same model, the steps that groups had trained alone when they were killed, as a share of all, and the time of a step.
+killed with SIGKILL, or a worker of it if it has several, and started again; it joins. A row has the kills, the
+accuracy, whether all groups ended with the same model, the steps that groups had trained alone when they were killed,
+as a share of all, and the time of a step.
 """
 
 import argparse
@@ -23,6 +24,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=20, help="at most so many for each method")
     parser.add_argument("--pause", type=float, default=10.0, help="mean seconds between two of them; 0 kills nobody")
     parser.add_argument("--groups", type=int, default=4)
+    parser.add_argument("--workers", type=int, default=1, help="in each group; one of them is killed, the others end")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--slow", type=float, default=0.1, help="seconds that each step takes longer")
     parser.add_argument("--seed", type=int, default=0)
@@ -36,7 +38,8 @@ def one(method: str, given: argparse.Namespace) -> dict[str, Any]:
     folder = given.out / f"{method.replace(':', '-')}-seed{given.seed}"
     shutil.rmtree(folder, ignore_errors=True)
     words = ["--method", name, "--steps", str(given.steps), "--slow", str(given.slow), "--seed", str(given.seed)]
-    groups = Groups(given.groups, folder, [*words, *(word for field in fields for word in ("--set", field))])
+    words += [word for field in fields for word in ("--set", field)]
+    groups = Groups(given.groups, folder, words, workers=given.workers)
     rng, kills, start = random.Random(given.seed), 0, time.time()
     try:
         while given.pause and kills < given.kills:
@@ -46,7 +49,7 @@ def one(method: str, given: argparse.Namespace) -> dict[str, Any]:
                 break
             if len(training) == given.groups:  # at most one is away at a time
                 group = rng.choice(training)
-                groups.kill(group)
+                groups.kill(group, rng.randrange(given.workers))
                 groups.start(group)
                 kills += 1
         ended = groups.wait(600)
@@ -64,7 +67,7 @@ def one(method: str, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _has_joined(groups: Groups, group: int) -> bool:
-    return bool(groups.steps().get(f"{group}-{groups.processes[group].pid}"))
+    return all(groups.steps().get(f"{group}-{process.pid}") for process in groups.processes[group])
 
 
 def _is_near_the_end(groups: Groups, steps: int) -> bool:

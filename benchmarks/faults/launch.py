@@ -1,21 +1,31 @@
-"""Groups with a launcher each, and the store at which they meet; on this machine or on virtual hosts."""
+"""Groups with a launcher each, and the store at which they meet; on this machine or on virtual hosts.
+
+On this machine workers are forked from a process that has imported everything, so that one that was killed is back
+within a second.
+"""
 
 import argparse
 import contextlib
+import importlib
 import json
+import multiprocessing
 import os
-import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from thinwire.netbench.links import Host
 
 SCRIPT = Path(__file__).parent / "group.py"
 PORT = 29431
+"""On virtual hosts, where no other process listens."""
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SCRIPT.parent), os.environ.get("PYTHONPATH")]))
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["group"])
 
 
 def print_rows(one: Callable[[str, argparse.Namespace], dict[str, Any]], given: argparse.Namespace) -> None:
@@ -24,35 +34,93 @@ def print_rows(one: Callable[[str, argparse.Namespace], dict[str, Any]], given: 
         print(json.dumps(one(method, given)), flush=True)
 
 
-class Groups:
-    """So many groups of one worker, each in a process that may be killed and started again."""
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
-    def __init__(self, count: int, out: Path, words: Iterable[str], hosts: Sequence[Host] = ()) -> None:
+
+class Process(Protocol):
+    """What a process here and one on a virtual host have in common."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+    def kill(self) -> None: ...
+    def wait(self) -> int: ...
+
+
+class Forked:
+    """A worker that needs no time to import."""
+
+    def __init__(self, environment: dict[str, str], words: Sequence[str], log: Path) -> None:
+        self.process = _forks.Process(target=_train, args=(environment, words, log))
+        self.process.start()
+        self.pid = self.process.pid or 0
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def wait(self) -> int:
+        self.process.join()
+        return self.process.exitcode or 0
+
+
+def _train(environment: dict[str, str], words: Sequence[str], log: Path) -> None:
+    """In a new process: what group.py does."""
+    os.environ.update(environment)
+    with log.open("ab") as file:
+        for output in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), output.fileno())
+    sys.argv = [str(SCRIPT), *words]
+    importlib.import_module("group").main()
+
+
+class Groups:
+    """So many groups, each of which may be killed and started again."""
+
+    def __init__(
+        self, count: int, out: Path, words: Iterable[str], hosts: Sequence[Host] = (), *, workers: int = 1
+    ) -> None:
         """With `hosts` group i is on the i-th, and the store on the last."""
-        self.count, self.out, self.words, self.hosts = count, out, list(words), hosts
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.count, self.out, self.words, self.hosts, self.workers = count, out, list(words), hosts, workers
+        self.processes: dict[int, list[Process]] = {}
         out.mkdir(parents=True)
-        address = hosts[-1].address if hosts else "127.0.0.1"
-        self.environment = {**os.environ, "THINWIRE_STORE": f"{address}:{PORT}", "THINWIRE_GROUPS": str(count)}
-        self.environment |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        address, port = (hosts[-1].address, PORT) if hosts else ("127.0.0.1", _free_port())
+        self.environment = {**os.environ, "THINWIRE_STORE": f"{address}:{port}", "THINWIRE_GROUPS": str(count)}
+        self.environment |= {"WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers)}
         self.environment["GLOO_SOCKET_IFNAME"] = hosts[0].interface if hosts else "lo"
-        self.store = self._process(hosts[-1:], "store", ["-m", "thinwire.cli", "store", "--port", str(PORT)], {})
+        self.store = self._process(hosts[-1:], "store", ["-m", "thinwire.cli", "store", "--port", str(port)], {})
         for group in range(count):
             self.start(group)
 
     def start(self, group: int) -> None:
         """Start a group, or start it again."""
-        words = [str(SCRIPT), "--out", str(self.out), *self.words]
+        words = ["--out", str(self.out), *self.words]
         here = self.hosts[group : group + 1]
-        self.processes[group] = self._process(here, f"{group}", words, {"THINWIRE_GROUP": str(group)})
+        self.processes[group] = []
+        for rank in range(self.workers):
+            seat = {"THINWIRE_GROUP": str(group), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process: Process
+            if here:
+                process = self._process(here, f"{group}", [str(SCRIPT), *words], seat)
+            else:
+                process = Forked(self.environment | seat, words, self.out / f"{group}.log")
+            self.processes[group].append(process)
 
-    def kill(self, group: int) -> None:
-        self.processes[group].send_signal(signal.SIGKILL)
-        self.processes[group].wait()
+    def kill(self, group: int, worker: int = 0) -> None:
+        """Kill one of its workers; the others, as their launcher would, a little later."""
+        for process in sorted(self.processes[group], key=lambda process: process is not self.processes[group][worker]):
+            process.kill()
+            process.wait()
+            time.sleep(0.2)
 
     @property
     def running(self) -> list[int]:
-        return [group for group, process in self.processes.items() if process.poll() is None]
+        return [group for group, own in self.processes.items() if all(process.poll() is None for process in own)]
 
     def wait(self, timeout: float) -> bool:
         """Until all groups have ended; False if they have not within the time."""
@@ -62,7 +130,7 @@ class Groups:
         return not self.running
 
     def close(self) -> None:
-        for process in (*self.processes.values(), self.store):
+        for process in (*(process for own in self.processes.values() for process in own), self.store):
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             process.wait()

@@ -75,6 +75,8 @@ class Recovery:
         if self.membership.is_called and method.gradients.code is None:
             self._regroup(None, ready=False)  # others have lost a group and wait
         method.gradients.commit()  # the step is taken, whatever comes of its end
+        if self._trains_apart and self.membership.faults.skip_after is not None:
+            self._leave_out_if_late()
         if method.meets_next:
             self.together(self._count_and_end)
         else:
@@ -83,6 +85,23 @@ class Recovery:
             self._vote()
         if self._lets_in:  # here all are at the same place of their scripts, which is where whoever joins begins
             self._regroup(None, ready=False, admits=True)
+
+    @property
+    def _trains_apart(self) -> bool:
+        return self.method.gradients.code is None and len(self.method.topology.groups) > 1
+
+    def _leave_out_if_late(self) -> None:
+        """Go to the average that others wait at, without the steps before it; all of a group do."""
+        method, due = self.method, self.method.next_event
+        if due <= method.step + 1:
+            self.membership.arrive(method.step + 1)
+            return
+        late = torch.tensor([float(self.membership.holds_up(due))])
+        if lost := tried(lambda: method.wire.sum_in_group(late, "control")):
+            self._regroup(lost, ready=False)
+        elif late:
+            method.waits.skipped += due - 1 - method.step
+            method.step = due - 1
 
     def _count_and_end(self) -> None:
         """Steps that were skipped, or that others took before this group came, have left no trace in its counters."""

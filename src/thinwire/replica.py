@@ -24,6 +24,7 @@ from thinwire.guards import agree_on_buffers, attached, check_parameters, refuse
 from thinwire.methods.agreement import Agreement
 from thinwire.methods.base import Method
 from thinwire.methods.registry import name_of
+from thinwire.methods.waits import Waits
 from thinwire.notices import log_finished
 from thinwire.recovery import Recovery
 from thinwire.saves import Files, Save
@@ -355,6 +356,11 @@ class Replica(nn.Module):
         return getattr(self._method, "agreement", None)
 
     @property
+    def waits(self) -> Waits:
+        """How long groups have waited for one another at averages."""
+        return self._method.waits
+
+    @property
     def events(self) -> list[dict[str, Any]]:
         """What was decided during the run, such as to leave a group out, as plain values with their steps."""
         return self._method.events
@@ -379,6 +385,7 @@ class Replica(nn.Module):
             "nodes": [list(node) for node in self.topology.nodes],
             "events": self._method.events,
             "agreement": self.agreement.summary() if self.agreement is not None else None,
+            "waits": self.waits.summary(),
             "kept_full": [{"layer": kept.name, "why": kept.why} for kept in self._method.kept],
             "parameters_full": self._full,
             "trainable_full": self._trained,

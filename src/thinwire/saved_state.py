@@ -26,7 +26,7 @@ STATE = {
     "in_sync": FLAG,
     "groups": [[COUNT]],
     "optimizers": [TEXT],
-    "method": {"step": COUNT, "phase": TEXT},
+    "method": {"step": COUNT, "phase": TEXT, "events": [{str: ANY}]},
     "scaler": (None, {str: NUMBER}),
     "traffic": _LEDGER,
     "baseline?": (None, {str: NUMBER}),

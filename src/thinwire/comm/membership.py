@@ -11,6 +11,7 @@ Keys, of which only small JSON is the value:
     N/report/GROUP/WORKER            what a worker reports to generation N
     N/groups                         the groups of generation N, with their sizes
     N/wants                          a group asks to be in generation N
+    N/at                             the last step at which a group of generation N waits to average
     now                              the generation that is going on
     seen/V                           somebody has seen vote V and is gone, as all are at the end of a run
     over                             the run has ended
@@ -65,6 +66,8 @@ class Membership:
         """Those of this generation's process groups."""
         self.wanted = -1
         """The last generation that a group has asked to be in, as far as this worker has noticed."""
+        self.awaited: tuple[int, float] | None = None
+        """The last step at which another group waits to average, and since when this worker knows."""
         self._called = threading.Event()
         self._stop = threading.Event()
         self._beats: dict[tuple[int, int], tuple[bytes, float]] = {}
@@ -84,20 +87,42 @@ class Membership:
             store = self.store.clone() if hasattr(self.store, "clone") else self.store
         key, count = f"alive/{self.seat.group}/{self.seat.worker}", 0
         with contextlib.suppress(RuntimeError):  # a connection that has failed does not come back
-            while not self._stop.wait(_BEAT_S):
+            while not self._stop.wait(self._pause):
                 count += 1
                 store.set(key, str(count))
                 generation, connections = self.generation, self.connections
                 if generation >= 0 and store.check([f"{generation + 1}/wants"]):
                     self.wanted = generation + 1
+                if self.faults.skip_after is not None and store.check([f"{generation}/at"]):
+                    step = int(store.get(f"{generation}/at"))
+                    if self.awaited is None or self.awaited[0] != step:
+                        self.awaited = step, time.monotonic()
                 if store.check([f"{generation + 1}/called"]) and generation == self.generation:
                     self._called.set()
                     connections.hang_up()  # this worker may wait for one that has left
 
     @property
+    def _pause(self) -> float:
+        """Seconds between two looks at the store; short enough to notice in time that others wait."""
+        after = self.faults.skip_after
+        return _BEAT_S if after is None else min(_BEAT_S, max(_POLL_S, after / 4))
+
+    @property
     def is_called(self) -> bool:
         """Whether a worker has left this generation."""
         return self._called.is_set()
+
+    def arrive(self, step: int) -> None:
+        """This group waits at this step for others to average."""
+        if self.faults.skip_after is not None and self.seat.worker == 0:
+            with self._reaching_the_store():
+                self.store.set(f"{self.generation}/at", str(step))
+
+    def holds_up(self, step: int) -> bool:
+        """Whether another group has waited at this step for longer than it should."""
+        if self.faults.skip_after is None or self.awaited is None or self.awaited[0] != step:
+            return False
+        return time.monotonic() - self.awaited[1] >= self.faults.skip_after
 
     def close(self) -> None:
         """No more signs of life."""
@@ -151,6 +176,7 @@ class Membership:
         self.generation, self.groups = number, groups
         self._called.clear()
         self._beats.clear()
+        self.awaited = None
         self.store.set("now", str(number))
         found = {seat: self._read_report(number, seat)[1] for seat in _seats(groups)}
         self.joined = {group for group in groups if found[group, 0] == JOINS}

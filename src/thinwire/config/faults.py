@@ -16,8 +16,17 @@ class Faults:
     timeout: float = 60.0
     """Seconds after which a group that is waited for is given up. One that has died is noticed earlier."""
 
+    skip_after: float | None = None
+    """Seconds that others may wait for a slow group, where groups train apart; it then leaves out its steps up to the
+    average. None lets them wait."""
+
     def __post_init__(self) -> None:
         check_whole(self, "min_groups", 1)
+        if self.skip_after is not None and not (is_number(self.skip_after) and 0 <= self.skip_after < self.timeout):
+            raise ConfigError(
+                f"`skip_after`={self.skip_after!r} must be None or a number of seconds from 0 to below "
+                f"`timeout`={self.timeout:g}, after which a group is given up"
+            )
         if not (is_number(self.timeout) and self.timeout >= 1):
             raise ConfigError(f"`timeout`={self.timeout!r} must be a number of seconds from 1 on, such as 60")
 

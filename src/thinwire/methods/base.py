@@ -27,6 +27,7 @@ from thinwire.methods.agree import agreed_factors
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.counters import check_counters
 from thinwire.methods.gradients import GradientAveraging
+from thinwire.methods.waits import Waits
 
 
 class Method(ABC):
@@ -42,6 +43,7 @@ class Method(ABC):
         self.gradients = GradientAveraging(context)
         self.step = 0
         self.forwards = 0
+        self.waits = Waits()
         self.observed = torch.zeros(2, dtype=torch.float64)  # sum of losses, how many
         self.events: list[dict[str, Any]] = []
         """Decisions during the run, as plain values with their steps, for the summary."""
@@ -105,7 +107,12 @@ class Method(ABC):
         """
         gradients = self.gradients.state_dict()
         return {
-            "shared": {"step": self.step, "phase": self.phase, "gradients": gradients["shared"]},
+            "shared": {
+                "step": self.step,
+                "phase": self.phase,
+                "events": [dict(event) for event in self.events],
+                "gradients": gradients["shared"],
+            },
             "local": {
                 "forwards": self.forwards,
                 "observed": self.observed.tolist(),
@@ -123,6 +130,7 @@ class Method(ABC):
         """Continue from what all workers' `state_dict` gave; values are loaded when the model has its shape."""
         self.step = saved.shared["step"]
         self.set_phase(saved.shared["phase"])
+        self.events[:] = saved.shared["events"]
         local = saved.local or saved.everyone[0]
         self.forwards = local["forwards"]
         self.observed = torch.tensor(local["observed"], dtype=torch.float64)
@@ -142,6 +150,7 @@ class Method(ABC):
     def end_step(self) -> None:
         """All optimizers have stepped."""
         self.step += 1
+        self.waits.arrive()
         self.settle()
 
     def settle(self) -> None:
@@ -177,7 +186,8 @@ class Method(ABC):
 
     def check_counters(self) -> None:
         """Refuse workers at different steps; called before every change of phase, collective."""
-        check_counters(self.wire, self.step, self.forwards, self.context.has_scaler)
+        rows = check_counters(self.wire, self.step, self.forwards, self.context.has_scaler, self.waits.own)
+        self.waits.meet(rows, self.topology.groups, self.topology.rank)
 
     def agreed_factors(self, cutoff: float | None) -> list[tuple[Layer, tuple[Tensor, ...]]]:
         """Factors of every layer that they make smaller, the same on all workers; collective.

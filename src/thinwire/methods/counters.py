@@ -1,14 +1,19 @@
 """Whether all workers are at the same step; one that skipped a step without the others has run one batch more."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 from thinwire.comm.collectives import Pending, Wire
 from thinwire.errors import DisagreementError
 
 
-def check_counters(wire: Wire, step: int, batches: int, has_scaler: bool) -> None:
-    """Refuse workers that are at different steps; collective."""
-    compare_counters(gather_counters(wire, step, batches).wait().tolist(), step, has_scaler)
+def check_counters(
+    wire: Wire, step: int, batches: int, has_scaler: bool, more: Sequence[float] = ()
+) -> list[list[float]]:
+    """Refuse workers that are at different steps; collective. What `more` each of them says, by rank."""
+    rows = wire.all_gather_scalars([step, batches, *more], "control")
+    compare_counters([row[:2] for row in rows], step, has_scaler)
+    return [row[2:] for row in rows]
 
 
 def gather_counters(wire: Wire, step: int, batches: int) -> Pending:

@@ -306,7 +306,6 @@ class DASOMethod(Method):
             "pace": [self.every, self.overlap],
             "plateau": asdict(self.plateau),
             "epochs": self.epochs,
-            "events": self.events,
             "sent_at": self.sent_at,
             "second_moment": self.second_moment.state_dict(),
             "averaged": [part["shared"] for part in averaged],
@@ -334,7 +333,7 @@ class DASOMethod(Method):
         shared, local = saved.shared, saved.local
         self.every, self.overlap = shared["pace"]
         self.plateau = Plateau(**shared["plateau"])
-        self.epochs, self.events, self.sent_at = shared["epochs"], shared["events"], shared["sent_at"]
+        self.epochs, self.sent_at = shared["epochs"], shared["sent_at"]
         self.second_moment.load_state_dict(shared["second_moment"])
         self.second_moment.share = self.weight
         self._make_averaged(self.config.warmup_code if self.phase == "warmup" else self.config.wire)

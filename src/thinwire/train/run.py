@@ -86,7 +86,9 @@ class Run:
         if found is not None and found.averages != self.averages:
             self.averages = found.averages
             layers = {name: round(ratio, 4) for name, ratio in found.ratios.items()}
-            self.recorder.write("agreement", step=self.replica.step, ratio=found.ratio, layers=layers)
+            late = self.replica.waits.latest
+            more = {"late": {"group": late.group, "seconds": round(late.seconds, 4)}} if late is not None else {}
+            self.recorder.write("agreement", step=self.replica.step, ratio=found.ratio, layers=layers, **more)
 
     def note_events(self) -> None:
         """Record groups that were lost, joined, or counted less than others."""
@@ -225,6 +227,7 @@ def prepare(
         out=out,
         earlier_s=saved.get("wall_s", 0.0),
         decompositions=noted,
+        events=len(replica.events),
         counts=Counts.of(saved.get("counts", {})),
         best=saved.get("best"),
         recorder=Recorder(out / "records.jsonl", active=rank == 0, keep_until=saved.get("step", 0)),

@@ -80,6 +80,7 @@ def summarise(
         "kept_full": about["kept_full"],
         "events": about["events"],
         "agreement": about["agreement"],
+        "waits": about["waits"],
         "identity": identity,
         "versions": _versions(),
     }
