@@ -21,8 +21,10 @@ from every_method import chosen
 from launchers import TIMEOUT, Launchers, held, note
 from thinwire import AB, DASO, OIALR, AllReduce, ConfigError, DiLoCo, Faults, LocalSGD, Nesterov, OneBit, PowerSGD, TopK
 from thinwire.comm import process_groups
+from thinwire.comm.collectives import Wire
 from thinwire.comm.connections import given_up_after
 from thinwire.comm.membership import Membership
+from thinwire.comm.rendezvous import meeting
 
 STEPS = 40
 WAYS: dict[str, Any] = {
@@ -47,11 +49,15 @@ WAYS |= {
     "topk": TopK(density=0.05, warmup=4, ramp=8, momentum=None),
     "oialr": OIALR(total_steps=STEPS, factor_at=6, redecompose=6, cutoff=0.3, layer_fraction=0.5, wire="int8"),
 }
+SHORT = 12.0
+"""A timeout for what waits until the end of one."""
 OPTIMIZERS: dict[str, Any] = {"topk": functools.partial(SGD, momentum=0.9, weight_decay=1e-3)}
 """Those that are not AdamW."""
 
 
-def trained(group: int, worker: int, name: str, deaths: dict[int, tuple[str, int]], hold: int = -1) -> Any:
+def trained(
+    group: int, worker: int, name: str, deaths: dict[int, tuple[str, int]], hold: int = -1, timeout: float = TIMEOUT
+) -> Any:
     """Train until the end, or until this group's death: before a step, in its backward pass, or as it ends.
 
     A group that comes to step `hold` waits there for another one.
@@ -59,7 +65,7 @@ def trained(group: int, worker: int, name: str, deaths: dict[int, tuple[str, int
     torch.set_num_threads(1)
     model = small.net()
     optimizer = OPTIMIZERS.get(name, AdamW)(model.parameters(), 3e-3)
-    replica = thinwire.attach(model, optimizer, WAYS[name], faults=Faults(timeout=TIMEOUT))
+    replica = thinwire.attach(model, optimizer, WAYS[name], faults=Faults(timeout=timeout))
     note(replica, "training")
     where, when = deaths.get(group, ("", -1))
     seen: list[Any] = []
@@ -362,6 +368,34 @@ def joined(name: str, groups: int, dies: int, hold: int, others: Sequence[int] =
     assert found[-1].sent_at > last["step"]  # it is not finish() that has made them one
     assert found[0].seen == found[-1].seen[-len(found[0].seen) :] or not found[0].seen
     return found
+
+
+def joins_at_the_second_try(group: int, worker: int, fails: str, *args: Any) -> Any:
+    """As `trained`, but a group that joins loses the others once: as it connects, or as it is handed the model."""
+    store, *_ = meeting(Faults(timeout=SHORT))
+    if store.check(["0/groups"]):
+        where, name = (dist, "init_process_group") if fails == "opening" else (Wire, "broadcast_bytes")
+        real, calls = getattr(where, name), []
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            if len(calls) == 1:
+                raise RuntimeError("Connection closed by peer")
+            return real(*args, **kwargs)
+
+        setattr(where, name, once)
+    return trained(group, worker, *args, timeout=SHORT)
+
+
+@pytest.mark.parametrize("fails", ["opening", pytest.param("taking over", marks=pytest.mark.slow)])
+def test_a_group_that_cannot_join_at_once_asks_again(fails: str) -> None:
+    launchers = Launchers(joins_at_the_second_try, 3, 1, fails, "ab", {0: ("forward", 7)}, 10)
+    for group in (1, 2):
+        launchers.wait_for(f"held/{group}")
+    launchers.start(0)
+    found = one_model(launchers.collect())
+    assert len(found) == 3
+    assert found[-1].events[-1]["came"] == [0]
 
 
 @pytest.mark.parametrize(

@@ -102,15 +102,21 @@ def _met(config: Any, faults: Faults, device: torch.device, ledger: Ledger) -> t
             "a factor is under way, groups would go on with different ones; use overlap=0"
         )
     membership = Membership.from_environment(faults)
+    wires: list[Wire] = []
+
+    def open_wire() -> None:
+        with membership.opened_world():
+            if membership.joins:
+                wires.append(Wire(membership.topology, ledger))
+            else:
+                wires.append(Wire.open(None, repr(config), device, ledger, membership.layout))
+
     if membership.is_under_way:
         log.info("group %d joins a run that is under way", membership.seat.group)
-        membership.join()
+        membership.join_and(open_wire)
     else:
         membership.begin()
-    with membership.opened_world():
-        if membership.joins:
-            wire = Wire(membership.topology, ledger)
-        else:
-            wire = Wire.open(None, repr(config), device, ledger, membership.layout)
+        open_wire()
+    wire = wires[-1]
     wire.outlives_groups = True
     return wire, membership

@@ -42,7 +42,18 @@ class Recovery:
 
     def take_over(self) -> None:
         """In a group that joins, in place of the method's `attach`."""
-        self.votes = take_over(self.method, self.membership)
+
+        def take() -> None:
+            self.votes = take_over(self.method, self.membership)
+
+        def open_and_take() -> None:
+            self._open()
+            take()
+
+        if lost := tried(take):
+            log.warning("whoever handed over was lost (%s), so this group asks again", lost)
+            self.membership.leave_world()
+            self.membership.join_and(open_and_take)
 
     # In a step.
 

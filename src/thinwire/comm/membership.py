@@ -23,7 +23,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from thinwire.comm import process_groups
 from thinwire.comm.connections import Connections, given_up_after
+from thinwire.comm.losses import tried
 from thinwire.comm.rendezvous import Seat, meeting
 from thinwire.comm.topology import Topology
 from thinwire.config.faults import Faults
@@ -40,6 +41,7 @@ log = logging.getLogger("thinwire")
 
 _BEAT_S = 0.5
 _POLL_S = 0.05
+_ATTEMPTS = 5
 
 JOINS = {"joins": True}
 """What a worker reports that has nothing yet."""
@@ -71,7 +73,10 @@ class Membership:
         self._called = threading.Event()
         self._stop = threading.Event()
         self._beats: dict[tuple[int, int], tuple[bytes, float]] = {}
-        self._heart = threading.Thread(target=self._beat, daemon=True)
+        # Cloned here: a connection opened while process groups are made counts as theirs, and is hung up with them.
+        with given_up_after(faults.timeout):
+            of_the_heart = store.clone() if hasattr(store, "clone") else store
+        self._heart = threading.Thread(target=self._beat, args=(of_the_heart,), daemon=True)
         self._heart.start()
 
     @classmethod
@@ -81,10 +86,8 @@ class Membership:
 
     # Signs of life.
 
-    def _beat(self) -> None:
+    def _beat(self, store: Any) -> None:
         """Raise the counter, and note when others have called for the next generation."""
-        with given_up_after(self.faults.timeout):
-            store = self.store.clone() if hasattr(self.store, "clone") else self.store
         key, count = f"alive/{self.seat.group}/{self.seat.worker}", 0
         with contextlib.suppress(RuntimeError):  # a connection that has failed does not come back
             while not self._stop.wait(self._pause):
@@ -142,6 +145,19 @@ class Membership:
     def renew(self, report: Any) -> Reports:
         """The next generation, of those who are left and those who want in; what each of them reported."""
         return self._renew(report, self.groups)
+
+    def join_and(self, work: Callable[[], None]) -> None:
+        """Join, then do this with the others; again from the start where one of them is lost meanwhile."""
+        lost = None
+        for _ in range(_ATTEMPTS):
+            self.join()
+            if (lost := tried(work)) is None:
+                return
+            self.leave_world()
+        raise LostError(
+            f"group {self.seat.group} was let in {_ATTEMPTS} times and lost the others each time ({lost}); see whether "
+            "its machine reaches theirs, and give a longer `timeout` if all of them are busy"
+        )
 
     def join(self) -> Reports:
         """Ask to be let in, again after each generation that has come about without this group."""
@@ -294,16 +310,19 @@ class Membership:
         """Abandon all process groups; whoever waits for this worker learns of it at once."""
         self.connections.hang_up()
         process_groups.leave()
+        process_groups.name_from_zero()
 
     @contextlib.contextmanager
     def opened_world(self) -> Iterator[None]:
         """Open process groups for this generation, more of them inside; those of the last one were abandoned.
 
-        All workers were here a moment ago, so nobody waits long for one that does not connect. Later ones may be slow.
+        All workers were here a moment ago, so nobody waits long for one that does not connect: those that are left
+        try again without it. Only at the start of a run they cannot. What they do later may be slow.
         """
         seats = _seats(self.groups)
         rank = seats.index((self.seat.group, self.seat.worker))
-        deadline = self.faults.opening if process_groups.TIMEOUTS_CHANGE else self.faults.timeout
+        hurries = self.generation > 0 and process_groups.TIMEOUTS_CHANGE
+        deadline = self.faults.opening if hurries else self.faults.timeout
         with self.connections.noted():
             dist.init_process_group(
                 "gloo",
