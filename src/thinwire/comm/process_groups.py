@@ -39,7 +39,7 @@ def leave() -> None:
 def name_from_zero() -> None:
     """Let the next world's process groups have the names that they have on workers that start now.
 
-    torch names them by their number, counts those that could not be opened too, and forgets the count when a world ends.
+    torch names them by their number, counts those that could not be opened too, and forgets the count with a world.
     """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.destroy_process_group()
