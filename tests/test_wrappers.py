@@ -78,7 +78,7 @@ def test_a_replica_inside_what_averages_by_itself_is_refused_at_its_first_pass()
         assert "give attach() the bare model" in found["ddp inside"]
         assert found["ddp of another"] == (6, 10)
         assert "the replica is inside FSDPModule" in found["sharded around"]
-        assert "the model is inside FSDPModule" in found["sharded inside"]
+        assert "the model is sharded over all 2 workers" in found["sharded inside"]
         assert "the model has changed since attach()" in found["flat around"]
 
 

@@ -12,6 +12,7 @@ from thinwire.comm.collectives import Wire
 from thinwire.comm.counters import watched
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.membership import Membership
+from thinwire.comm.sharded import ShardedWire, group_size_of
 from thinwire.comm.times import Clock
 from thinwire.comm.topology import join
 from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, OneBit, PaperAB, PowerSGD, TopK
@@ -30,6 +31,7 @@ from thinwire.preflight import (
 )
 from thinwire.recovery import Recovery
 from thinwire.replica import Replica
+from thinwire.shards import ShardedModel, is_sharded, refuse_on_shards
 
 log = logging.getLogger("thinwire")
 
@@ -64,23 +66,44 @@ def attach(
     ledger, membership = Ledger(Clock(device), watched()), None
     if faults is None:
         join()
-        wire = Wire.open(config.group_size, repr(config), device, ledger)
+        if is_sharded(model):
+            refuse_on_shards(config, optimizers, scaler=scaler, compile=compile, ddp=ddp)
+            wire = ShardedWire.open(_size_of_groups(model, config), repr(config), device, ledger)
+        else:
+            wire = Wire.open(config.group_size, repr(config), device, ledger)
     else:
+        if is_sharded(model):
+            raise ConfigError("faults=… is not for sharded models: leave it out, and resume from a checkpoint")
         if scaler is not None:
             raise ConfigError(
                 "a GradScaler with faults=… is not supported: groups agree on its scale where none of them can be "
                 "lost; train in bf16, which needs no scaler"
             )
         wire, membership = _met(config, faults, device, ledger)
+    seen = ShardedModel(model) if isinstance(wire, ShardedWire) else model
+    if isinstance(seen, ShardedModel) and isinstance(wire, ShardedWire):
+        wire.share = seen.share
     if membership is None or not membership.joins:
         check_same_architecture(model, optimizers, wire)
-        broadcast_initial_values(model, wire)
-    context = MethodContext(model, optimizers, wire, ddp=dict(ddp or {}), has_scaler=scaler is not None)
+        broadcast_initial_values(seen, wire)
+    context = MethodContext(seen, optimizers, wire, ddp=dict(ddp or {}), has_scaler=scaler is not None)
+    if isinstance(seen, ShardedModel):
+        context.on_release.append(seen.fresh.remove)
     method = make(config, context)
     recovery = Recovery(method, membership) if membership is not None else None
     replica = Replica(method, scaler=scaler, compile=compile, recovery=recovery)
     log_attached(replica._method, replica._trained)
     return replica
+
+
+def _size_of_groups(model: nn.Module, config: Any) -> int:
+    size = group_size_of(model)
+    if config.group_size not in (None, size):
+        raise ConfigError(
+            f"`group_size`={config.group_size}, and the model is sharded over {size} workers, which are a group: leave "
+            "`group_size` out"
+        )
+    return size
 
 
 def _met(config: Any, faults: Faults, device: torch.device, ledger: Ledger) -> tuple[Wire, Membership]:

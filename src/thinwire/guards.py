@@ -13,6 +13,7 @@ from thinwire.comm.wrappers import wrapper_around, wrapper_inside
 from thinwire.errors import ConfigError, DisagreementError, DivergedError, ThinwireError
 from thinwire.methods.base import Method
 from thinwire.methods.merging import average_buffers
+from thinwire.shards import whole_of
 
 attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Replicas whose hooks are on an optimizer now."""
@@ -44,7 +45,7 @@ def refuse_wrappers(replica: nn.Module, method: Method, *, first: bool) -> None:
     """Refuse wrappers that average parameters themselves; slow checks run before the first step only."""
     kind = wrapper_around(method.optimizers.parameters)
     if first and kind is None:
-        kind = wrapper_inside(replica)
+        kind = wrapper_inside(replica) if not method.wire.is_sharded else None
         if kind is None:
             refuse_replaced(method)
     if kind:
@@ -58,7 +59,7 @@ def refuse_wrappers(replica: nn.Module, method: Method, *, first: bool) -> None:
 def refuse_replaced(method: Method) -> None:
     """Refuse a model whose parameters were replaced after attach()."""
     held = {id(p) for p in method.optimizers.parameters}
-    named = [(name, p) for name, p in method.model.named_parameters() if p.requires_grad]
+    named = [(name, whole_of(p)) for name, p in method.model.named_parameters() if p.requires_grad]
     new = next((name for name, p in named if id(p) not in held), None)
     if new is not None or not named:
         what = f"parameter {new!r} is new" if new else "it has no parameters left"

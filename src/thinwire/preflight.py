@@ -15,6 +15,7 @@ from thinwire.comm.wrappers import wrapper_inside
 from thinwire.errors import ConfigError, DisagreementError
 from thinwire.factor.layers import factored_names
 from thinwire.factor.optimizers import Optimizers
+from thinwire.shards import is_sharded
 
 log = logging.getLogger("thinwire")
 
@@ -40,7 +41,7 @@ def check_model(model: nn.Module) -> None:
             "the model has factored layers from an earlier attach: finish() that replica, "
             "or build a new model and load() a save into it"
         )
-    if kind := wrapper_inside(model):
+    if not is_sharded(model) and (kind := wrapper_inside(model)):
         raise ConfigError(
             f"the model is inside {kind}, which averages or shards its parameters itself; give attach() the bare "
             "model instead"

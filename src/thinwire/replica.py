@@ -17,7 +17,7 @@ from thinwire.comm.ledger import Ledger
 from thinwire.comm.replicate import step_of_allreduce, step_of_ideal
 from thinwire.comm.topology import Topology
 from thinwire.compiling import Recompilations, compile_in_place
-from thinwire.errors import SaveError, ThinwireError
+from thinwire.errors import ConfigError, SaveError, ThinwireError
 from thinwire.factor.export import to_plain
 from thinwire.factor.layers import mark_as_read, weight_was_read
 from thinwire.guards import agree_on_buffers, attached, check_parameters, refuse_wrappers, sign_as
@@ -30,6 +30,7 @@ from thinwire.recovery import Recovery
 from thinwire.saves import Files, Save
 from thinwire.scaling import SharedScale
 from thinwire.settings import describe as describe_config
+from thinwire.shards import whole_of
 from thinwire.stepping import Stepping
 from thinwire.uneven import Joining, refuse_joining
 
@@ -48,7 +49,7 @@ class Replica(nn.Module):
         recovery: Recovery | None = None,
     ) -> None:
         super().__init__()
-        self.module = method.model
+        self.module = whole_of(method.model)
         self._method = method
         self._scaler = scaler
         self._release: list[Callable[[], None]] = []
@@ -68,8 +69,8 @@ class Replica(nn.Module):
         """The rank of each weight that `finish` left as factors, by its key in the dense model's state dict."""
         self.read_layers: list[str] = []
         """Layers whose `.weight` other code reads, as known when the replica was finished."""
-        self._full = _count(method.model)
-        self._trained = sum(p.numel() for p in method.model.parameters() if p.requires_grad)
+        self._full = _count(self.module)
+        self._trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         # Here and not by a decorator: that would load Dynamo, seconds, with the package.
         self.forward = torch.compiler.disable(self.forward, recursive=False)  # type: ignore[method-assign]
         sign_as(self.forward, method.model)
@@ -184,6 +185,8 @@ class Replica(nn.Module):
             raise ThinwireError("finish() has run already: the replica is the finished model, replica.module")
         if cutoff is not None:
             check_cutoff(cutoff, zero_allowed=True)
+            if self.wire.is_sharded:
+                raise ConfigError(f"`cutoff`={cutoff} needs whole weights, and the model is sharded: leave it out")
         if not self.in_sync:
             self._refuse_other_flags()
         self._together(lambda: self._finish(cutoff), last=True)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from thinwire.comm.sharded import like_whole
 from thinwire.errors import ConfigError
 from thinwire.factor.moments import LINEAR, QUADRATIC
 from thinwire.factor.optimizers import Optimizers
@@ -42,6 +43,7 @@ from thinwire.saves import Files, newest
 from thinwire.schema import like as like_now
 from thinwire.schema import wrong
 from thinwire.settings import describe
+from thinwire.shards import local, whole_of
 from thinwire.store import apart, copied, like, read_tensors, together
 
 FORMAT = 6
@@ -65,8 +67,9 @@ def capture(method: Method, scaler: Any, baseline: dict[str, int], averages: Seq
         if topology.rank == (0 if same else topology.group[0]):
             ending = "" if same else f"-rank{topology.rank}"
             files[f"average{number}{ending}.safetensors"] = copied(average)
-    if topology.rank == (0 if method.in_sync else topology.group[0]):
-        suffix = "" if method.in_sync else f"-rank{topology.rank}"
+    is_whole = _is_whole(method)
+    if topology.rank == (0 if is_whole else topology.group[0]):
+        suffix = "" if is_whole else f"-rank{topology.rank}"
         files[f"model{suffix}.safetensors"] = copied(model)
         files[f"method{suffix}.safetensors"] = copied(tensors)
         with method.context.users_optimizers():
@@ -127,7 +130,7 @@ def _common(method: Method, shared: Any, scaler: Any, traffic: dict[str, Any]) -
         "method_name": name_of(method.config),
         "config": describe(method.config),
         "world_size": method.topology.world_size,
-        "in_sync": method.in_sync,
+        "in_sync": _is_whole(method),
         "groups": _groups(method),
         "optimizers": _kinds(method),
         "method": shared,
@@ -163,7 +166,15 @@ def _predecessor(method: Method, groups: Sequence[Sequence[int]]) -> int:
     Groups that are more than before share one. Of those that nobody goes on from, the steps since the last average
     are lost, as if they had died.
     """
-    left = len(groups) - len(method.topology.groups)
+    topology = method.topology
+    if method.wire.is_sharded:
+        if groups != _groups(method):
+            raise ConfigError(
+                f"the save is of shards in groups {groups}, here are {_groups(method)}: resume a sharded model with as "
+                "many workers and groups"
+            )
+        return topology.rank
+    left = len(groups) - len(topology.groups)
     if left > 0 and method.topology.rank == 0:
         warnings.warn(
             f"the save is of {len(groups)} groups that train apart, here are {len(method.topology.groups)}: what the "
@@ -243,7 +254,12 @@ def _on_device(method: Method, file: Path) -> dict[str, Tensor]:
 
 
 def _groups(method: Method) -> list[list[int]]:
-    return [list(group) for group in method.topology.groups]
+    return [sorted(group) for group in method.topology.groups]
+
+
+def _is_whole(method: Method) -> bool:
+    """Whether one worker holds all that the others do."""
+    return method.in_sync and not method.wire.is_sharded
 
 
 def _kinds(method: Method) -> list[str]:
@@ -280,7 +296,7 @@ def _all_keys(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]
 
 def _held(method: Method) -> list[list[nn.Parameter]]:
     """This model's parameters, by the optimizer that holds them, which may train other models too."""
-    own = {id(p) for p in method.model.parameters()}
+    own = {id(whole_of(p)) for p in method.model.parameters()}
     return [[p for p in Optimizers(o).parameters if id(p) in own] for o in method.optimizers]
 
 
@@ -292,7 +308,9 @@ def _optimizers(suffix: str, method: Method) -> Files:
     for number, (optimizer, held) in enumerate(zip(optimizers, _held(method), strict=True)):
         for i, p in enumerate(held):
             for name, value in optimizer.state.get(p, {}).items():
-                (tensors if isinstance(value, Tensor) else plain)[f"{number}.{i}.{name}"] = value
+                (tensors if isinstance(value, Tensor) else plain)[f"{number}.{i}.{name}"] = (
+                    local(value) if isinstance(value, Tensor) else value
+                )
     groups = [{k: _json(v) for k, v in group.items() if k != "params"} for _, group in optimizers.groups]
     return {
         f"optimizer{suffix}.safetensors": copied(tensors),
@@ -327,15 +345,16 @@ def _read_optimizers(folder: Path, suffix: str, method: Method) -> None:
 
 def _put_state(optimizer: Optimizer, p: nn.Parameter, name: str, value: Any, file: Path) -> None:
     check_state(file, name, value)
-    if isinstance(value, Tensor) and value.dim() and name in LINEAR | QUADRATIC and value.shape != p.shape:
+    if isinstance(value, Tensor) and value.dim() and name in LINEAR | QUADRATIC and value.shape != local(p).shape:
         raise ConfigError(
-            f"{file} holds {name!r} of shape {list(value.shape)} for a parameter of shape {list(p.shape)}; build model "
-            "and optimizers as they were when it was saved"
+            f"{file} holds {name!r} of shape {list(value.shape)} for a parameter of shape "
+            f"{list(local(p).shape)}; build model and optimizers as they were when it was saved"
         )
     # Steps are on the CPU unless the optimizer's settings ask for them on the parameter's device.
     on_device = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
     moves = isinstance(value, Tensor) and (value.dim() > 0 or on_device)
-    optimizer.state[p][name] = value.to(p.device) if moves else value
+    kept = value.to(p.device) if moves else value
+    optimizer.state[p][name] = like_whole(kept, p) if isinstance(kept, Tensor) and kept.dim() else kept
 
 
 def _json(value: Any) -> Any:

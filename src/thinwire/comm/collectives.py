@@ -50,6 +50,8 @@ class Wire:
 
     is_simulated = False
     """Whether it only counts, for workers that do not exist."""
+    is_sharded = False
+    """Whether workers of a group hold different parts of a model."""
     outlives_groups = False
     """Whether workers go on when a group is lost; a step must then be whole before anybody takes it."""
 
@@ -253,7 +255,7 @@ class Wire:
         """Which of these lists of tensors do not hold the same bits on all workers."""
         if self.topology.world_size == 1:
             return []
-        mine = torch.tensor([checksum(tensors) for tensors in contents], dtype=torch.int64)
+        mine = self._checksums(contents)
         extremes = self._reduce(torch.cat([mine, -mine]), dist.ReduceOp.MAX, purpose)
         high, low = extremes.chunk(2)
         return [i for i, same in enumerate((high == -low).tolist()) if not same]
@@ -262,6 +264,13 @@ class Wire:
         """A number that changes with any bit of these tensors, in two halves that doubles hold exactly."""
         total = checksum(tensors)
         return total >> 31, total & 0x7FFFFFFF
+
+    def _checksums(self, contents: Sequence[Sequence[Tensor]]) -> Tensor:
+        return torch.tensor([checksum(tensors) for tensors in contents], dtype=torch.int64)
+
+    def all_of_group(self, sound: bool) -> bool:
+        """Whether all members of the group say so, where they may see different values."""
+        return sound
 
     def agree(self, tensors: Sequence[Tensor], purpose: str) -> bool:
         """Whether all workers hold the same bits."""

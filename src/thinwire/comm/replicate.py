@@ -94,7 +94,7 @@ class Replicated:
         if self.after_backward is not None:
             trained = [p for p in self.model.parameters() if p.requires_grad]
             self._watches += [p.register_post_accumulate_grad_hook(self._see_gradient) for p in trained]
-        if len(members) == 1:
+        if len(members) == 1 or self.wire.is_sharded:  # FSDP averages inside the group
             return
         self._ddp = DistributedDataParallel(
             self.model, process_group=group, init_sync=False, **_NO_BUFFERS, **self.options

@@ -140,7 +140,8 @@ class AveragedTensors:
         self.aggregator.choose_senders(senders)
         if last:
             self.aggregator.refine()
-        self.aggregator.begin(self._parts, healthy=self._is_flat or all_finite([flat]), steps=overlap)
+        healthy = self._is_flat or self.wire.all_of_group(all_finite([flat]))
+        self.aggregator.begin(self._parts, healthy=healthy, steps=overlap)
 
     def _weigh(self, flat: Tensor, weights: Sequence[float]) -> None:
         if not isinstance(self.aggregator, Exact):  # it weighs by the number of workers
@@ -169,7 +170,7 @@ class AveragedTensors:
             if self.notes is not None:
                 self.notes.receive()
             sound = self.aggregator.end(self._parts) and all_finite([self.scratch])
-            if not sound:
+            if not self.wire.all_of_group(sound):
                 self.pending = None
                 return False
             self.aggregator.commit()

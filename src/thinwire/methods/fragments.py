@@ -3,6 +3,7 @@
 from torch import nn
 
 from thinwire.errors import ConfigError
+from thinwire.shards import whole_of
 
 
 def fragments_of(model: nn.Module, count: int) -> list[list[nn.Parameter]]:
@@ -25,11 +26,16 @@ def fragments_of(model: nn.Module, count: int) -> list[list[nn.Parameter]]:
         )
     sizes = [0] * count
     home: dict[int, int] = {}
-    for layer in sorted(layers.values(), key=lambda layer: -sum(p.numel() for p in layer)):
+    for layer in sorted(layers.values(), key=lambda layer: -_size(layer)):
         least = sizes.index(min(sizes))
-        sizes[least] += sum(p.numel() for p in layer)
+        sizes[least] += _size(layer)
         home.update({id(p): least for p in layer})
     return [[p for _, p in trained if home[id(p)] == i] for i in range(count)]
+
+
+def _size(layer: list[nn.Parameter]) -> int:
+    """Of whole weights: members of a group that shards them must cut alike."""
+    return sum(whole_of(p).numel() for p in layer)
 
 
 def _block(name: str) -> str:

@@ -113,8 +113,8 @@ class GradientAveraging:
     def _is_coded(self) -> bool:
         if self.code is None or len(self.topology.groups) == 1:
             return False
-        # DDP's exchange would raise in the user's backward pass, and could not be taken back.
-        return self.wire.outlives_groups or not parse_code(self.code).is_exact
+        # DDP's exchange would raise in the user's backward pass, and could not be taken back; and it knows no shards.
+        return self.wire.outlives_groups or self.wire.is_sharded or not parse_code(self.code).is_exact
 
     def _wrap(self) -> None:
         replicated, coded = self.replicated, self._is_coded
@@ -154,7 +154,8 @@ class GradientAveraging:
         on_cpu = self._trained[0].device.type == "cpu" and not self.wire.is_simulated
         # All workers must decide alike, so a group of one beside larger ones does not.
         alone = all(len(group) == 1 for group in self.topology.groups)
-        return on_cpu and alone and self.prepare is None and not self.wire.outlives_groups
+        in_one_piece = not (self.wire.outlives_groups or self.wire.is_sharded)
+        return on_cpu and alone and self.prepare is None and in_one_piece
 
     # A step.
 
@@ -224,7 +225,7 @@ class GradientAveraging:
         with torch.no_grad(), torch.autocast("cpu" if device == "meta" else device, enabled=False):
             gradients = self._gradients(place)
             bad = self._first_bad(gradients)
-            healthy = self.buckets[number].run(gradients, healthy=bad is None, again=again)
+            healthy = self.buckets[number].run(gradients, healthy=self.wire.all_of_group(bad is None), again=again)
         self._outcomes[number] = None if bad is None else place[bad], healthy
 
     def _gradients(self, place: Iterable[int]) -> list[Tensor]:
