@@ -90,10 +90,10 @@ def note(replica: Any, what: str) -> None:
 
 
 def held(replica: Any) -> None:
-    """In a worker: say that its group waits here, and go on when another one asks to be let in."""
+    """In a worker: say that its group waits here, and go on when all groups are in or another one wants in."""
     note(replica, "held")
     membership = replica._recovery.membership
-    while membership.wanted <= membership.generation:
+    while membership.wanted <= membership.generation and len(membership.groups) < membership._expected:
         time.sleep(0.05)
 
 

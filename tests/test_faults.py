@@ -56,11 +56,16 @@ OPTIMIZERS: dict[str, Any] = {"topk": functools.partial(SGD, momentum=0.9, weigh
 
 
 def trained(
-    group: int, worker: int, name: str, deaths: dict[int, tuple[str, int]], hold: int = -1, timeout: float = TIMEOUT
+    group: int,
+    worker: int,
+    name: str,
+    deaths: dict[int, tuple[str, int]],
+    holds: Sequence[int] = (),
+    timeout: float = TIMEOUT,
 ) -> Any:
     """Train until the end, or until this group's death: before a step, in its backward pass, or as it ends.
 
-    A group that comes to step `hold` waits there for another one.
+    A group that comes to one of the steps `holds` waits there until all groups are in or another one wants in.
     """
     torch.set_num_threads(1)
     model = small.net()
@@ -73,7 +78,7 @@ def trained(
     while replica.step < STEPS:
         if replica.step == when and worker == 0:
             _die(where, replica)
-        if replica.step == hold:
+        if replica.step in holds:
             held(replica)
         if replica.step % 16 == 9:
             with replica.merged():
@@ -356,7 +361,7 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def joined(name: str, groups: int, dies: int, hold: int, others: Sequence[int] = ()) -> list[Trained]:
     """Group 0 is killed before a step, as `others` are, and started again once those left have come to another one."""
-    launchers = Launchers(trained, groups, 1, name, dict.fromkeys([0, *others], ("forward", dies)), hold)
+    launchers = Launchers(trained, groups, 1, name, dict.fromkeys([0, *others], ("forward", dies)), [hold])
     for group in range(1, groups):
         if group not in others:
             launchers.wait_for(f"held/{group}")
@@ -389,7 +394,7 @@ def joins_at_the_second_try(group: int, worker: int, fails: str, *args: Any) -> 
 
 @pytest.mark.parametrize("fails", ["opening", pytest.param("taking over", marks=pytest.mark.slow)])
 def test_a_group_that_cannot_join_at_once_asks_again(fails: str) -> None:
-    launchers = Launchers(joins_at_the_second_try, 3, 1, fails, "ab", {0: ("forward", 7)}, 10)
+    launchers = Launchers(joins_at_the_second_try, 3, 1, fails, "ab", {0: ("forward", 7)}, [10, 22])
     for group in (1, 2):
         launchers.wait_for(f"held/{group}")
     launchers.start(0)

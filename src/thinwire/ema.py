@@ -39,6 +39,8 @@ class EMA(AveragedModel):
             raise ConfigError(f"EMA takes a replica, not {type(replica).__name__}; make it after attach()")
         if not (is_number(decay) and 0 <= decay < 1):
             raise ConfigError(f"`decay`={decay!r} must be from 0 to below 1; try 0.999")
+        if replica.wire.is_sharded:
+            raise ConfigError("EMA is not for sharded models: keep an average of each shard, as FSDP's examples do")
         super().__init__(_full_copy(replica.module), device, None, get_ema_multi_avg_fn(decay), use_buffers)
         self.module.requires_grad_(False)
         self._replica = [replica]  # in a list, so that it is not registered as a submodule

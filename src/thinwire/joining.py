@@ -16,7 +16,7 @@ from thinwire.store import apart, together
 
 def hand_over(method: Method, membership: Membership, votes: int) -> None:
     """Give groups that join what this run has come to; collective."""
-    ranks = _donor_and_new(membership)
+    ranks = membership.donor_and_new
     packed = None
     if method.topology.rank == ranks[0]:
         whole = {"settings": repr(method.config), "votes": votes, "method": method.state_dict()}
@@ -29,7 +29,7 @@ def take_over(method: Method, membership: Membership) -> int:
 
     Returns the votes that there were.
     """
-    packed = method.wire.broadcast_bytes(None, _donor_and_new(membership), "join")
+    packed = method.wire.broadcast_bytes(None, membership.donor_and_new, "join")
     assert packed is not None, "this worker is not among those that take"
     whole = unpack(packed)
     if whole["settings"] != repr(method.config):
@@ -42,13 +42,6 @@ def take_over(method: Method, membership: Membership) -> int:
     method.load_state_dict(Saved(shared, [local], None, lambda: load_values(method, whole), stays=True))
     method.forwards = method.step
     return whole["votes"]
-
-
-def _donor_and_new(membership: Membership) -> tuple[int, ...]:
-    """The rank that gives, and those that take."""
-    layout, new = dict(zip(sorted(membership.groups), membership.layout, strict=True)), membership.joined
-    donor = next(ranks[0] for group, ranks in layout.items() if group not in new)
-    return (donor, *(rank for group in sorted(new) for rank in layout[group]))
 
 
 def values_of(method: Method) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from thinwire.comm import process_groups
 from thinwire.comm.connections import Connections, given_up_after
 from thinwire.comm.losses import tried
 from thinwire.comm.rendezvous import Seat, meeting
+from thinwire.comm.sent import Ranks
 from thinwire.comm.topology import Topology
 from thinwire.config.faults import Faults
 from thinwire.errors import ThinwireError
@@ -332,12 +333,21 @@ class Membership:
                 timeout=timedelta(seconds=deadline),
             )
             yield
+            if self.joined:
+                process_groups.process_group(self.donor_and_new)  # here, where nobody waits long for one that dies
             process_groups.set_timeout(self.faults.timeout)
 
     @property
     def joins(self) -> bool:
         """Whether this group has just come to a run that was under way."""
         return self.seat.group in self.joined
+
+    @property
+    def donor_and_new(self) -> Ranks:
+        """Where groups join: the rank that gives, and those that take."""
+        layout = dict(zip(sorted(self.groups), self.layout, strict=True))
+        donor = next(ranks[0] for group, ranks in layout.items() if group not in self.joined)
+        return (donor, *(rank for group in sorted(self.joined) for rank in layout[group]))
 
     @property
     def topology(self) -> Topology:
