@@ -44,7 +44,7 @@ def gpt() -> Any:
     return GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=2, n_head=2, **without))
 
 
-def trainer_of(rank: int, workers: int, config: Any, folder: Path, **more: Any) -> Any:
+def trainer_of(rank: int, workers: int, config: Any, folder: Path, model: Any = None, **more: Any) -> Any:
     """As under torchrun."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(workers), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(workers))
     from transformers import TrainingArguments
@@ -64,7 +64,7 @@ def trainer_of(rank: int, workers: int, config: Any, folder: Path, **more: Any) 
         "disable_tqdm": True,
     }
     arguments = TrainingArguments(str(folder), **(settings | more))
-    return ThinwireTrainer(gpt(), arguments, train_dataset=words(), eval_dataset=words(32), thinwire=config)
+    return ThinwireTrainer(model or gpt(), arguments, train_dataset=words(), eval_dataset=words(32), thinwire=config)
 
 
 def by_hand(rank: int, workers: int, config: Any, folder: Path) -> str:
@@ -168,6 +168,62 @@ def test_a_run_is_resumed_in_the_middle_of_a_phase(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_runs_by_every_method_are_resumed(tmp_path: Path) -> None:
     check_resumed(list(WAYS), tmp_path)
+
+
+def with_the_best(rank: int, folder: Path) -> tuple[str, str]:
+    """Evaluated and saved every 4 steps, with a rate that ruins the model at the end."""
+    settings: dict[str, Any] = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4}
+    settings |= {"save_strategy": "steps", "save_steps": 4, "lr_scheduler_type": "constant", "learning_rate": 0.3}
+    trainer = trainer_of(rank, 2, DiLoCo(every=4, group_size=1), folder, **settings)
+    trainer.train()
+    best = min(row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(best, rel=1e-5)
+    trainer = trainer_of(rank, 2, WAYS["ab"], folder / "ab", **settings)
+    with pytest.raises(ConfigError) as caught:
+        trainer.train()
+    return small.model_bits(trainer.model), str(caught.value)
+
+
+@pytest.mark.slow
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    (_, said), _ = found = gang.run(with_the_best, 2, tmp_path)
+    assert len({bits for bits, _ in found}) == 1
+    assert said.startswith("`load_best_model_at_end` with AB: checkpoints have the model in its full shape")
+
+
+def adapted(rank: int, name: str, folder: Path) -> dict[str, Any]:
+    """LoRA's adapters, trained on top of weights that are frozen; stopped and resumed too."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    def model() -> Any:
+        torch.manual_seed(1)
+        return get_peft_model(gpt(), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
+
+    ends = []
+    for number in range(2):
+        out = folder / f"{number}"
+        trainer = trainer_of(rank, 2, WAYS[name], out, model(), save_strategy="steps", save_steps=7)
+        trainer.train(resume_from_checkpoint=str(folder / "0" / "checkpoint-7") if number else None)
+        ends.append(small.model_bits(trainer.model))
+    x = words(4)[0]["input_ids"][None]
+    frozen = dict(gpt().named_parameters())
+    trainer.save_model(str(folder / f"end-{rank}"))
+    if rank == 0:
+        again = PeftModel.from_pretrained(gpt(), str(folder / "end-0"))
+        torch.testing.assert_close(again.eval()(x).logits, trainer.model.eval()(x).logits, rtol=1e-4, atol=1e-4)
+    base = trainer.model.get_base_model().transformer.wte.weight
+    assert torch.equal(base, frozen["transformer.wte.weight"])
+    return {"ends": ends, "sent": trainer.replica.traffic.slow_bytes}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["localsgd", "ab"])
+def test_adapters_of_peft_are_trained(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    found = gang.run(adapted, 2, name, tmp_path)
+    assert len({end for each in found for end in each["ends"]}) == 1
+    full = sum(4 * p.numel() for p in gpt().parameters())
+    assert 0 < found[0]["sent"] < full  # all-reduce would send that in each of 12 steps
 
 
 def refused(rank: int, folder: Path) -> list[str]:

@@ -64,7 +64,13 @@ class ThinwireTrainer(Trainer):
         if self.replica is not None and self.replica.phase != "finished":
             self.replica.detach()  # by a call of train() that has raised
         self._transposed = transposed_layers(self.model)
-        self.replica = attach(self.model, self.optimizer, for_length(self.config, self.length))
+        config = for_length(self.config, self.length)
+        if self.args.load_best_model_at_end and hasattr(config, "cutoff"):
+            raise ConfigError(
+                f"`load_best_model_at_end` with {type(config).__name__}: checkpoints have the model in its full shape, "
+                "and the one at the end is smaller; leave it out, or use LocalSGD or DiLoCo"
+            )
+        self.replica = attach(self.model, self.optimizer, config)
         return self.replica
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -143,7 +149,6 @@ def refuse(trainer: Trainer) -> None:
         "deepspeed": bool(arguments.deepspeed),
         "fsdp": trainer.is_fsdp_enabled,
         "fp16": arguments.fp16,
-        "load_best_model_at_end": arguments.load_best_model_at_end,
         "auto_find_batch_size": arguments.auto_find_batch_size,
         "save_only_model": arguments.save_only_model,
         "torch_compile": arguments.torch_compile,
