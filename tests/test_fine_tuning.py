@@ -86,3 +86,26 @@ def test_a_trained_model_is_trained_on(name: str, adapters: bool) -> None:
         assert found["after"] > (0.7 if adapters else 0.9), found
         assert bool(found["ranks"]) == name.startswith("ab")  # OIALR's bases pay only in larger layers
         assert found["frozen"]
+
+
+def attached_twice(rank: int) -> list[bool]:
+    """Each group has moments of its own by the end of the first training."""
+    x, y = digits()
+    model = mlp()
+    optimizer = AdamW(model.parameters(), 3e-3)
+    found = []
+    for config in (LocalSGD(every=4), thinwire.AllReduce()):
+        replica = thinwire.attach(model, optimizer, config)
+        for step in range(6):
+            chosen = torch.randint(len(x), (32,), generator=torch.Generator().manual_seed(10 * step + rank))
+            F.cross_entropy(replica(x[chosen]), y[chosen]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        replica.finish()
+        moments = [state["exp_avg"] for state in optimizer.state.values()]
+        found.append(replica.wire.agree(moments, "checksums"))
+    return found
+
+
+def test_moments_that_groups_kept_are_one_when_the_model_is_attached_again() -> None:
+    assert gang.run(attached_twice, 2) == [[False, True]] * 2

@@ -107,15 +107,17 @@ def compared(rank: int, workers: int, names: list[str], folder: Path) -> dict[st
     for name in names:
         trainer = trainer_of(rank, workers, WAYS[name], folder / name, eval_strategy="steps", eval_steps=5)
         trainer.train()
-        logged = trainer.state.log_history
+        logged, ranks = trainer.state.log_history, trainer.replica.finished_ranks
         found[name] = {
             "trainer": small.model_bits(trainer.model),
             "by hand": by_hand(rank, workers, WAYS[name], folder / name),
             "evaluated": [row["eval_loss"] for row in logged if "eval_loss" in row],
             "losses": [row["loss"] for row in logged if "loss" in row],
             "sent": [row["sent_bytes"] for row in logged],
-            "ranks": trainer.replica.finished_ranks,
+            "ranks": ranks,
         }
+        trainer.train()  # from there on
+        found[name]["again"] = small.model_bits(trainer.model)
     return found
 
 
@@ -130,6 +132,7 @@ def test_parameters_are_those_of_a_loop_of_ones_own(workers: int, names: list[st
         assert found[0]["losses"][-1] < found[0]["losses"][0]
         assert found[0]["sent"] == sorted(found[0]["sent"]) and found[0]["sent"][-1] > 0
         assert bool(found[0]["ranks"]) == (name == "ab")
+        assert len({each["again"] for each in found}) == 1
 
 
 def resumed(rank: int, names: list[str], folder: Path) -> dict[str, Any]:

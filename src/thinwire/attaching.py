@@ -24,6 +24,7 @@ from thinwire.methods.registry import make, name_of
 from thinwire.notices import ensure_logging, log_attached
 from thinwire.preflight import (
     broadcast_initial_values,
+    broadcast_optimizers,
     check_model,
     check_optimizers,
     check_same_architecture,
@@ -86,6 +87,7 @@ def attach(
     if membership is None or not membership.joins:
         check_same_architecture(model, optimizers, wire)
         broadcast_initial_values(seen, wire)
+        broadcast_optimizers(seen, optimizers, wire)
     context = MethodContext(seen, optimizers, wire, ddp=dict(ddp or {}), has_scaler=scaler is not None)
     if isinstance(seen, ShardedModel):
         context.on_release.append(seen.fresh.remove)

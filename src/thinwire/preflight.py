@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
@@ -15,7 +15,7 @@ from thinwire.comm.wrappers import wrapper_inside
 from thinwire.errors import ConfigError, DisagreementError
 from thinwire.factor.layers import factored_names
 from thinwire.factor.optimizers import Optimizers
-from thinwire.shards import is_sharded
+from thinwire.shards import is_sharded, local, whole_of
 
 log = logging.getLogger("thinwire")
 
@@ -146,12 +146,25 @@ def broadcast_initial_values(model: nn.Module, wire: Wire) -> None:
             log.info("workers had different initial values: all use rank 0's")
 
 
+def broadcast_optimizers(model: nn.Module, optimizers: Optimizers, wire: Wire) -> None:
+    """Likewise the state that optimizers have from earlier training: where groups kept their own, it differs."""
+    held = [optimizers.state_of(whole_of(p)) for p in model.parameters()]
+    tensors = [local(t) for state in held for _, t in sorted(state.items()) if isinstance(t, Tensor)]
+    if tensors and not wire.agree(tensors, "checksums"):
+        for device in {t.device for t in tensors}:
+            wire.broadcast([t for t in tensors if t.device == device], "first values")
+        if wire.topology.rank == 0:
+            log.info("workers had different optimizer state: all use rank 0's")
+
+
 def _architecture(model: nn.Module, optimizers: Optimizers) -> list[str]:
     group_of = {id(p): i for i, (_, group) in enumerate(optimizers.groups) for p in group["params"]}
     lines = [f"optimizer {type(o).__name__} with {len(o.param_groups)} groups" for o in optimizers]
     for name, t in [*model.named_parameters(), *model.named_buffers()]:
         frozen = ", frozen" if isinstance(t, nn.Parameter) and not t.requires_grad else ""
-        lines.append(f"{name} {list(t.shape)} {t.dtype} in group {group_of.get(id(t), 'none')}{frozen}")
+        state = optimizers.state_of(t) if isinstance(t, nn.Parameter) else {}
+        kept = f", with {', '.join(sorted(map(str, state)))}" if state else ""
+        lines.append(f"{name} {list(t.shape)} {t.dtype} in group {group_of.get(id(t), 'none')}{frozen}{kept}")
     return lines
 
 

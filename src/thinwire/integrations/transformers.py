@@ -76,7 +76,10 @@ class ThinwireTrainer(Trainer):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._attached.finish()
         self.model_wrapped = self.model
-        return super()._finalize_training(*args, **kwargs)
+        found = super()._finalize_training(*args, **kwargs)
+        if self._attached.finished_ranks:  # other parameters: one more call of train() makes an optimizer for them
+            self.optimizer = self.lr_scheduler = None
+        return found
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """On the merged model."""
