@@ -22,6 +22,7 @@ from transformers.trainer import SCHEDULER_NAME
 
 from thinwire.attaching import attach
 from thinwire.errors import ConfigError
+from thinwire.integrations.arguments import refuse
 from thinwire.integrations.dense import dense_state_of, transposed_layers
 from thinwire.replica import Replica
 
@@ -40,7 +41,7 @@ class ThinwireTrainer(Trainer):
         self._transposed: list[str] = []
         # It would gather the number of tokens from all workers in every step.
         self.args.average_tokens_across_devices = False
-        refuse(self)
+        refuse(self.args, fsdp=self.is_fsdp_enabled)
 
     model: nn.Module
     optimizer: Any
@@ -143,25 +144,3 @@ class ThinwireTrainer(Trainer):
 def for_length(config: Any, steps: int) -> Any:
     """The config of a run of so many steps."""
     return config(steps) if callable(config) else config
-
-
-def refuse(trainer: Trainer) -> None:
-    """What would go around the replica, in one sentence."""
-    arguments = trainer.args
-    settings = {
-        "deepspeed": bool(arguments.deepspeed),
-        "fsdp": trainer.is_fsdp_enabled,
-        "fp16": arguments.fp16,
-        "auto_find_batch_size": arguments.auto_find_batch_size,
-        "save_only_model": arguments.save_only_model,
-        "torch_compile": arguments.torch_compile,
-    }
-    for name, is_used in settings.items():
-        if is_used:
-            hint = "; use bf16=True" if name == "fp16" else ""
-            raise ConfigError(f"`{name}` is not for ThinwireTrainer: leave it out{hint}")
-    if arguments.n_gpu > 1:
-        raise ConfigError(
-            f"Trainer found {arguments.n_gpu} GPUs and one process, and would use DataParallel: start one process per "
-            "GPU with torchrun"
-        )
