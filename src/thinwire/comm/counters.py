@@ -41,6 +41,11 @@ class Interface:
         return Counted(int(row[_SENT_BYTES]), int(row[_SENT_PACKETS]))
 
 
+def sent_by_interface() -> dict[str, int]:
+    """Bytes that each interface has sent so far; empty where the kernel does not say."""
+    return {name: int(row[_SENT_BYTES]) for name, row in _rows().items()} if _TABLE.is_file() else {}
+
+
 def mean_counted(states: list[dict[str, list[int]]]) -> dict[str, list[int]]:
     """The mean of several nodes' counts, by phase."""
     mean = {}

@@ -36,6 +36,14 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+def built_in() -> list[str]:
+    """The backends that this torch has."""
+    if not dist.is_available():
+        return []
+    known = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    return [name for name, there in known.items() if there]
+
+
 def name_from_zero() -> None:
     """Let the next world's process groups have the names that they have on workers that start now.
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from thinwire.comm import process_groups
+from thinwire.comm import process_groups, slurm
 from thinwire.comm.sent import Edges, Ranks, Sent, count_edges
 from thinwire.errors import ConfigError, DisagreementError
 
@@ -218,9 +218,8 @@ def place() -> Place | None:
     if "RANK" in e and "WORLD_SIZE" in e:
         local = int(e.get("LOCAL_RANK", 0))
         return Place(int(e["RANK"]), int(e["WORLD_SIZE"]), local, int(e.get("LOCAL_WORLD_SIZE", local + 1)))
-    if int(e.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        on_node = int(e.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0].split(",")[0])
-        return Place(int(e["SLURM_PROCID"]), int(e["SLURM_STEP_NUM_TASKS"]), int(e["SLURM_LOCALID"]), on_node)
+    if slurm.tasks(e) > 1:
+        return Place(int(e["SLURM_PROCID"]), slurm.tasks(e), int(e["SLURM_LOCALID"]), slurm.tasks_here(e))
     return None
 
 
@@ -229,18 +228,25 @@ def join() -> None:
     here = place()
     if dist.is_initialized() or here is None or here.world_size == 1:
         return
-    os.environ.update(RANK=str(here.rank), WORLD_SIZE=str(here.world_size), LOCAL_RANK=str(here.local_rank))
-    if "MASTER_ADDR" not in os.environ:
-        first = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
-        if first is None:
-            raise ConfigError("MASTER_ADDR is not set: start the workers with torchrun, or export it in the job script")
-        os.environ["MASTER_ADDR"] = first
-    os.environ.setdefault("MASTER_PORT", "29500")
-    dist.init_process_group(_backend(here))
+    complete_environment(here)
+    dist.init_process_group(backend(here))
     process_groups.mark_initialized()
 
 
-def _backend(here: Place) -> str:
+def complete_environment(here: Place) -> None:
+    """Set what torch's rendezvous reads, where srun and not torchrun started the workers."""
+    e = os.environ
+    e.update(RANK=str(here.rank), WORLD_SIZE=str(here.world_size), LOCAL_RANK=str(here.local_rank))
+    if "MASTER_ADDR" not in e:
+        first = slurm.address(e)
+        if first is None:
+            raise ConfigError("MASTER_ADDR is not set: start the workers with torchrun, or export it in the job script")
+        e["MASTER_ADDR"] = first
+    e.setdefault("MASTER_PORT", str(slurm.port(e)) if slurm.tasks(e) > 1 else "29500")
+
+
+def backend(here: Place) -> str:
+    """The backends of this worker's process groups; makes its GPU the current one, if it has one."""
     if not torch.cuda.is_available():
         return "gloo"
     # A launcher may show each worker one GPU of its own, or all workers all of them.
@@ -250,15 +256,18 @@ def _backend(here: Place) -> str:
     return "cpu:gloo,cuda:nccl" if alone else "gloo"
 
 
+def machine() -> str:
+    """This worker's machine: torchrun's or SLURM's node number, else the host's name."""
+    return os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or socket.gethostname()
+
+
 def discover(
     group_size: int | str | None, settings: str, device: torch.device, groups: tuple[Ranks, ...] | None = None
 ) -> Topology:
     """The layout of the running job, whose workers must all have the same settings; collective."""
     if not dist.is_initialized():
         return arrange(0, [0], group_size)
-    # This rank's machine: torchrun's or SLURM's node number, else the host's name.
-    machine = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or socket.gethostname()
-    machines, given = zip(*_gather_hashes(device, machine, settings), strict=True)
+    machines, given = zip(*_gather_hashes(device, machine(), settings), strict=True)
     odd = [rank for rank, other in enumerate(given) if other != given[0]]
     if odd:
         # Checked before anything depends on it: workers with other groups would wait for one another forever.
@@ -313,7 +322,8 @@ def _runs(machines: Sequence[int]) -> tuple[Ranks, ...]:
             nodes.append([rank])
     if len(nodes) != len(set(machines)):
         raise ConfigError(
-            "the ranks of one machine do not follow one another; start the job with block placement of ranks"
+            "the ranks of one machine do not follow one another; start the job with block placement of ranks "
+            "(srun --distribution=block)"
         )
     return tuple(tuple(node) for node in nodes)
 

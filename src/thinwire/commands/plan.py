@@ -71,12 +71,12 @@ def plan(
     length = {name: flags[name] for name in ("steps", "epochs", "workers")}
     chosen = None if recipe is None else named(recipe, **length)
     if as_json:
-        made = _plan(chosen, _workload(chosen, model, flags), flags)
+        made = _plan(chosen, workload_of(chosen, model, flags), flags)
         click.echo(json.dumps(made.as_dict(), indent=2))
         return
     with Progress(quiet=quiet) as progress:
         progress.update("building the model")
-        made = _plan(chosen, _workload(chosen, model, flags), flags, progress)
+        made = _plan(chosen, workload_of(chosen, model, flags), flags, progress)
         result = progress.end(made)
         folder = out or Path("runs") / f"plan-{made.workload.name}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -140,10 +140,10 @@ class Progress:
         self._rows.add(plan.row_as_dict(row))
 
     def end(self, plan: Plan) -> dict[str, Any]:
-        """Print the caption; returns the plan as plain values."""
+        """Print the caption and what to use; returns the plan as plain values."""
         assert self._rows is not None
         result = plan.as_dict()
-        self._rows.end(result)
+        self._rows.end(result, plan.recommendation.lines())
         return result
 
 
@@ -151,7 +151,8 @@ def _write(folder: Path, result: dict[str, Any]) -> None:
     (folder / "plan.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def _workload(recipe: Recipe | None, model: str | None, flags: dict[str, Any]) -> Workload:
+def workload_of(recipe: Recipe | None, model: str | None, flags: dict[str, Any]) -> Workload:
+    """What to plan for, as the flags describe it."""
     if recipe is not None:
         return of_recipe(recipe, flags["workers"], flags["data"])
     assert model is not None
@@ -170,12 +171,7 @@ def _plan(recipe: Recipe | None, workload: Workload, flags: dict[str, Any], prog
         fast_latency=units.seconds(flags["fast_latency"]),
         overhead=units.seconds(flags["overhead"]),
     )
-    length = {"total_steps": workload.steps}
-    defaults = recipe.defaults if recipe else lambda method, schedule: length
-    configs = {
-        v.label: method_config(v.method, v.settings, defaults, flags["group_size"])
-        for v in variants(flags["methods"], flags["settings"], recipe.scheduled if recipe else ())
-    }
+    configs = configs_of(recipe, workload, flags)
     layout = Layout(workers=flags["workers"], nodes=flags["nodes"], algorithm=flags["allreduce"])
     for config in configs.values():
         layout.topology(0, config.group_size)
@@ -187,3 +183,13 @@ def _plan(recipe: Recipe | None, workload: Workload, flags: dict[str, Any], prog
         return make()
     progress.expect(configs)
     return make(counts=NODES, before=progress.begin, after=progress.add)
+
+
+def configs_of(recipe: Recipe | None, workload: Workload, flags: dict[str, Any]) -> dict[str, Any]:
+    """The methods to plan, by display name."""
+    length = {"total_steps": workload.steps}
+    defaults = recipe.defaults if recipe else lambda method, schedule: length
+    return {
+        v.label: method_config(v.method, v.settings, defaults, flags["group_size"])
+        for v in variants(flags["methods"], flags["settings"], recipe.scheduled if recipe else ())
+    }

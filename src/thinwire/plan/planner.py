@@ -16,6 +16,7 @@ from thinwire.plan import ranks as predicted
 from thinwire.plan.compute import Compute
 from thinwire.plan.forecast import ALL_NODES, SOME_NODES, Forecast, Layout, simulate_views
 from thinwire.plan.links import Links
+from thinwire.plan.recommend import Recommendation, recommend
 from thinwire.plan.simulate import Simulation
 from thinwire.plan.workload import Workload
 from thinwire.settings import describe
@@ -91,6 +92,11 @@ class Plan:
     ranks: str | None = None
     """The folder that ranks come from."""
 
+    @property
+    def recommendation(self) -> Recommendation:
+        """Which of the methods to use on these links."""
+        return recommend(self.baseline, {row.method: row.forecast for row in self.rows}, self.links)
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "workload": self.workload.name,
@@ -102,6 +108,7 @@ class Plan:
             "ranks": self.ranks,
             "compute_measured": self.stopwatch.given is None,
             "methods": [self.row_as_dict(row) for row in self.rows],
+            "recommendation": self.recommendation.as_dict(),
         }
 
     def row_as_dict(self, row: Row) -> dict[str, Any]:
@@ -140,10 +147,13 @@ def make_plan(
     stopwatch: Stopwatch,
     ranks: Path | None = None,
     counts: Iterable[int] = (),
+    bounds: bool = True,
     before: Callable[[str], None] = lambda name: None,
     after: Callable[[Plan, Row], None] = lambda plan, row: None,
 ) -> Plan:
     """Simulate every method; `configs` are by display name, `counts` are other numbers of nodes to simulate.
+
+    Without `bounds` a method whose bytes depend on ranks has no range of them.
 
     `before` is called with each method's name before its simulation, `after` with each finished row.
     """
@@ -166,7 +176,7 @@ def make_plan(
         likely, there = forecast(config, recorded or predicted.typical, over)
         lowest = highest = None
         has_target = getattr(config, "target", None) is not None  # it has one size, whatever the ranks
-        if likely.depends_on_ranks and recorded is None and not has_target:
+        if bounds and likely.depends_on_ranks and recorded is None and not has_target:
             lowest, highest = (forecast(config, bound, {})[0] for bound in (predicted.lowest, predicted.highest))
         plan.rows.append(Row(name, likely, lowest, highest, there))
         after(plan, plan.rows[-1])

@@ -62,10 +62,13 @@ class Rows:
             out.add_row("", "", f"{size(low)} to {size(high)}", style="dim")
         self._console.print(out)
 
-    def end(self, plan: dict[str, Any]) -> None:
-        """The caption."""
+    def end(self, plan: dict[str, Any], advice: Iterable[str]) -> None:
+        """The caption, and what to use."""
         self._console.print()
         self._console.print(caption(plan), style="italic", highlight=False)
+        self._console.print()
+        for line in advice:
+            self._console.print(line, highlight=False, markup=False)
 
     def _table(self, *, with_names: bool) -> Table:
         out = Table(box=SIMPLE_HEAD if with_names else None, show_header=with_names, show_edge=False, padding=(0, 1))

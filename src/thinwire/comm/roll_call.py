@@ -1,0 +1,70 @@
+"""Workers that say who they are before any of them opens a process group: it works where gloo cannot connect yet."""
+
+import json
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from thinwire.comm import process_groups
+from thinwire.comm.topology import complete_environment, place
+from thinwire.errors import ConfigError, MissingRankError, ThinwireError
+
+_KEY = "thinwire/roll-call"
+
+
+class ConnectError(ThinwireError, RuntimeError):
+    """Workers found the job's store, but gloo could not connect them."""
+
+
+class RollCall:
+    """The job's store, as torchrun or srun place it; every worker of the job opens one."""
+
+    def __init__(self, timeout: float) -> None:
+        here = place()
+        assert here is not None, "a roll call is for the workers of a job"
+        complete_environment(here)
+        self.rank, self.world_size, self._timeout = here.rank, here.world_size, timedelta(seconds=timeout)
+        self._rounds = 0
+        try:
+            self._store, *_ = next(dist.rendezvous("env://", self.rank, self.world_size, timeout=self._timeout))
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(_unreachable(timeout, str(error).splitlines()[0])) from error
+        self._store.set_timeout(self._timeout)
+
+    def answers(self, mine: Any) -> list[Any]:
+        """What each rank says, as plain values; collective."""
+        self._rounds += 1
+        keys = [f"{_KEY}/{self._rounds}/{rank}" for rank in range(self.world_size)]
+        self._store.set(keys[self.rank], json.dumps(mine))
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while absent := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
+            if time.monotonic() > deadline:
+                raise MissingRankError(
+                    f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))} of {self.world_size} did not "
+                    f"answer within {self._timeout.total_seconds():.0f} s; see what they printed, or give --timeout"
+                )
+            time.sleep(0.05)
+        return [json.loads(self._store.get(key)) for key in keys]
+
+    def connect(self) -> None:
+        """Open the world's process group on gloo; collective."""
+        store = dist.PrefixStore("thinwire/doctor", self._store)
+        try:
+            dist.init_process_group(
+                "gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=self._timeout
+            )
+            dist.barrier()
+        except RuntimeError as error:
+            raise ConnectError(str(error).splitlines()[0]) from error
+        process_groups.mark_initialized()
+
+
+def _unreachable(timeout: float, why: str) -> str:
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    return (
+        f"rank 0 cannot be reached at {address} within {timeout:.0f} s ({why}); is it started, does its name resolve "
+        "here, and is the port open? MASTER_ADDR and MASTER_PORT, or torchrun's --master-addr, say where it is"
+    )

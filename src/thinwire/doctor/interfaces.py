@@ -1,0 +1,99 @@
+"""Network interfaces of a machine, and which one a backend takes."""
+
+import contextlib
+import os
+import socket
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_SIOCGIFFLAGS, _SIOCGIFADDR, _UP = 0x8913, 0x8915, 1
+_INNER = ("lo", "docker", "virbr", "veth", "br-", "cni", "flannel")
+"""Interfaces that other machines are not behind."""
+
+
+def network() -> dict[str, Any]:
+    """This machine's interfaces with their addresses, what its name resolves to, and the settings."""
+    return {
+        "interfaces": _addresses(),
+        "hostname_address": _resolved(),
+        "chosen": os.environ.get(GLOO),
+    }
+
+
+def _addresses() -> dict[str, str]:
+    """IPv4 addresses of interfaces that are up; empty where the system is not Linux."""
+    if sys.platform != "linux":
+        return {}
+    import fcntl
+
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                (flags,) = struct.unpack("H", fcntl.ioctl(sock, _SIOCGIFFLAGS, request)[16:18])
+                if flags & _UP:
+                    found[name] = socket.inet_ntoa(fcntl.ioctl(sock, _SIOCGIFADDR, request)[20:24])
+    return found
+
+
+def _resolved() -> str | None:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return None
+
+
+def outer(found: Mapping[str, Any]) -> list[str]:
+    """Interfaces that may lead to other machines."""
+    return [name for name in found["interfaces"] if not name.startswith(_INNER)]
+
+
+def taken_by_gloo(found: Mapping[str, Any]) -> str | None:
+    """The interface that gloo takes: the one it is told to, else that of the hostname's address."""
+    if found["chosen"]:
+        return found["chosen"].split(",")[0]
+    by_address = {address: name for name, address in found["interfaces"].items()}
+    address = found["hostname_address"]
+    return "lo" if address and address.startswith("127.") else by_address.get(address)
+
+
+def hints(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What to set, in sentences; each once, with the nodes it is about. A node has `node` and `network`."""
+    said: dict[str, list[int]] = {}
+    for node in nodes:
+        for hint in _hints(node["network"]):
+            said.setdefault(hint, []).append(node["node"])
+    return [f"{_which(own, len(nodes))}{hint}" for hint, own in said.items()]
+
+
+def _hints(found: Mapping[str, Any]) -> list[str]:
+    chosen, ways = found["chosen"], outer(found)
+    example = f"export {GLOO}={ways[0] if ways else 'INTERFACE'}"
+    if chosen:
+        missing = [name for name in chosen.split(",") if found["interfaces"] and name not in found["interfaces"]]
+        there = ", ".join(found["interfaces"])
+        return [f"{GLOO}={chosen}, and there is no such interface; choose from: {there}"] if missing else []
+    if found["hostname_address"] is None:
+        return [f"the hostname does not resolve, so gloo cannot tell others where it is: {example}"]
+    if found["hostname_address"].startswith("127."):
+        return [
+            f"the hostname resolves to {found['hostname_address']}, which other nodes cannot reach: {example} "
+            f"before a job on several nodes, and {NCCL} alike for nccl"
+        ]
+    if len(ways) > 1:
+        listed = ", ".join(f"{name} {found['interfaces'][name]}" for name in ways)
+        return [
+            f"there are several interfaces ({listed}), and gloo takes {taken_by_gloo(found) or 'the hostname’s'}: "
+            f"to choose another, export {GLOO}=NAME and {NCCL}=NAME"
+        ]
+    return []
+
+
+def _which(nodes: Sequence[int], all_of: int) -> str:
+    if len(nodes) == all_of:
+        return "" if all_of == 1 else "on every node "
+    return f"on node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))} "

@@ -1,0 +1,168 @@
+"""A report of the doctor as text."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from thinwire import units
+from thinwire.doctor.links import slow
+
+_MOST_ROWS = 8
+_TORCHRUN = "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr HOST --master-port 29500 -m thinwire"
+
+
+def text(report: Mapping[str, Any]) -> str:
+    """All sections but the advice."""
+    parts = [_title(report), _section("Machine", _machines(report["nodes"]))]
+    if report["workers"] > 1:
+        parts.append(_section("Workers", [*_agreement(report)]))
+    parts.append(_section("Links", [*_links(report), *(f"hint: {hint}" for hint in report["hints"])]))
+    return "\n\n".join(parts)
+
+
+def advice(lines: Sequence[str], about: str) -> str:
+    """The last section."""
+    return _section(f"What to use for {about}", lines)
+
+
+def rank_names(ranks: Sequence[int]) -> str:
+    """Ranks in words: rank 3, ranks 0 to 4 and 7."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else " and ".join(map(str, run)) for run in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"
+
+
+def _section(title: str, lines: Sequence[str]) -> str:
+    return "\n".join([title, *(f"  {line}" for line in lines)])
+
+
+def _title(report: Mapping[str, Any]) -> str:
+    version = report["nodes"][0]["versions"]["thinwire"] or "(not installed)"
+    workers, nodes = report["workers"], len(report["nodes"])
+    where = f"{workers} workers on {nodes} node{'s' if nodes > 1 else ''}" if workers > 1 else "one process"
+    return f"Thinwire {version}, {where}"
+
+
+def _machines(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Each kind of machine once."""
+    kinds: dict[tuple[tuple[str, str], ...], list[Mapping[str, Any]]] = {}
+    for node in nodes:
+        kinds.setdefault(tuple(_facts(node).items()), []).append(node)
+    lines: list[str] = []
+    for rows, alike in kinds.items():
+        lines += _table([("nodes" if len(nodes) > 1 else "host", _names(alike, len(nodes))), *rows])
+    return lines
+
+
+def _names(alike: Sequence[Mapping[str, Any]], all_of: int) -> str:
+    hosts = list(dict.fromkeys(node["host"] for node in alike))
+    shown = ", ".join(hosts[:_MOST_ROWS]) + (", …" if len(hosts) > _MOST_ROWS else "")
+    if all_of == 1:
+        return shown
+    return f"{', '.join(str(node['node']) for node in alike)} ({shown})"
+
+
+def _facts(node: Mapping[str, Any]) -> dict[str, str]:
+    versions, gpus = node["versions"], node["gpus"]
+    kinds = {name: gpus.count(name) for name in gpus}
+    return {
+        "cores": str(node["cores"]),
+        "GPUs": ", ".join(f"{count} × {name}" for name, count in kinds.items()) or "none",
+        "Python": versions["Python"],
+        "torch": versions["torch"] + (f", CUDA {versions['CUDA']}" if versions["CUDA"] else ""),
+        "backends": _backends(node),
+        "bf16": {"GPU": "yes, on the GPU", "CPU": "yes, on the CPU"}.get(
+            node["bf16"], "emulated: works as a code, slow to compute in"
+        ),
+        "netbench": "works here" if node["netbench"] is None else f"not here: {node['netbench']}",
+    }
+
+
+def _backends(node: Mapping[str, Any]) -> str:
+    there = node["backends"]
+    if not there:
+        return "none: this torch has no gloo; install one that has"
+    return ", ".join(there) + ("" if "nccl" in there else "; no nccl in this torch, which is for GPUs only")
+
+
+def _agreement(report: Mapping[str, Any]) -> Iterator[str]:
+    if not report["differences"]:
+        yield f"versions, backends and settings are the same on all {report['workers']}"
+        return
+    yield "these differ; make them the same on every node:"
+    for difference in report["differences"]:
+        values = [f"{own['value'] or 'not set'} on {rank_names(own['ranks'])}" for own in difference["values"]]
+        yield f"  {difference['what']}: {'; '.join(values)}"
+
+
+def _links(report: Mapping[str, Any]) -> list[str]:
+    if report["workers"] == 1:
+        return [
+            "not measured: one process has none. Start the doctor on every node of a job:",
+            f"  srun thinwire doctor, or {_TORCHRUN} doctor",
+        ]
+    found = report["links"]
+    if found is None:
+        return ["not measured: gloo could not connect the workers"]
+    node_of = {rank: node["node"] for node in report["nodes"] for rank in node["ranks"]}
+    rows: list[tuple[str, ...]] = [("", "rate", "round trip", "interface")] if _any(found) else []
+    rows += _rows(found["between"], lambda rank: f"node {node_of[rank]}")
+    if found["inside"]:
+        rows.append(_inside(found["inside"]))
+    lines = _table(rows, right=(1, 2))
+    if not found["between"]:
+        lines.append("all workers are on one machine: there is no link between nodes")
+    return [*lines, *_slow(found["between"], node_of)]
+
+
+def _any(found: Mapping[str, Any]) -> bool:
+    return bool(found["between"] or found["inside"])
+
+
+def _rows(links: Sequence[Mapping[str, Any]], name: Any) -> Iterator[tuple[str, ...]]:
+    ordered = sorted(links, key=lambda link: link["bits_per_second"])
+    shown = links if len(links) <= _MOST_ROWS else ordered[:_MOST_ROWS]
+    for link in shown:
+        yield (f"{name(link['source'])} → {name(link['target'])}", *_figures(link))
+    if len(links) > _MOST_ROWS:
+        yield f"{len(links) - _MOST_ROWS} others, up to", *_figures(ordered[-1])
+
+
+def _inside(links: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    slowest = min(links, key=lambda link: link["bits_per_second"])
+    return "inside a node" + (", slowest" if len(links) > 2 else ""), *_figures(slowest)
+
+
+def _figures(link: Mapping[str, Any]) -> tuple[str, str, str]:
+    rate = units.rate(float(f"{link['bits_per_second']:.3g}"))
+    return rate, units.time(float(f"{link['round_trip_s']:.2g}")), link["interface"] or "?"
+
+
+def _slow(links: Sequence[Mapping[str, Any]], node_of: Mapping[int, int]) -> Iterator[str]:
+    below = slow(list(map(dict, links)))
+    if not below:
+        return
+    slowest = below[0]
+    factor = max(link["bits_per_second"] for link in links) / slowest["bits_per_second"]
+    ends = [{node_of[link["source"]], node_of[link["target"]]} for link in below]
+    common = set.intersection(*ends)
+    yield (
+        f"slow: node {node_of[slowest['source']]} → node {node_of[slowest['target']]}, {factor:.2g} times slower than "
+        "the fastest link"
+    )
+    if len(common) == 1 and len(below) > 1:
+        yield f"      node {common.pop()} is at the end of every slow link: look at its cable, port or interface"
+
+
+def _table(rows: Sequence[tuple[str, ...]], right: Sequence[int] = ()) -> list[str]:
+    """Columns under one another."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
+    return [
+        "  ".join(cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths)))
+        .rstrip()
+        for row in rows
+    ]  # fmt: skip

@@ -1,0 +1,117 @@
+"""Which method of a plan to use: the fastest one on its links, and why."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from thinwire import units
+from thinwire.config import AllReduce
+from thinwire.plan.forecast import Forecast
+from thinwire.plan.links import Links
+
+GAINS, ALIKE = 1.1, 1.05
+"""A smaller speed-up does not pay for a change; times closer than this are the same, as far as a plan can tell."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One method, beside fp32 all-reduce."""
+
+    method: str
+    speedup: float
+    seconds_per_step: float
+    slow_bytes_per_step: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """What to use on these links."""
+
+    best: Choice
+    """The fastest method, or fp32 all-reduce if no other is clearly faster."""
+    baseline: Choice
+    """fp32 all-reduce, as DistributedDataParallel does it."""
+    waiting: float
+    """Share of the baseline's time in which workers wait for the links."""
+    alike: tuple[str, ...] = ()
+    """Other methods as fast as the best one, within the accuracy of a plan."""
+    closest: Choice | None = None
+    """The fastest all-reduce in fewer bits, where another method is best: it trains as DistributedDataParallel does."""
+
+    @property
+    def changes(self) -> bool:
+        """Whether another method than the baseline is best."""
+        return self.best is not self.baseline
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "why": self.why}
+
+    @property
+    def why(self) -> str:
+        """One or two sentences."""
+        usual, best = self.baseline, self.best
+        waits = f"fp32 all-reduce sends {units.size(usual.slow_bytes_per_step)} per node and step and waits for the "
+        waits += f"link {100 * self.waiting:.0f} % of the time"
+        if not self.changes:
+            return f"{waits}; no other method would be faster by {100 * (GAINS - 1):.0f} %"
+        fewer = usual.slow_bytes_per_step / best.slow_bytes_per_step if best.slow_bytes_per_step else None
+        less = f", {fewer:.3g} times less" if fewer and fewer > GAINS else ""
+        return f"{waits}; {best.method} sends {units.size(best.slow_bytes_per_step)}{less}"
+
+    def lines(self) -> list[str]:
+        """In words."""
+        usual, best = self.baseline, self.best
+        if not self.changes:
+            out = [f"Stay with all-reduce in fp32, {units.time(usual.seconds_per_step)} per step: {self.why}."]
+        else:
+            out = [
+                f"Use {best.method}: {units.time(best.seconds_per_step)} per step instead of "
+                f"{units.time(usual.seconds_per_step)}, {_times(best.speedup)} as fast as fp32 DDP.",
+                f"Why: {self.why}.",
+            ]
+        if self.alike:
+            out.append(f"As fast within {100 * (ALIKE - 1):.0f} %: {', '.join(self.alike)}.")
+        if (near := self.closest) is not None:
+            out.append(
+                f"Closest to DDP: {near.method}, {units.time(near.seconds_per_step)} per step, {_times(near.speedup)} "
+                f"as fast, {units.size(near.slow_bytes_per_step)} per step."
+            )
+        if self.changes:
+            out.append("A plan knows bytes and seconds, not accuracy: `thinwire compare` measures that.")
+        return out
+
+
+def recommend(baseline: Forecast, forecasts: Mapping[str, Forecast], links: Links) -> Recommendation:
+    """The fastest of these methods and of the baseline, fp32 all-reduce, on these links."""
+    split = baseline.seconds(links)
+    whole = sum(split.values())
+
+    def choice(name: str, forecast: Forecast) -> Choice:
+        seconds, steps = sum(forecast.seconds(links).values()), forecast.workload.steps
+        return Choice(name, whole / seconds, seconds / steps, forecast.slow_bytes / steps)
+
+    usual = choice("allreduce", baseline)
+    choices = {name: choice(name, own) for name, own in forecasts.items() if not _is_baseline(own.config)}
+    fastest = _fastest(choices.values())
+    best = fastest if fastest is not None and fastest.speedup >= GAINS else usual
+    others = [own for own in choices.values() if best is not usual and own is not best]
+    coded = [own for own in others if isinstance(forecasts[own.method].config, AllReduce) and own.speedup >= GAINS]
+    return Recommendation(
+        best=best,
+        baseline=usual,
+        waiting=split["wire"] / whole,
+        alike=tuple(own.method for own in others if own.speedup * ALIKE >= best.speedup),
+        closest=None if isinstance(getattr(forecasts.get(best.method), "config", None), AllReduce) else _fastest(coded),
+    )
+
+
+def _fastest(choices: Iterable[Choice]) -> Choice | None:
+    return max(choices, key=lambda own: own.speedup, default=None)
+
+
+def _is_baseline(config: Any) -> bool:
+    return isinstance(config, AllReduce) and config.wire == "fp32"
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.2g} times"
