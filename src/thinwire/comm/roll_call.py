@@ -1,5 +1,6 @@
 """Workers that say who they are before any of them opens a process group: it works where gloo cannot connect yet."""
 
+import contextlib
 import json
 import os
 import time
@@ -38,28 +39,45 @@ class RollCall:
         """What each rank says, as plain values; collective."""
         self._rounds += 1
         keys = [f"{_KEY}/{self._rounds}/{rank}" for rank in range(self.world_size)]
-        self._store.set(keys[self.rank], json.dumps(mine))
+        try:
+            self._store.set(keys[self.rank], json.dumps(mine))
+            self._wait(keys)
+            return [json.loads(self._store.get(key)) for key in keys]
+        except RuntimeError as error:
+            if isinstance(error, ThinwireError):
+                raise
+            raise MissingRankError("rank 0, which keeps the job's store, has left; see what it printed") from error
+
+    def close(self) -> None:
+        """Leave; rank 0, with whom the store goes, waits until the others have read what they need."""
+        keys = [f"{_KEY}/left/{rank}" for rank in range(self.world_size)]
+        with contextlib.suppress(RuntimeError):
+            self._store.set(keys[self.rank], "")
+            if self.rank == 0:
+                self._wait(keys)
+
+    def _wait(self, keys: list[str]) -> None:
         deadline = time.monotonic() + self._timeout.total_seconds()
-        while absent := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
+        while not self._store.check(keys):
             if time.monotonic() > deadline:
+                absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 raise MissingRankError(
                     f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))} of {self.world_size} did not "
                     f"answer within {self._timeout.total_seconds():.0f} s; see what they printed, or give --timeout"
                 )
             time.sleep(0.05)
-        return [json.loads(self._store.get(key)) for key in keys]
 
     def connect(self) -> None:
         """Open the world's process group on gloo; collective."""
-        store = dist.PrefixStore("thinwire/doctor", self._store)
+        store = dist.PrefixStore(_KEY, self._store)
+        patience = self._timeout / 5  # gloo waits five times as long for a connection
         try:
-            dist.init_process_group(
-                "gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=self._timeout
-            )
+            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=patience)
             dist.barrier()
         except RuntimeError as error:
-            raise ConnectError(str(error).splitlines()[0]) from error
+            raise ConnectError(str(error).splitlines()[0].rpartition("] ")[2]) from error
         process_groups.mark_initialized()
+        process_groups.set_timeout(self._timeout.total_seconds())
 
 
 def _unreachable(timeout: float, why: str) -> str:

@@ -93,9 +93,12 @@ class _Visit:
         report = self._report(everyone)
         self.say("measuring links")
         try:
+            if interfaces.blocked(report["nodes"]):
+                raise ConnectError("others could not reach it")
             call.connect()
         except ConnectError as error:
-            if call.rank == 0:
+            call.close()
+            if call.rank == 0:  # the others leave the word to it
                 click.echo(show.text(report) + "\n")
                 raise ThinwireError(_unconnected(error, report)) from error
             return report
@@ -103,6 +106,7 @@ class _Visit:
         if self.advises and self.flags["compute"] is None:
             self.say("timing a step on all workers")
             self._time_steps(call)
+        call.close()
         leave()
         return report
 
@@ -174,7 +178,7 @@ class _Visit:
 
     def _how(self, plan: Plan) -> list[str]:
         best = plan.recommendation.best.method
-        return [f"Try it: thinwire run {self.recipe} --method {best}"] if self.recipe else []
+        return [f"Try it, started like this: thinwire run {self.recipe} --method {best}"] if self.recipe else []
 
 
 def _ask(report: dict[str, Any]) -> str:
@@ -184,11 +188,5 @@ def _ask(report: dict[str, Any]) -> str:
 
 
 def _unconnected(error: ConnectError, report: dict[str, Any]) -> str:
-    remedy = (
-        f"; {report['hints'][0]}"
-        if report["hints"]
-        else (
-            f"; set {interfaces.GLOO} to the interface that leads to the other nodes, and open its ports between them"
-        )
-    )
-    return f"gloo cannot connect the workers ({error}){remedy}"
+    remedy = f"set {interfaces.GLOO} to the interface that leads to the other nodes, and open all ports between them"
+    return f"gloo cannot connect the workers ({error}); {'see the hint above' if report['hints'] else remedy}"

@@ -61,6 +61,19 @@ def taken_by_gloo(found: Mapping[str, Any]) -> str | None:
     return "lo" if address and address.startswith("127.") else by_address.get(address)
 
 
+def blocked(nodes: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether gloo would listen where other nodes cannot reach it, or nowhere; it would try for a minute or more."""
+    return len(nodes) > 1 and any(_unreachable(node["network"]) for node in nodes)
+
+
+def _unreachable(found: Mapping[str, Any]) -> bool:
+    if not found["interfaces"]:  # nothing is known of them here
+        return False
+    if found["chosen"]:
+        return not set(found["chosen"].split(",")) & set(found["interfaces"])
+    return (found["hostname_address"] or "127.").startswith("127.")
+
+
 def hints(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
     """What to set, in sentences; each once, with the nodes it is about. A node has `node` and `network`."""
     said: dict[str, list[int]] = {}

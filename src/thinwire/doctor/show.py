@@ -1,5 +1,6 @@
 """A report of the doctor as text."""
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -7,7 +8,11 @@ from thinwire import units
 from thinwire.doctor.links import slow
 
 _MOST_ROWS = 8
-_TORCHRUN = "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr HOST --master-port 29500 -m thinwire"
+_WIDTH = 100
+_START = (
+    "  srun thinwire doctor",
+    "  torchrun --nnodes 2 --node-rank 0 --master-addr HOST --master-port 29500 -m thinwire doctor",
+)
 
 
 def text(report: Mapping[str, Any]) -> str:
@@ -37,7 +42,14 @@ def rank_names(ranks: Sequence[int]) -> str:
 
 
 def _section(title: str, lines: Sequence[str]) -> str:
-    return "\n".join([title, *(f"  {line}" for line in lines)])
+    return "\n".join([title, *(part for line in lines for part in _wrapped(line))])
+
+
+def _wrapped(line: str) -> list[str]:
+    """Indented, and broken where it is long; a command is left whole, to be copied."""
+    if line.startswith(" "):
+        return [f"  {line}"]
+    return textwrap.wrap(line, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _title(report: Mapping[str, Any]) -> str:
@@ -101,13 +113,10 @@ def _agreement(report: Mapping[str, Any]) -> Iterator[str]:
 
 def _links(report: Mapping[str, Any]) -> list[str]:
     if report["workers"] == 1:
-        return [
-            "not measured: one process has none. Start the doctor on every node of a job:",
-            f"  srun thinwire doctor, or {_TORCHRUN} doctor",
-        ]
+        return ["not measured: one process has none. Start the doctor on every node, by one of these:", *_START]
     found = report["links"]
     if found is None:
-        return ["not measured: gloo could not connect the workers"]
+        return ["not measured: gloo cannot connect the workers"]
     node_of = {rank: node["node"] for node in report["nodes"] for rank in node["ranks"]}
     rows: list[tuple[str, ...]] = [("", "rate", "round trip", "interface")] if _any(found) else []
     rows += _rows(found["between"], lambda rank: f"node {node_of[rank]}")
