@@ -374,3 +374,16 @@ def test_bad_input_is_one_clear_sentence(words, wanted, tmp_path, monkeypatch):
     assert "Traceback" not in result.output
     assert wanted is None or wanted in result.output
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(shell):
+    result = CliRunner().invoke(main, ["completion", shell])
+    assert result.exit_code == 0 and "_THINWIRE_COMPLETE" in result.stdout
+
+
+def test_completion_knows_commands_and_options():
+    asked = {"_THINWIRE_COMPLETE": "bash_complete", "COMP_WORDS": "thinwire doc", "COMP_CWORD": "1"}
+    assert "doctor" in CliRunner().invoke(main, [], env=asked, prog_name="thinwire").stdout
+    asked |= {"COMP_WORDS": "thinwire doctor --comp", "COMP_CWORD": "2"}
+    assert "--compute" in CliRunner().invoke(main, [], env=asked, prog_name="thinwire").stdout

@@ -18,6 +18,7 @@ from thinwire import stopping
 from thinwire.comm.process_groups import failed
 from thinwire.comm.topology import place
 from thinwire.commands import options, pictures
+from thinwire.commands.completion import completion
 from thinwire.commands.doctor import doctor
 from thinwire.commands.dry_run import dry_run as take_one_step
 from thinwire.commands.export import export
@@ -271,6 +272,7 @@ def _prints() -> bool:
     return here is None or here.rank == 0
 
 
+main.add_command(completion)
 main.add_command(doctor)
 main.add_command(export)
 main.add_command(plan)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import socket
 import time
 from datetime import timedelta
 from typing import Any
@@ -29,10 +30,15 @@ class RollCall:
         complete_environment(here)
         self.rank, self.world_size, self._timeout = here.rank, here.world_size, timedelta(seconds=timeout)
         self._rounds = 0
+        if self.rank > 0:
+            _reach_first(timeout)
         try:
             self._store, *_ = next(dist.rendezvous("env://", self.rank, self.world_size, timeout=self._timeout))
         except (RuntimeError, ValueError) as error:
-            raise ConfigError(_unreachable(timeout, str(error).splitlines()[0])) from error
+            raise ConfigError(
+                f"{self.world_size} workers did not meet at {_first()} within {timeout:.0f} s "
+                f"({str(error).splitlines()[0].rstrip('.')}); start all of them, or give --timeout"
+            ) from error
         self._store.set_timeout(self._timeout)
 
     def answers(self, mine: Any) -> list[Any]:
@@ -80,9 +86,22 @@ class RollCall:
         process_groups.set_timeout(self._timeout.total_seconds())
 
 
-def _unreachable(timeout: float, why: str) -> str:
-    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    return (
-        f"rank 0 cannot be reached at {address} within {timeout:.0f} s ({why}); is it started, does its name resolve "
-        "here, and is the port open? MASTER_ADDR and MASTER_PORT, or torchrun's --master-addr, say where it is"
-    )
+def _first() -> str:
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
+def _reach_first(timeout: float) -> None:
+    """Wait until rank 0 listens; torch, which would do the same, prints a page of C++ if it does not."""
+    host, _, port = _first().rpartition(":")
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=max(1.0, deadline - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"rank 0 cannot be reached at {_first()} within {timeout:.0f} s ({error.strerror or error}); is it "
+                    "started, and is the port open? MASTER_ADDR, or torchrun's --master-addr, says where it is"
+                ) from error
+            time.sleep(0.1)

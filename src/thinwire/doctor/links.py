@@ -7,7 +7,7 @@ from typing import Any
 from thinwire.comm import probe
 from thinwire.comm.counters import sent_by_interface
 from thinwire.comm.roll_call import RollCall
-from thinwire.plan.links import Links
+from thinwire.plan.links import PAYLOAD, Links
 
 _SLOW = 0.5
 """A link below this share of the fastest one's rate is named."""
@@ -21,10 +21,17 @@ def measured(call: RollCall, nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
         before = sent_by_interface()
         links = probe.measure(edges)
         used = call.answers(_busiest(before, sent_by_interface()))
-        found[name] = [asdict(link) | {"interface": used[link.source]} for link in links]
+        found[name] = [_described(asdict(link), used[link.source], between=name == "between") for link in links]
     slowest = found["between"] or found["inside"]
     found["overhead_s"] = probe.overhead(max((link["round_trip_s"] for link in slowest), default=0.0) / 2)
     return found
+
+
+def _described(link: dict[str, Any], interface: str | None, *, between: bool) -> dict[str, Any]:
+    """A link with its interface; between nodes its rate is the link's own, with the headers that payload travels in."""
+    payload = link["bits_per_second"]
+    rate = payload / PAYLOAD if between else payload
+    return link | {"bits_per_second": rate, "payload_bits_per_second": payload, "interface": interface}
 
 
 def _busiest(before: dict[str, int], after: dict[str, int]) -> str | None:
@@ -32,7 +39,7 @@ def _busiest(before: dict[str, int], after: dict[str, int]) -> str | None:
     return max(after, key=lambda name: after[name] - before.get(name, 0), default=None)
 
 
-def slow(links: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def slow_links(links: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Links much slower than the fastest one, the slowest first."""
     fastest = max((link["bits_per_second"] for link in links), default=0.0)
     below = [link for link in links if link["bits_per_second"] < _SLOW * fastest]
@@ -45,7 +52,9 @@ def for_plan(found: dict[str, Any]) -> Links:
     Where all workers are on one machine, the links between them stand for those between nodes.
     """
     fast = _worst(found["inside"], "fast_") if found["inside"] else {}
-    return Links(**_worst(found["between"] or found["inside"], ""), **fast, overhead=found["overhead_s"], payload=1.0)
+    slow = _worst(found["between"] or found["inside"], "")
+    payload = PAYLOAD if found["between"] else 1.0
+    return Links(**slow, **fast, overhead=found["overhead_s"], payload=payload)
 
 
 def _worst(links: Sequence[dict[str, Any]], prefix: str) -> dict[str, float]:

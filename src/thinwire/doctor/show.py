@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from thinwire import units
-from thinwire.doctor.links import slow
+from thinwire.doctor.links import slow_links
 
 _MOST_ROWS = 8
 _WIDTH = 100
@@ -152,7 +152,7 @@ def _figures(link: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _slow(links: Sequence[Mapping[str, Any]], node_of: Mapping[int, int]) -> Iterator[str]:
-    below = slow(list(map(dict, links)))
+    below = slow_links(list(map(dict, links)))
     if not below:
         return
     slowest = below[0]
