@@ -50,6 +50,10 @@ def doctor(recipe: str | None, model: str | None, as_json: bool, quiet: bool, ti
     """
     if recipe is not None and model is not None:
         raise click.UsageError("give RECIPE or --model FILE.py:FUNCTION, not both")
+    if model is not None and flags["steps"] is None:
+        raise click.UsageError("advice for a model needs the steps of a run; give --steps N")
+    if recipe is not None:
+        named(recipe)  # an unknown one is refused before anybody waits
     here = place()
     visit = _Visit(recipe, model, flags, quiet=quiet or as_json or (here is not None and here.rank > 0))
     with as_worker():

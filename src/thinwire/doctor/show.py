@@ -90,7 +90,7 @@ def _facts(node: Mapping[str, Any]) -> dict[str, str]:
         "bf16": {"GPU": "yes, on the GPU", "CPU": "yes, on the CPU"}.get(
             node["bf16"], "emulated: works as a code, slow to compute in"
         ),
-        "netbench": "works here" if node["netbench"] is None else f"not here: {node['netbench']}",
+        "netbench": "can make slow links here" if node["netbench"] is None else f"not here: {node['netbench']}",
     }
 
 
