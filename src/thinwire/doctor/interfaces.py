@@ -98,10 +98,9 @@ def _hints(found: Mapping[str, Any]) -> list[str]:
             f"before a job on several nodes, and {NCCL} alike for nccl"
         ]
     if len(ways) > 1:
-        listed = ", ".join(f"{name} {found['interfaces'][name]}" for name in ways)
-        return [
-            f"there are several interfaces ({listed}), and gloo takes {taken_by_gloo(found) or 'the hostname’s'}: "
-            f"to choose another, export {GLOO}=NAME and {NCCL}=NAME"
+        return [  # without addresses, so that it is the same on all nodes alike
+            f"there are several interfaces ({', '.join(ways)}), and gloo takes "
+            f"{taken_by_gloo(found) or 'that of the hostname'}: to choose another, export {GLOO}=NAME and {NCCL}=NAME"
         ]
     return []
 

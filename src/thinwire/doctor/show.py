@@ -47,7 +47,7 @@ def _section(title: str, lines: Sequence[str]) -> str:
 
 def _wrapped(line: str) -> list[str]:
     """Indented, and broken where it is long; a command is left whole, to be copied."""
-    if line.startswith(" "):
+    if line.startswith(" ") or len(line) <= _WIDTH:
         return [f"  {line}"]
     return textwrap.wrap(line, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
@@ -60,28 +60,24 @@ def _title(report: Mapping[str, Any]) -> str:
 
 
 def _machines(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Each kind of machine once."""
-    kinds: dict[tuple[tuple[str, str], ...], list[Mapping[str, Any]]] = {}
-    for node in nodes:
-        kinds.setdefault(tuple(_facts(node).items()), []).append(node)
-    lines: list[str] = []
-    for rows, alike in kinds.items():
-        lines += _table([("nodes" if len(nodes) > 1 else "host", _names(alike, len(nodes))), *rows])
-    return lines
+    """One line per fact; where nodes differ, each value with its nodes."""
+    hosts = list(dict.fromkeys(node["host"] for node in nodes))
+    rows = [("hosts" if len(nodes) > 1 else "host", ", ".join(hosts[:_MOST_ROWS]) + ", …" * (len(hosts) > _MOST_ROWS))]
+    facts = [_facts(node, alone=len(nodes) == 1) for node in nodes]
+    for name in facts[0]:
+        by_value: dict[str, list[str]] = {}
+        for number, own in enumerate(facts):
+            by_value.setdefault(own[name], []).append(str(number))
+        each = [f"{value} on node{'s' * (len(own) > 1)} {', '.join(own)}" for value, own in by_value.items()]
+        rows.append((name, "; ".join(each if len(each) > 1 else by_value)))
+    return _table(rows)
 
 
-def _names(alike: Sequence[Mapping[str, Any]], all_of: int) -> str:
-    hosts = list(dict.fromkeys(node["host"] for node in alike))
-    shown = ", ".join(hosts[:_MOST_ROWS]) + (", …" if len(hosts) > _MOST_ROWS else "")
-    if all_of == 1:
-        return shown
-    return f"{', '.join(str(node['node']) for node in alike)} ({shown})"
-
-
-def _facts(node: Mapping[str, Any]) -> dict[str, str]:
+def _facts(node: Mapping[str, Any], *, alone: bool) -> dict[str, str]:
     versions, gpus = node["versions"], node["gpus"]
     kinds = {name: gpus.count(name) for name in gpus}
-    return {
+    bench = "can make slow links here" if node["netbench"] is None else f"not here: {node['netbench']}"
+    found = {
         "cores": str(node["cores"]),
         "GPUs": ", ".join(f"{count} × {name}" for name, count in kinds.items()) or "none",
         "Python": versions["Python"],
@@ -90,8 +86,8 @@ def _facts(node: Mapping[str, Any]) -> dict[str, str]:
         "bf16": {"GPU": "yes, on the GPU", "CPU": "yes, on the CPU"}.get(
             node["bf16"], "emulated: works as a code, slow to compute in"
         ),
-        "netbench": "can make slow links here" if node["netbench"] is None else f"not here: {node['netbench']}",
     }
+    return found | ({"netbench": bench} if alone else {})
 
 
 def _backends(node: Mapping[str, Any]) -> str:
@@ -123,6 +119,8 @@ def _links(report: Mapping[str, Any]) -> list[str]:
     if found["inside"]:
         rows.append(_inside(found["inside"]))
     lines = _table(rows, right=(1, 2))
+    if any("nccl" in node["backend"] for node in report["nodes"]):
+        lines.append("measured with gloo over TCP; nccl may be faster")
     if not found["between"]:
         lines.append("all workers are on one machine: there is no link between nodes")
     return [*lines, *_slow(found["between"], node_of)]
