@@ -18,7 +18,7 @@ from thinwire.comm.topology import join
 from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, OneBit, PaperAB, PowerSGD, TopK
 from thinwire.config.faults import Faults
 from thinwire.errors import ConfigError
-from thinwire.guards import refuse_attached
+from thinwire.guards import refuse_attached, refuse_switching
 from thinwire.methods.context import MethodContext
 from thinwire.methods.registry import make, name_of
 from thinwire.notices import ensure_logging, log_attached
@@ -92,6 +92,7 @@ def attach(
     if isinstance(seen, ShardedModel):
         context.on_release.append(seen.fresh.remove)
     method = make(config, context)
+    refuse_switching(method)
     recovery = Recovery(method, membership) if membership is not None else None
     replica = Replica(method, scaler=scaler, compile=compile, recovery=recovery)
     log_attached(replica._method, replica._trained)

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire.comm.buckets import all_finite
 from thinwire.comm.wrappers import wrapper_around, wrapper_inside
@@ -94,6 +94,60 @@ def _can_go_on(method: Method, bad: set[int]) -> bool:
     """Whether groups that diverged are left out of the next average, and there are others."""
     leaves_out = getattr(method.config, "diverged", "stop") == "leave_out" and not method.in_sync
     return leaves_out and any(not bad.intersection(group) for group in method.topology.groups)
+
+
+def refuse_switching(method: Method) -> None:
+    """An optimizer that evaluates other weights than it trains needs a method that leaves both alone."""
+    if method.optimizers.switching and not method.only_gradients:
+        kind, config = type(method.optimizers.switching[0]).__name__, type(method.config).__name__
+        raise ConfigError(
+            f"optimizer {kind} cannot be attached with {config}: it evaluates other weights than it trains, and "
+            f"{config} would average or factor only the latter; use AllReduce, PowerSGD, TopK or OneBit, or AdamW"
+        )
+
+
+def refuse_evaluating(method: Method) -> None:
+    """Nothing is trained on weights that an optimizer shows for evaluation."""
+    for optimizer in method.optimizers.evaluating:
+        raise ThinwireError(
+            f"{type(optimizer).__name__} holds the weights that are evaluated, not those it trains; call "
+            "optimizer.train() on all workers before the next training batch"
+        )
+
+
+def refuse_state(method: Method) -> None:
+    """Refuse optimizer state that cannot be saved, or has no mean where groups average it; after the first step."""
+    averages = method.averages_moments and len(method.topology.groups) > 1
+    for optimizer in method.optimizers:
+        kind = type(optimizer).__name__
+        for name, value in ((n, v) for state in optimizer.state.values() for n, v in state.items()):
+            if (odd := _unsaved(value)) is not None:
+                raise ConfigError(
+                    f"optimizer {kind} cannot be attached: it keeps {name!r} as {odd}, which no save can hold; use one "
+                    "whose state is plain tensors, such as AdamW, Lamb or SOAP"
+                )
+            if averages and not _has_mean(value):
+                raise ConfigError(
+                    f"`moments`={method.config.moments!r} cannot be used with {kind}: the mean of its {name!r} over "
+                    "groups means nothing; leave `moments` out, or use AdamW"
+                )
+
+
+def _unsaved(value: Any) -> str | None:
+    """The type of whatever is not a plain tensor or value, or lists and dicts of them; None if all is."""
+    if isinstance(value, list | tuple):
+        return next((odd for part in value if (odd := _unsaved(part))), None)
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return _unsaved(list(value.values()))
+    is_plain = value is None or isinstance(value, bool | int | float | str) or type(value) in (Tensor, nn.Parameter)
+    return None if is_plain else type(value).__name__
+
+
+def _has_mean(value: Any) -> bool:
+    """Whether state can be averaged element by element: eigenbases in lists, and codes of 8 bits, cannot."""
+    if isinstance(value, Tensor):
+        return value.dim() == 0 or value.is_floating_point() or value.is_complex()
+    return not isinstance(value, list | tuple | dict)
 
 
 def agree_on_buffers(method: Method) -> None:

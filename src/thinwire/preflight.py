@@ -23,6 +23,8 @@ _REFUSED = {
     "LBFGS": "its state spans all parameters at once; use SGD or an Adam",
     "SparseAdam": "it takes sparse gradients only; use Adam with dense ones",
 }
+_TWO_PASSES = ("SAM", "ASAM")
+"""They perturb weights, and take them back before the optimizer they wrap steps."""
 
 
 def check_model(model: nn.Module) -> None:
@@ -66,8 +68,14 @@ def given_optimizers(given: Any) -> Optimizers:
 def _innermost(optimizer: Any) -> Optimizer:
     """The optimizer inside wrappers such as Accelerate's, which only call it."""
     inner = next((found for name in _INNER if isinstance(found := getattr(optimizer, name, None), Optimizer)), None)
-    if inner is not None and not _has_hooks(optimizer):
+    if inner is not None and (not _has_hooks(optimizer) or type(optimizer).__name__ in _TWO_PASSES):
         return _innermost(inner)
+    if inner is not None and inner.state is not optimizer.state:
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__} cannot be attached: it keeps state of its own beside that of the "
+            f"{type(inner).__name__} it wraps, and saves and changes of shape would reach one of the two; use "
+            f"{type(inner).__name__} alone, or SAM around it"
+        )
     if not isinstance(optimizer, Optimizer) or not _has_hooks(optimizer):
         raise ConfigError(
             f"{type(optimizer).__module__}.{type(optimizer).__name__} is not a torch.optim.Optimizer, so its steps "

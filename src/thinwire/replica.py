@@ -20,7 +20,15 @@ from thinwire.compiling import Recompilations, compile_in_place
 from thinwire.errors import ConfigError, SaveError, ThinwireError
 from thinwire.factor.export import to_plain
 from thinwire.factor.layers import mark_as_read, weight_was_read
-from thinwire.guards import agree_on_buffers, attached, check_parameters, refuse_wrappers, sign_as
+from thinwire.guards import (
+    agree_on_buffers,
+    attached,
+    check_parameters,
+    refuse_evaluating,
+    refuse_state,
+    refuse_wrappers,
+    sign_as,
+)
 from thinwire.methods.agreement import Agreement
 from thinwire.methods.base import Method
 from thinwire.methods.registry import name_of
@@ -58,6 +66,7 @@ class Replica(nn.Module):
         self._is_skipped = False  # a group was lost, and nobody takes this step
         self._finished = False
         self._was_called = False
+        self._state_is_known = False  # optimizers make it in their first step
         self._shows_merged = False
         self._earlier = {"allreduce_fp32": 0, "ideal_fp32": 0}  # a world of another size may have taken the first steps
         self._earlier_steps = 0
@@ -111,6 +120,7 @@ class Replica(nn.Module):
                 "inside merged() the model is for evaluation: what is trained there would be thrown away"
             )
         refuse_wrappers(self, self._method, first=self.step == 0)
+        refuse_evaluating(self._method)
         self._stepping.batch()
         self._was_called = self._was_called or self._method.gradients.replicated.syncs
         self._begin_step()
@@ -178,6 +188,7 @@ class Replica(nn.Module):
             if not self.in_sync:
                 stack.enter_context(self._method.merged())
                 check_parameters(self._method, "merged()", everywhere=True, finite=False)
+            stack.enter_context(self._method.optimizers.evaluation_weights())
 
     def finish(self, cutoff: float | None = None) -> nn.Module:
         """The trained model in plain, low-rank torch.nn layers; collective, once. The replica becomes it."""
@@ -206,6 +217,8 @@ class Replica(nn.Module):
         if (error := self._end_of_save()) is not None and self.topology.rank == 0:
             log.warning("%s", error)  # not raised: the model, which is worth more, would be lost
         check_parameters(self._method, "finish()", finite=False)
+        for optimizer in self._method.optimizers.switching:
+            optimizer.eval()
         with self._unrounded():
             self._method.finish(cutoff)
         check_parameters(self._method, "finish()", everywhere=True)
@@ -334,6 +347,11 @@ class Replica(nn.Module):
         return self._finished or self._method.in_sync
 
     @property
+    def needs_merged(self) -> bool:
+        """Whether an evaluation needs `merged()`: workers hold different models, or not the weights to evaluate."""
+        return not self._finished and (not self.in_sync or bool(self._method.optimizers.switching))
+
+    @property
     def clips(self) -> bool:
         """Whether the method clips gradients itself; leave `clip_grad_norm_` out of the loop then."""
         return self._method.context.clips
@@ -420,6 +438,9 @@ class Replica(nn.Module):
             )
         self._was_called = False
         self._refuse_other_flags()
+        if not self._state_is_known:
+            refuse_state(self._method)
+            self._state_is_known = True
         self.traffic.times.end_step()
         if self._is_skipped:
             self._is_skipped = False

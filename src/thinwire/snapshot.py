@@ -47,6 +47,8 @@ from thinwire.shards import local, whole_of
 from thinwire.store import apart, copied, like, read_tensors, together
 
 FORMAT = 6
+_NESTED = "nested."
+"""Begins the names of tensors that are in lists of an optimizer's state, as SOAP's and Shampoo's matrices."""
 
 
 def capture(method: Method, scaler: Any, baseline: dict[str, int], averages: Sequence[nn.Module] = ()) -> Files:
@@ -249,8 +251,11 @@ def _mean(tensors: list[Tensor], weights: Tensor) -> Tensor:
 
 def _on_device(method: Method, file: Path) -> dict[str, Tensor]:
     """A file's tensors where the model is; none if there is no such file."""
-    device = next(method.model.parameters()).device
-    return {name: t.to(device) for name, t in read_tensors(file).items()} if file.is_file() else {}
+    return {name: t.to(_device(method)) for name, t in read_tensors(file).items()} if file.is_file() else {}
+
+
+def _device(method: Method) -> torch.device:
+    return next(method.model.parameters()).device
 
 
 def _groups(method: Method) -> list[list[int]]:
@@ -308,9 +313,11 @@ def _optimizers(suffix: str, method: Method) -> Files:
     for number, (optimizer, held) in enumerate(zip(optimizers, _held(method), strict=True)):
         for i, p in enumerate(held):
             for name, value in optimizer.state.get(p, {}).items():
-                (tensors if isinstance(value, Tensor) else plain)[f"{number}.{i}.{name}"] = (
-                    local(value) if isinstance(value, Tensor) else value
-                )
+                if isinstance(value, Tensor):
+                    tensors[f"{number}.{i}.{name}"] = local(value)
+                else:
+                    plain[f"{number}.{i}.{name}"], nested = apart(value, f"{_NESTED}{number}.{i}.{name}")
+                    tensors |= nested
     groups = [{k: _json(v) for k, v in group.items() if k != "params"} for _, group in optimizers.groups]
     return {
         f"optimizer{suffix}.safetensors": copied(tensors),
@@ -330,7 +337,8 @@ def _read_optimizers(folder: Path, suffix: str, method: Method) -> None:
     for optimizer, parameters in zip(optimizers, held, strict=True):
         for p in parameters:
             optimizer.state.pop(p, None)
-    for key, value in {**saved["state"], **tensors}.items():
+    nested = {name: tensors.pop(name).to(_device(method)) for name in [*tensors] if name.startswith(_NESTED)}
+    for key, value in {**together(saved["state"], nested), **tensors}.items():
         found = re.fullmatch(r"(\d{1,9})\.(\d{1,9})\.(.+)", key)
         if not found or int(found[1]) >= len(held) or int(found[2]) >= len(held[int(found[1])]):
             raise ConfigError(f"{file} holds state {key!r} of a parameter that is not here; build the same optimizers")

@@ -169,8 +169,9 @@ class Stepping:
             group["lr"] = lr
 
     def refuse_others(self, optimizer: Optimizer) -> None:
-        """Another optimizer must not step our parameters, unless one of ours wraps it."""
-        if self._updating is not None or any(optimizer is ours for ours in self.optimizers):
+        """Another optimizer must not step our parameters, unless it wraps one of ours, or one of ours wraps it."""
+        known = (optimizer, getattr(optimizer, "base_optimizer", None))  # SAM's step takes a closure, and calls ours
+        if self._updating is not None or any(each is ours for each in known for ours in self.optimizers):
             return
         ours = {id(p) for p in self.optimizers.parameters}
         if any(id(p) in ours for p in Optimizers(optimizer).parameters):

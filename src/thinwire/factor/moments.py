@@ -29,6 +29,8 @@ from thinwire.factor.matrix import MatrixView, wide
 
 LINEAR = frozenset({"exp_avg", "momentum_buffer", "grad_avg"})
 QUADRATIC = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
+_COUNTS = frozenset({"step", "eta", "mu", "mu_product"})
+"""Scalars that follow from the number of steps; others, such as LAMB's trust ratio, from the gradients."""
 
 State = dict[str, Any]
 Map = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
@@ -90,8 +92,10 @@ def transport(state: State, onto: Map) -> State:
             carried[name] = _carry(value, onto, lambda x: x)
         elif name in QUADRATIC and isinstance(value, Tensor):
             carried[name] = _carry(value, onto, torch.square)
-        elif not isinstance(value, Tensor) or value.dim() == 0:
-            carried[name] = value.clone() if isinstance(value, Tensor) else value
+        elif isinstance(value, Tensor) and value.dim() == 0:
+            carried[name] = value.clone()
+        elif value is None or isinstance(value, bool | int | float | str):
+            carried[name] = value
         else:
             return _forget(name)
     if "square_avg" in carried and "grad_avg" in carried:
@@ -115,6 +119,10 @@ def _forget(name: str) -> State:
 
 
 def moments_of(state: Mapping[str, Any]) -> list[str]:
-    """Names of the per-element tensors in one parameter's state, in a fixed order."""
+    """Names of the tensors in one parameter's state that have a mean, in a fixed order: all but counts of steps."""
     known = LINEAR | QUADRATIC
-    return sorted(n for n, value in state.items() if isinstance(value, Tensor) and (n in known or value.dim() > 0))
+    return sorted(n for n, value in state.items() if isinstance(value, Tensor) and (n in known or _has_mean(n, value)))
+
+
+def _has_mean(name: str, value: Tensor) -> bool:
+    return value.dim() > 0 or (value.is_floating_point() and name not in _COUNTS)

@@ -4,7 +4,8 @@ Most models have one optimizer. Some have several, such as Muon for hidden matri
 trained parameter is then in exactly one of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, overload
 
 import torch
@@ -69,6 +70,39 @@ class Optimizers(Sequence[Optimizer]):
                 optimizer.state.pop(p, None)
                 if first := _first_state(optimizer, p):
                     optimizer.state[p] = first
+        self._count_again()
+
+    def _count_again(self) -> None:
+        """Steps that are counted by group, which some packages do, start again when all state of the group does."""
+        for optimizer, group in self.groups:
+            if isinstance(group.get("step"), int) and not any(optimizer.state.get(p) for p in group["params"]):
+                group["step"] = 0
+
+    @property
+    def switching(self) -> list[Any]:
+        """Those that train one set of weights and evaluate another, as Schedule-Free does."""
+        return [o for o in self.each if callable(getattr(o, "train", None)) and callable(getattr(o, "eval", None))]
+
+    @property
+    def evaluating(self) -> list[Any]:
+        """Those of them that hold the weights to evaluate now."""
+        return [o for o in self.switching if not all(group.get("train_mode", True) for group in o.param_groups)]
+
+    @contextmanager
+    def evaluation_weights(self) -> Iterator[None]:
+        """Hold the weights to evaluate for a while; those that are trained come back bit for bit."""
+        given = [o for o in self.switching if o not in self.evaluating]
+        before = [(p, p.detach().clone()) for o in given for p in Optimizers(o).parameters]
+        for optimizer in given:
+            optimizer.eval()
+        try:
+            yield
+        finally:
+            for optimizer in given:
+                optimizer.train()
+            with torch.no_grad():
+                for p, value in before:
+                    p.copy_(value)
 
     def exchange(self, old: Sequence[nn.Parameter], new: Sequence[nn.Parameter], suffixes: Sequence[str] = ()) -> None:
         """Replace `old` by `new` in the same parameter group; the state of the old ones is dropped.

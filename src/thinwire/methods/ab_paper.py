@@ -209,6 +209,11 @@ class PaperABMethod(Factoring):
         parameters = [p for p, _ in self._merged_parameters()]
         self.average = AveragedTensors(self.wire, lambda: parameters, self.config.wire, self.step)
 
+    @property
+    def averages_moments(self) -> bool:
+        """What is carried through a merge is averaged too."""
+        return self.config.moments != "reset"
+
     # Layers.
 
     def _to_factors(self, layer: Layer, a: Tensor, b: Tensor) -> None:

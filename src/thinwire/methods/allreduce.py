@@ -14,6 +14,7 @@ from thinwire.methods.registry import register
 class AllReduceMethod(Method):
     """Gradients averaged at every step (PyTorch's DDP), in fp32 or a code."""
 
+    only_gradients = True
     config: AllReduce
 
     @classmethod

@@ -35,6 +35,8 @@ class Method(ABC):
 
     phases: ClassVar[tuple[str, ...]] = ("train",)
     """Every name that `phase` may have, the first one first."""
+    only_gradients: ClassVar[bool] = False
+    """Whether the optimizer alone changes parameters: they are never averaged, and keep their shapes."""
 
     def __init__(self, config: Any, context: MethodContext) -> None:
         self.config = config
@@ -75,6 +77,11 @@ class Method(ABC):
     def in_sync(self) -> bool:
         """Whether all workers hold the same model between steps."""
         return True
+
+    @property
+    def averages_moments(self) -> bool:
+        """Whether groups average their optimizers' state."""
+        return getattr(self.config, "moments", None) == "average"
 
     @property
     def next_event(self) -> int:

@@ -21,6 +21,7 @@ class CodedGradients(Method):
     """A warm-up in one code, then another one to the end."""
 
     phases: ClassVar[tuple[str, ...]] = ("warmup", "train")
+    only_gradients: ClassVar[bool] = True
 
     @classmethod
     def role(cls, config: Any, topology: Topology) -> Hashable:

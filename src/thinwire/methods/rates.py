@@ -17,6 +17,11 @@ Scale = Callable[[], float | Tensor | None]
 """By how much to multiply an update; None leaves it alone."""
 
 
+_BY_NORM = ("lamb", "lars")
+_BY_ELEMENT = ("adam", "lion")
+"""Of whatever package, and whatever they call their state."""
+
+
 class RateMatching:
     """Multiplies the updates of some parameters, without weight decay."""
 
@@ -44,15 +49,25 @@ class RateMatching:
         self._before = []
 
     def is_normalised(self, p: nn.Parameter) -> bool:
-        """Whether the optimizer divides by second moments, so that an update's size does not follow from gradients."""
-        return any(name in moments.QUADRATIC for name in self.optimizers.state_of(p))
+        """Whether an update has one size per element, as Adam's and Lion's: it follows neither from gradients, nor from
+        the size of the parameter, as LAMB's and LARS's do."""
+        kind = type(self.optimizers.of(p)).__name__.lower()
+        if any(name in kind for name in _BY_NORM):
+            return False
+        by_name = any(name in kind for name in _BY_ELEMENT)
+        return by_name or any(name in moments.QUADRATIC for name in self.optimizers.state_of(p))
+
+
+_DECOUPLED = ("decoupled_weight_decay", "weight_decouple")
+"""What torch and pytorch_optimizer call it."""
 
 
 def decoupled_decay(optimizer: Optimizer) -> dict[int, float]:
     """The factor by which the next update shrinks each parameter by decoupled weight decay, as AdamW does; by id."""
     found = {}
     for group in optimizer.param_groups:
-        decoupled = isinstance(optimizer, AdamW) or group.get("decoupled_weight_decay")
-        share = float(group["lr"] * group.get("weight_decay", 0.0)) if decoupled else 0.0
+        decoupled = isinstance(optimizer, AdamW) or any(group.get(name) for name in _DECOUPLED)
+        rate = 1.0 if group.get("fixed_decay") else group["lr"]
+        share = float(rate * group.get("weight_decay", 0.0)) if decoupled else 0.0
         found.update({id(p): share for p in group["params"]})
     return found

@@ -120,7 +120,7 @@ def _evaluate(run: Run, *, finished: bool = False, validate: bool = False) -> di
     """Figures of the merged model on held-out data; with `validate` also its loss on validation data."""
     replica, task = run.replica, run.recipe.task
     model = "finished" if finished else "world" if replica.in_sync else "merged"
-    with nullcontext() if model != "merged" else replica.merged():
+    with replica.merged() if replica.needs_merged else nullcontext():
         figures = task.figures(replica.wire.all_reduce_sum(_totals(run), purpose="evaluate"))
         if validate:
             unseen = replica.wire.all_reduce_sum(_totals(run, "validation"), purpose="evaluate")
