@@ -79,6 +79,8 @@ def capture(method: Method, scaler: Any, baseline: dict[str, int], averages: Seq
     worker = {"method": own, "ledger": method.wire.ledger.state(), "scaler": _scale(scaler)}
     files[f"worker-rank{topology.rank}.json"] = json_text(worker)
     files[f"worker-rank{topology.rank}.safetensors"] = copied(own_tensors)
+    for state in (state for optimizer in method.optimizers for state in optimizer.state.values()):
+        state.update({name: _in_rows(value) for name, value in state.items() if isinstance(value, list | tuple)})
     # Both a run that goes on and one that resumes continue with a fresh wrapper, so both sum in the same order.
     method.gradients.rewrap()
     return files
@@ -363,6 +365,13 @@ def _put_state(optimizer: Optimizer, p: nn.Parameter, name: str, value: Any, fil
     moves = isinstance(value, Tensor) and (value.dim() > 0 or on_device)
     kept = value.to(p.device) if moves else value
     optimizer.state[p][name] = like_whole(kept, p) if isinstance(kept, Tensor) and kept.dim() else kept
+
+
+def _in_rows(value: Any) -> Any:
+    """Matrices laid out as a save holds them: products of others, such as SOAP's bases, are rounded in another way."""
+    if isinstance(value, list | tuple):
+        return [_in_rows(part) for part in value]
+    return value.contiguous() if isinstance(value, Tensor) else value
 
 
 def _json(value: Any) -> Any:
