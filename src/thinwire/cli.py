@@ -38,6 +38,7 @@ from thinwire.report import read_run, read_runs, table
 from thinwire.report.live import Progress, following
 from thinwire.report.tables import best_epoch, figure, ratio, size
 from thinwire.train.folder import refuse_occupied
+from thinwire.train.optimizers import OPTIMIZERS
 
 _COMPARISON = ("comparison.json", "comparison.png")
 
@@ -84,6 +85,7 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--steps", type=click.IntRange(1), metavar="N", help="Steps instead of the recipe's."),
         click.option("--epochs", type=click.IntRange(1), metavar="N", help="Epochs instead of the recipe's."),
         click.option("--batch-size", type=click.IntRange(1), metavar="N", help="Examples per step, over all workers."),
+        click.option("--optimizer", metavar="NAME", help=f"Instead of the recipe's: {', '.join(OPTIMIZERS)}."),
         click.option("--lr", type=float, metavar="X", help="Highest learning rate instead of the recipe's."),
         click.option("--weight-decay", type=float, metavar="X", help="Weight decay instead of the recipe's."),
         click.option("--validate", is_flag=True, help="Report on validation data, not on the test data."),

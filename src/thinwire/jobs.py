@@ -70,6 +70,8 @@ class Job:
     """Steps between evaluations; overrides the recipe's."""
     batch_size: int | None = None
     """Examples per step, over all workers, instead of the recipe's."""
+    optimizer: str | None = None
+    """Name of an optimizer to use instead of the recipe's."""
     lr: float | None = None
     """Highest learning rate instead of the recipe's."""
     weight_decay: float | None = None
@@ -92,7 +94,7 @@ class Job:
         """The recipe over this job's steps, with its settings for the method."""
         here = place()
         workers = here.world_size if here else self.workers
-        names = ("steps", "epochs", "eval_every", "batch_size", "lr", "weight_decay", "validate")
+        names = ("steps", "epochs", "eval_every", "batch_size", "optimizer", "lr", "weight_decay", "validate")
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
         return named(self.recipe, **given, workers=workers).suited_to(self.method)
 
@@ -204,6 +206,7 @@ class Job:
             "--until": self.until,
             "--eval-every": self.eval_every,
             "--batch-size": self.batch_size,
+            "--optimizer": self.optimizer,
             "--lr": self.lr,
             "--weight-decay": self.weight_decay,
             "--stability": self.stability,

@@ -17,6 +17,7 @@ from torch import nn
 
 from thinwire.errors import ConfigError, ThinwireError, unknown
 from thinwire.methods.registry import METHODS
+from thinwire.train.optimizers import with_optimizer_named
 from thinwire.train.task import Recipe
 
 GROUP = "thinwire.recipes"
@@ -68,6 +69,7 @@ def named(
     epochs: int | None = None,
     eval_every: int | None = None,
     batch_size: int | None = None,
+    optimizer: str | None = None,
     lr: float | None = None,
     weight_decay: float | None = None,
     validate: bool = False,
@@ -87,6 +89,7 @@ def named(
         raise ConfigError(f"both `--steps {steps}` and `--epochs {epochs}` say how long a run is; give one of them")
     recipe = recipe if batch_size is None else recipe.with_batch(batch_size)
     recipe = recipe if epochs is None else recipe.over(epochs)
+    recipe = recipe if optimizer is None else with_optimizer_named(recipe, optimizer)
     recipe = recipe.with_optimizer(lr=lr, weight_decay=weight_decay)
     recipe = recipe.on_validation() if validate else recipe
     # A user who gives steps has chosen how many passes they are.
