@@ -44,8 +44,12 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "sam": lambda model: others.SAM(model.parameters(), SGD, lr=0.05, momentum=0.9),
 }
 STOP = 10
-BY = [way for way in WAYS if way not in ("allreduce bf16", "allreduce int8", "ab both", "diloco streaming")]
-AVERAGED = ("ab split", "ab-paper carry", "ab-paper average", "localsgd average")
+BY = [
+    way
+    for way in WAYS
+    if way not in ("allreduce bf16", "allreduce int8", "ab both", "diloco streaming", "ab-paper average")
+]
+AVERAGED = ("ab split", "ab-paper carry", "localsgd average")
 """Those that average the optimizer's state."""
 EXACT = ("allreduce", "powersgd", "topk", "onebit")
 """Those that leave parameters to the optimizer."""
