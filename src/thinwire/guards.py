@@ -13,7 +13,7 @@ from thinwire.comm.wrappers import wrapper_around, wrapper_inside
 from thinwire.errors import ConfigError, DisagreementError, DivergedError, ThinwireError
 from thinwire.methods.base import Method
 from thinwire.methods.merging import average_buffers
-from thinwire.shards import whole_of
+from thinwire.shards import local, whole_of
 
 attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Replicas whose hooks are on an optimizer now."""
@@ -139,7 +139,8 @@ def _unsaved(value: Any) -> str | None:
         return next((odd for part in value if (odd := _unsaved(part))), None)
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return _unsaved(list(value.values()))
-    is_plain = value is None or isinstance(value, bool | int | float | str) or type(value) in (Tensor, nn.Parameter)
+    part = local(value) if isinstance(value, Tensor) else value
+    is_plain = value is None or isinstance(value, bool | int | float | str) or type(part) in (Tensor, nn.Parameter)
     return None if is_plain else type(value).__name__
 
 
