@@ -95,7 +95,9 @@ def trained(rank: int, name: str, shards: bool, folder: str | None = None) -> di
     return found
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    "name", [name if name == "diloco" else pytest.param(name, marks=pytest.mark.slow) for name in WAYS]
+)
 def test_sharded_groups_train_as_groups_that_are_not(name: str, tmp_path: Path) -> None:
     plain = gang.run(trained, 4, name, False)
     found = gang.run(trained, 4, name, True, str(tmp_path / "save"))
