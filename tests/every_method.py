@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import pytest
+
 import thinwire
 from thinwire.methods.registry import METHODS
 
@@ -133,3 +135,12 @@ def chosen(names: Iterable[T]) -> list[T]:
     part, _, parts = os.environ.get("THINWIRE_SWEEP", "1/1").partition("/")
     number = time.localtime().tm_yday if part == "day" else int(part)
     return list(names)[number % int(parts) :: int(parts)]
+
+
+_LONG = ("doctor", "job script", "best model", "adapters of localsgd", "adapters of ab")
+"""Single tests that take minutes and do not depend on one another."""
+
+
+def on_its_day(name: str) -> Any:
+    """A mark for one of these, which skips it on days on which others are due."""
+    return pytest.mark.skipif(name not in chosen(_LONG), reason="due on another day")

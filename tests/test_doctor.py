@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import gang
+from every_method import on_its_day
 from patience import LIMIT_S
 from selection import needs_root
 from thinwire.cli import main
@@ -248,6 +249,7 @@ def test_an_interface_that_is_not_there_is_reported_before_gloo_tries(tmp_path: 
 
 
 @pytest.mark.slow
+@on_its_day("doctor")
 @needs_hosts
 def test_what_it_recommends_is_fastest_when_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(SOURCES))

@@ -12,6 +12,7 @@ from torch import nn
 import gang
 import small
 import thinwire
+from every_method import on_its_day
 from thinwire import AB, AllReduce, ConfigError, DiLoCo, LocalSGD
 
 pytest.importorskip("transformers")
@@ -188,6 +189,7 @@ def with_the_best(rank: int, folder: Path) -> tuple[str, str]:
 
 
 @pytest.mark.slow
+@on_its_day("best model")
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     (_, said), _ = found = gang.run(with_the_best, 2, tmp_path)
     assert len({bits for bits, _ in found}) == 1
@@ -220,7 +222,9 @@ def adapted(rank: int, name: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["localsgd", "ab"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=on_its_day(f"adapters of {name}")) for name in ("localsgd", "ab")]
+)
 def test_adapters_of_peft_are_trained(name: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     found = gang.run(adapted, 2, name, tmp_path)
