@@ -1,6 +1,7 @@
 """The wheel, in an environment that has nothing of the clone but what it depends on."""
 
 import json
+import os
 import subprocess
 import sys
 import sysconfig
@@ -15,7 +16,10 @@ ROOT = Path(__file__).parent.parent
 
 
 def ran(*words: Any, cwd: Path) -> str:
-    done = subprocess.run([str(word) for word in words], cwd=cwd, capture_output=True, text=True, timeout=280)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(word) for word in words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280
+    )
     assert not done.returncode, done.stdout + done.stderr
     return done.stdout
 
