@@ -25,6 +25,7 @@ from torch import nn
 
 import small
 import thinwire
+from every_method import on_its_day
 from thinwire import ConfigError, manifest
 from thinwire.cli import main
 from thinwire.errors import DamagedError, printable
@@ -72,7 +73,9 @@ SLOW = (
 
 @fuzzed
 @pytest.mark.parametrize(
-    "numbers", [range(250), pytest.param(range(800), marks=pytest.mark.slow)], ids=["some", "many"]
+    "numbers",
+    [range(250), pytest.param(range(800), marks=[pytest.mark.slow, on_its_day("fuzz")])],
+    ids=["some", "many"],
 )
 def test_changed_files_are_opened_or_refused_in_words(numbers: range, fuzz: ModuleType, originals: Path) -> None:
     drawn = [number for number in numbers if fuzz.entrance_of(number, 1) in SLOW]
