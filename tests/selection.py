@@ -21,3 +21,15 @@ def needs_root(why_not: str | None) -> Callable[[Any], Any]:
     """A decorator for what needs root and network namespaces, and is skipped with the reason where there are none."""
     skip = pytest.mark.skipif(why_not is not None, reason=f"hosts cannot be made here: {why_not}")
     return lambda test: pytest.mark.root(skip(test))
+
+
+cases_of_integrations = pytest.mark.parametrize(
+    ("workers", "names"),
+    [
+        (2, ["ab"]),
+        pytest.param(2, ["allreduce"], marks=pytest.mark.slow),
+        # After a save, as after a load, DDP begins anew: all-reduce of four workers is rounded otherwise than without.
+        pytest.param(4, ["ab", "diloco"], marks=pytest.mark.slow),
+    ],
+)
+"""Workers, and methods by name."""

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import gang
 import small
 import thinwire
+from selection import cases_of_integrations
 from thinwire import AB, AllReduce, DiLoCo
 
 pytest.importorskip("lightning")
@@ -125,15 +126,7 @@ def compared(rank: int, workers: int, names: list[str], folder: Path) -> dict[st
     return found
 
 
-@pytest.mark.parametrize(
-    ("workers", "names"),
-    [
-        (2, ["ab"]),
-        pytest.param(2, ["allreduce"], marks=pytest.mark.slow),
-        # After a save, as after a load, DDP begins anew: all-reduce of four workers is rounded otherwise than without.
-        pytest.param(4, ["ab", "diloco"], marks=pytest.mark.slow),
-    ],
-)
+@cases_of_integrations
 def test_parameters_are_those_of_a_loop_of_ones_own(workers: int, names: list[str], tmp_path: Path) -> None:
     everyone = gang.run(compared, workers, workers, names, tmp_path)
     for name in names:

@@ -111,7 +111,7 @@ def test_sharded_groups_train_as_groups_that_are_not(name: str, tmp_path: Path) 
         assert one["sent"] == pytest.approx(other["sent"], rel=0.03)
 
 
-def said(rank: int, folder: str) -> dict[str, str]:
+def said(rank: int) -> dict[str, str]:
     found = {}
 
     def ask(name: str, config: Any, model: Any = None, optimizer: Any = None, **given: Any) -> None:
@@ -151,7 +151,7 @@ def said(rank: int, folder: str) -> dict[str, str]:
     return found
 
 
-def test_what_needs_whole_weights_is_refused(tmp_path: Path) -> None:
+def test_what_needs_whole_weights_is_refused() -> None:
     expected = {
         "AB": "AB needs whole weights on a worker, and the model is sharded: use AllReduce, LocalSGD or DiLoCo",
         "lowrank": "`warmup_wire`='lowrank:2' looks at whole weights",
@@ -166,7 +166,7 @@ def test_what_needs_whole_weights_is_refused(tmp_path: Path) -> None:
         "cutoff": "`cutoff`=0.1 needs whole weights",
         "diverged": "is not finite at step 1",
     }
-    for found in gang.run(said, 4, str(tmp_path)):
+    for found in gang.run(said, 4):
         assert found.keys() == expected.keys()
         for name, text in expected.items():
             assert text in found[name], (name, found[name])

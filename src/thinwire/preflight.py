@@ -157,12 +157,19 @@ def broadcast_initial_values(model: nn.Module, wire: Wire) -> None:
 def broadcast_optimizers(model: nn.Module, optimizers: Optimizers, wire: Wire) -> None:
     """Likewise the state that optimizers have from earlier training: where groups kept their own, it differs."""
     held = [optimizers.state_of(whole_of(p)) for p in model.parameters()]
-    tensors = [local(t) for state in held for _, t in sorted(state.items()) if isinstance(t, Tensor)]
+    tensors = [local(t) for state in held for _, value in sorted(state.items()) for t in _tensors_in(value)]
     if tensors and not wire.agree(tensors, "checksums"):
         for device in {t.device for t in tensors}:
             wire.broadcast([t for t in tensors if t.device == device], "first values")
         if wire.topology.rank == 0:
             log.info("workers had different optimizer state: all use rank 0's")
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """Some optimizers keep matrices in lists."""
+    if isinstance(value, list | tuple):
+        return [t for part in value for t in _tensors_in(part)]
+    return [value] if isinstance(value, Tensor) else []
 
 
 def _architecture(model: nn.Module, optimizers: Optimizers) -> list[str]:

@@ -364,7 +364,8 @@ def _put_state(optimizer: Optimizer, p: nn.Parameter, name: str, value: Any, fil
     on_device = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
     moves = isinstance(value, Tensor) and (value.dim() > 0 or on_device)
     kept = value.to(p.device) if moves else value
-    optimizer.state[p][name] = like_whole(kept, p) if isinstance(kept, Tensor) and kept.dim() else kept
+    per_element = isinstance(kept, Tensor) and kept.shape == local(p).shape
+    optimizer.state[p][name] = like_whole(kept, p) if per_element else kept
 
 
 def _in_rows(value: Any) -> Any:

@@ -173,7 +173,7 @@ def _copy(run: Path, folder: Path, onnx: bool, recipe: str | None, data: Path | 
 
 
 def _copy_files(model: Path, folder: Path) -> None:
-    """The files of a model, but for `load.py`: the user is told to run it, so it is always written anew."""
+    """The files of a model, but for `load.py`: users run it, so it is always written anew."""
     for name in MODEL_FILES:
         file = model / name
         if file.is_symlink():

@@ -53,7 +53,7 @@ def outer(found: Mapping[str, Any]) -> list[str]:
 
 
 def taken_by_gloo(found: Mapping[str, Any]) -> str | None:
-    """The interface that gloo takes: the one it is told to, else that of the hostname's address."""
+    """The interface that gloo takes: the one in GLOO_SOCKET_IFNAME, else that of the hostname's address."""
     if found["chosen"]:
         return found["chosen"].split(",")[0]
     by_address = {address: name for name, address in found["interfaces"].items()}
