@@ -9,7 +9,6 @@ worker-rankR.safetensors         a worker's own tensors, such as gradients it ha
 manifest.json                    size and checksum of all of them
 """
 
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,38 +16,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from thinwire.comm.sharded import like_whole
+from thinwire import optimizer_files
 from thinwire.errors import ConfigError
-from thinwire.factor.moments import LINEAR, QUADRATIC
-from thinwire.factor.optimizers import Optimizers
 from thinwire.files import json_text, read_json, understood
 from thinwire.manifest import verify
 from thinwire.methods.base import Method
 from thinwire.methods.context import Saved
 from thinwire.methods.registry import name_of
 from thinwire.saved_state import (
-    OPTIMIZERS,
     STATE,
     WORKER,
-    check_complete,
     check_groups,
     check_ranks,
-    check_settings,
-    check_state,
     refuse,
 )
 from thinwire.saves import Files, newest
 from thinwire.schema import like as like_now
 from thinwire.schema import wrong
 from thinwire.settings import describe
-from thinwire.shards import local, whole_of
-from thinwire.store import apart, copied, like, read_tensors, together
+from thinwire.store import apart, copied, read_tensors, together
 
 FORMAT = 6
-_NESTED = "nested."
-"""Begins the names of tensors that are in lists of an optimizer's state, as SOAP's and Shampoo's matrices."""
 
 
 def capture(method: Method, scaler: Any, baseline: dict[str, int], averages: Sequence[nn.Module] = ()) -> Files:
@@ -75,12 +64,11 @@ def capture(method: Method, scaler: Any, baseline: dict[str, int], averages: Seq
         files[f"model{suffix}.safetensors"] = copied(model)
         files[f"method{suffix}.safetensors"] = copied(tensors)
         with method.context.users_optimizers():
-            files |= _optimizers(suffix, method)
+            files |= optimizer_files.captured(suffix, method)
     worker = {"method": own, "ledger": method.wire.ledger.state(), "scaler": _scale(scaler)}
     files[f"worker-rank{topology.rank}.json"] = json_text(worker)
     files[f"worker-rank{topology.rank}.safetensors"] = copied(own_tensors)
-    for state in (state for optimizer in method.optimizers for state in optimizer.state.values()):
-        state.update({name: _in_rows(value) for name, value in state.items() if isinstance(value, list | tuple)})
+    optimizer_files.lay_out_in_rows(method)
     # Both a run that goes on and one that resumes continue with a fresh wrapper, so both sum in the same order.
     method.gradients.rewrap()
     return files
@@ -103,7 +91,7 @@ def load(
     def load_values() -> None:
         _load_model(method.model, folder / f"model{suffix}.safetensors")
         with method.context.users_optimizers():
-            _read_optimizers(folder, suffix, method)
+            optimizer_files.read(folder, suffix, method)
 
     shared = together(state["method"], _on_device(method, folder / f"method{suffix}.safetensors"))
     method.drop_pending()
@@ -253,11 +241,8 @@ def _mean(tensors: list[Tensor], weights: Tensor) -> Tensor:
 
 def _on_device(method: Method, file: Path) -> dict[str, Tensor]:
     """A file's tensors where the model is; none if there is no such file."""
-    return {name: t.to(_device(method)) for name, t in read_tensors(file).items()} if file.is_file() else {}
-
-
-def _device(method: Method) -> torch.device:
-    return next(method.model.parameters()).device
+    device = next(method.model.parameters()).device
+    return {name: t.to(device) for name, t in read_tensors(file).items()} if file.is_file() else {}
 
 
 def _groups(method: Method) -> list[list[int]]:
@@ -299,81 +284,3 @@ def _all_keys(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]
     if wrong:
         raise ConfigError(f"the save is of another model: {wrong[0]!r} is in only one of the two; build the same model")
     return {name: t for name, t in found.items() if t is not None}
-
-
-def _held(method: Method) -> list[list[nn.Parameter]]:
-    """This model's parameters, by the optimizer that holds them, which may train other models too."""
-    own = {id(whole_of(p)) for p in method.model.parameters()}
-    return [[p for p in Optimizers(o).parameters if id(p) in own] for o in method.optimizers]
-
-
-def _optimizers(suffix: str, method: Method) -> Files:
-    """State by OPTIMIZER.PARAMETER.NAME, both counted from 0, and the settings of every parameter group."""
-    optimizers = method.optimizers
-    tensors: dict[str, Tensor] = {}
-    plain: dict[str, Any] = {}
-    for number, (optimizer, held) in enumerate(zip(optimizers, _held(method), strict=True)):
-        for i, p in enumerate(held):
-            for name, value in optimizer.state.get(p, {}).items():
-                if isinstance(value, Tensor):
-                    tensors[f"{number}.{i}.{name}"] = local(value)
-                else:
-                    plain[f"{number}.{i}.{name}"], nested = apart(value, f"{_NESTED}{number}.{i}.{name}")
-                    tensors |= nested
-    groups = [{k: _json(v) for k, v in group.items() if k != "params"} for _, group in optimizers.groups]
-    return {
-        f"optimizer{suffix}.safetensors": copied(tensors),
-        f"optimizer{suffix}.json": json_text({"state": plain, "param_groups": groups}),
-    }
-
-
-def _read_optimizers(folder: Path, suffix: str, method: Method) -> None:
-    optimizers, held = method.optimizers, _held(method)
-    file = folder / f"optimizer{suffix}.json"
-    saved, tensors = read_json(file, schema=OPTIMIZERS), read_tensors(file.with_suffix(".safetensors"))
-    if len(saved["param_groups"]) != len(optimizers.groups):
-        raise ConfigError(
-            f"{file} holds {len(saved['param_groups'])} parameter groups, the optimizers here have "
-            f"{len(optimizers.groups)}; build them as they were when it was saved"
-        )
-    for optimizer, parameters in zip(optimizers, held, strict=True):
-        for p in parameters:
-            optimizer.state.pop(p, None)
-    nested = {name: tensors.pop(name).to(_device(method)) for name in [*tensors] if name.startswith(_NESTED)}
-    for key, value in {**together(saved["state"], nested), **tensors}.items():
-        found = re.fullmatch(r"(\d{1,9})\.(\d{1,9})\.(.+)", key)
-        if not found or int(found[1]) >= len(held) or int(found[2]) >= len(held[int(found[1])]):
-            raise ConfigError(f"{file} holds state {key!r} of a parameter that is not here; build the same optimizers")
-        _put_state(optimizers[int(found[1])], held[int(found[1])][int(found[2])], found[3], value, file)
-    for (_, group), values in zip(optimizers.groups, saved["param_groups"], strict=True):
-        check_settings(file, group, values)
-        for name, value in values.items():
-            group[name] = like(value, group.get(name))
-    for optimizer, parameters in zip(optimizers, held, strict=True):
-        check_complete(file, optimizer, parameters)
-
-
-def _put_state(optimizer: Optimizer, p: nn.Parameter, name: str, value: Any, file: Path) -> None:
-    check_state(file, name, value)
-    if isinstance(value, Tensor) and value.dim() and name in LINEAR | QUADRATIC and value.shape != local(p).shape:
-        raise ConfigError(
-            f"{file} holds {name!r} of shape {list(value.shape)} for a parameter of shape "
-            f"{list(local(p).shape)}; build model and optimizers as they were when it was saved"
-        )
-    # Steps are on the CPU unless the optimizer's settings ask for them on the parameter's device.
-    on_device = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
-    moves = isinstance(value, Tensor) and (value.dim() > 0 or on_device)
-    kept = value.to(p.device) if moves else value
-    per_element = isinstance(kept, Tensor) and kept.shape == local(p).shape
-    optimizer.state[p][name] = like_whole(kept, p) if per_element else kept
-
-
-def _in_rows(value: Any) -> Any:
-    """Matrices laid out as a save holds them: products of others, such as SOAP's bases, are rounded in another way."""
-    if isinstance(value, list | tuple):
-        return [_in_rows(part) for part in value]
-    return value.contiguous() if isinstance(value, Tensor) else value
-
-
-def _json(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value
