@@ -68,7 +68,7 @@ def attach(
     if faults is None:
         join()
         if is_sharded(model):
-            refuse_on_shards(config, optimizers, scaler=scaler, compile=compile, ddp=ddp)
+            refuse_on_shards(config, model, optimizers, scaler=scaler, compile=compile, ddp=ddp)
             wire = ShardedWire.open(_size_of_groups(model, config), repr(config), device, ledger)
         else:
             wire = Wire.open(config.group_size, repr(config), device, ledger)
@@ -83,7 +83,7 @@ def attach(
         wire, membership = _met(config, faults, device, ledger)
     seen = ShardedModel(model) if isinstance(wire, ShardedWire) else model
     if isinstance(seen, ShardedModel) and isinstance(wire, ShardedWire):
-        wire.share = seen.share
+        wire.find_share = lambda: seen.share
     if membership is None or not membership.joins:
         check_same_architecture(model, optimizers, wire)
         broadcast_initial_values(seen, wire)

@@ -17,7 +17,7 @@ from thinwire.comm.ledger import Ledger
 from thinwire.comm.replicate import step_of_allreduce, step_of_ideal
 from thinwire.comm.topology import Topology
 from thinwire.compiling import Recompilations, compile_in_place
-from thinwire.errors import ConfigError, SaveError, ThinwireError
+from thinwire.errors import SaveError, ThinwireError
 from thinwire.factor.export import to_plain
 from thinwire.factor.layers import mark_as_read, weight_was_read
 from thinwire.guards import (
@@ -32,13 +32,15 @@ from thinwire.guards import (
 from thinwire.methods.agreement import Agreement
 from thinwire.methods.base import Method
 from thinwire.methods.registry import name_of
+from thinwire.methods.untraced import untraced
 from thinwire.methods.waits import Waits
 from thinwire.notices import log_finished
+from thinwire.plain_shards import to_plain_shards
 from thinwire.recovery import Recovery
 from thinwire.saves import Files, Save
 from thinwire.scaling import SharedScale
 from thinwire.settings import describe as describe_config
-from thinwire.shards import whole_of
+from thinwire.shards import ShardedModel, whole_of
 from thinwire.stepping import Stepping
 from thinwire.uneven import Joining, refuse_joining
 
@@ -81,7 +83,7 @@ class Replica(nn.Module):
         self._full = _count(self.module)
         self._trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         # Here and not by a decorator: that would load Dynamo, seconds, with the package.
-        self.forward = torch.compiler.disable(self.forward, recursive=False)  # type: ignore[method-assign]
+        self.forward = untraced(self.forward)  # type: ignore[method-assign]
         sign_as(self.forward, method.model)
         self._begin_step = torch.compiler.disable(self.traffic.times.begin_step)
         self.register_load_state_dict_pre_hook(_find_inner_keys)
@@ -196,8 +198,6 @@ class Replica(nn.Module):
             raise ThinwireError("finish() has run already: the replica is the finished model, replica.module")
         if cutoff is not None:
             check_cutoff(cutoff, zero_allowed=True)
-            if self.wire.is_sharded:
-                raise ConfigError(f"`cutoff`={cutoff} needs whole weights, and the model is sharded: leave it out")
         if not self.in_sync:
             self._refuse_other_flags()
         self._together(lambda: self._finish(cutoff), last=True)
@@ -205,7 +205,8 @@ class Replica(nn.Module):
         self.finished_ranks = {layer.key: layer.rank for layer in self._method.layers if layer.rank}
         self.read_layers = [name for name, module in self.module.named_modules() if weight_was_read(module)]
         self.module._compiled_call_impl = None
-        self.module = to_plain(self.module)
+        model = self._method.model
+        self.module = to_plain_shards(model, self.wire) if isinstance(model, ShardedModel) else to_plain(self.module)
         self._finished = True
         if not self.wire.is_simulated:
             sizes, ranks = (self._full, _count(self.module)), self.finished_ranks.values()

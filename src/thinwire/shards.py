@@ -5,22 +5,33 @@ averages shards: worker i of a group with worker i of all others. A method sees 
 of a model, and needs to know nothing of FSDP.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm.sharded import like_whole
-from thinwire.config import AllReduce, LocalSGD, Radial
+from thinwire.comm import fsdp
+from thinwire.comm.sharded import like_whole, own_part
+from thinwire.config import AB, AllReduce, LocalSGD, Radial
 from thinwire.config.codes import parse_code
 from thinwire.errors import ConfigError
+from thinwire.factor.convert import Layer
 from thinwire.factor.optimizers import Optimizers
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether a parameter is part of a larger one."""
-    return any(hasattr(p, "device_mesh") for p in model.parameters())
+    return any(is_part(p) for p in model.parameters())
+
+
+_OLDEST = "2.11"
+"""The oldest torch with which sharded groups were found to train as others do."""
+
+
+def is_part(t: Tensor) -> bool:
+    """Whether this worker holds a part of it: a DTensor."""
+    return hasattr(t, "device_mesh")
 
 
 class Shard(nn.Parameter):
@@ -32,6 +43,15 @@ class Shard(nn.Parameter):
         shard = torch.Tensor._make_subclass(cls, local(whole.detach()), whole.requires_grad)
         shard.whole = whole
         return shard
+
+    @property
+    def requires_grad(self) -> bool:
+        """As the whole is trained now."""
+        return self.whole.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.whole.requires_grad = value
 
     @property
     def grad(self) -> Tensor | None:
@@ -46,7 +66,7 @@ class Shard(nn.Parameter):
 def local(value: Tensor) -> Tensor:
     """This worker's part of a tensor, which shares its memory; any other tensor as it is."""
     part: Any = value
-    return part.to_local() if hasattr(value, "device_mesh") else value
+    return part.to_local() if is_part(value) else value
 
 
 def whole_of(p: Any) -> Any:
@@ -60,11 +80,21 @@ class ShardedModel(nn.Module):
     def __init__(self, whole: nn.Module) -> None:
         super().__init__()
         self.__dict__["whole"] = whole  # no submodule
-        self.shards = {name: Shard(p) for name, p in whole.named_parameters()}
+        self.shards: dict[str, Shard] = {}
+        self.update()
         # A forward pass without a backward pass leaves parameters gathered. They may have been averaged since.
         self.fresh = whole.register_forward_pre_hook(lambda module, inputs: reshard(whole), prepend=True)
 
     whole: nn.Module
+
+    def update(self) -> None:
+        """See the parameters that there are now; those that were there before are seen as the same objects."""
+        known = {id(shard.whole): shard for shard in self.shards.values()}
+        named = self.whole.named_parameters()
+        self.shards = {name: known[id(p)] if id(p) in known else Shard(p) for name, p in named}
+        own, all_ = (sum(p.numel() for p in each) for each in (self.shards.values(), self.whole.parameters()))
+        self.share = own / all_
+        """Of all values, those that this worker holds."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.whole(*args, **kwargs)
@@ -88,10 +118,38 @@ class ShardedModel(nn.Module):
             for name, t in self.state_dict().items():
                 t.copy_(state_dict[name])
 
-    @property
-    def share(self) -> float:
-        """Of all values, those that this worker holds."""
-        return sum(p.numel() for p in self.shards.values()) / sum(p.whole.numel() for p in self.shards.values())
+
+def part_of(model: nn.Module, p: nn.Parameter) -> nn.Parameter:
+    """What a method sees of a parameter that is in a module or an optimizer; itself if it is whole."""
+    if not isinstance(model, ShardedModel):
+        return p
+    return next(shard for shard in model.shards.values() if shard.whole is p)
+
+
+def with_modules(model: nn.Module) -> nn.Module:
+    """The model that modules and optimizers know the parameters of; a sharded one with nothing gathered."""
+    if isinstance(model, ShardedModel):
+        reshard(model.whole)
+    return whole_of(model)
+
+
+def shard_again(model: nn.Module, layer: Layer, old: Sequence[nn.Parameter]) -> None:
+    """Shard a layer's parameters, which took the place of `old`, as those were; nothing if the model is not sharded."""
+    if isinstance(model, ShardedModel):
+        new = [(layer.module, name) for name, p in layer.module._parameters.items() if _is_in(p, layer.parameters)]
+        fsdp.exchange(model.whole, old, new)
+        model.update()
+
+
+def _is_in(p: Any, parameters: Sequence[nn.Parameter]) -> bool:
+    return any(p is each for each in parameters)  # `in` would compare values
+
+
+def cut_like(value: Any, p: Any) -> Any:
+    """State of a parameter, as a worker holds it that has a part of the parameter; anything else as it is."""
+    if not is_part(p) or not isinstance(value, Tensor) or value.shape != p.shape:
+        return value
+    return like_whole(own_part(value, p), p)
 
 
 def reshard(model: nn.Module) -> None:
@@ -101,22 +159,38 @@ def reshard(model: nn.Module) -> None:
             free()
 
 
-def refuse_on_shards(config: Any, optimizers: Optimizers, **given: Any) -> None:
+def _dimension(p: Any) -> int:
+    """The dimension along which a parameter is sharded; FSDP's own choice is rows."""
+    return p.placements[0].dim if hasattr(p, "placements") else 0
+
+
+def refuse_on_shards(config: Any, model: nn.Module, optimizers: Optimizers, **given: Any) -> None:
     """What needs whole weights, or what other workers of the group have, in one sentence."""
+    if torch.__version__ < _OLDEST:  # DiLoCo's outer step came out wrong with 2.7
+        raise ConfigError(f"sharded models need torch {_OLDEST} or later, and this is {torch.__version__}: upgrade it")
     kind = type(config).__name__
-    if not isinstance(config, AllReduce | LocalSGD):
+    if not isinstance(config, AllReduce | LocalSGD | AB):
         raise ConfigError(
-            f"{kind} needs whole weights on a worker, and the model is sharded: use AllReduce, LocalSGD or DiLoCo, or "
-            "a model that is not sharded"
+            f"{kind} needs whole weights on a worker, and the model is sharded: use AllReduce, LocalSGD, DiLoCo or AB, "
+            "or a model that is not sharded"
         )
+    if isinstance(config, AB) and config.match_rate:
+        raise ConfigError("`match_rate`=True measures whole factors, and the model is sharded: leave it out")
+    if isinstance(config, AB) and config.factor_at is not None:
+        fsdp.refuse_unknown(model)
     used = [name for name, value in given.items() if value is not None]
     if used:
         raise ConfigError(f"`{used[0]}` is not for sharded models: leave it out")
     for name in ("wire", "warmup_wire"):
         code = getattr(config, name, "fp32")
-        if parse_code(code).kind in ("lowrank", "topk"):
+        if parse_code(code).kind == "topk":
             raise ConfigError(
                 f"`{name}`={code!r} looks at whole weights, and the model is sharded: use 'int8' or 'int2'"
+            )
+        if parse_code(code).kind == "lowrank" and any(_dimension(p) for p in optimizers.parameters):
+            raise ConfigError(
+                f"`{name}`={code!r} is for models sharded by rows, and shard_placement_fn chose another dimension: "
+                "leave it out of fully_shard(), or use 'int8'"
             )
     usual = {"moments": "keep", "second_moment": "group", "rows": "mean", "diverged": "stop", "outliers": "keep"}
     for name, value in usual.items():

@@ -176,6 +176,7 @@ def refuse_joining(method: Method, *, has_scaler: bool, has_faults: bool) -> Non
     settings = {
         "a GradScaler": has_scaler,
         "faults=…": has_faults,
+        "sharded models": method.wire.is_sharded,  # members of a group gather parameters in every pass
         "SyncBatchNorm": any(isinstance(m, nn.SyncBatchNorm) for m in method.model.modules()),
         "freeze_second_moment=True": getattr(config, "freeze_second_moment", False),
         "groups of several workers that train apart": apart

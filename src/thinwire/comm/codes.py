@@ -9,6 +9,8 @@ from thinwire.comm.collectives import Wire
 from thinwire.comm.lowrank import LowRank
 from thinwire.comm.quantize import quantizer
 from thinwire.comm.quantized import Quantized
+from thinwire.comm.sharded import ShardedWire
+from thinwire.comm.sharded_lowrank import ShardedLowRank
 from thinwire.comm.sparse import Sparse
 from thinwire.config.codes import parse_code
 
@@ -19,7 +21,8 @@ def aggregator(code: str, wire: Wire, like: Sequence[Tensor], purpose: str) -> A
     if parsed.is_exact or len(wire.topology.groups) == 1:
         return Exact(wire, like, purpose, kind if kind == "bf16" else "fp32")
     if kind == "lowrank":
-        return LowRank(wire, like, purpose, int(number))
+        kept = ShardedLowRank if isinstance(wire, ShardedWire) else LowRank
+        return kept(wire, like, purpose, int(number))
     if kind == "topk":
         return Sparse(wire, like, purpose, number)
     return Quantized(wire, like, purpose, quantizer(kind))

@@ -130,6 +130,15 @@ class Wire:
             sent = self.topology.all_reduce(group, size_of(tensor))
             self._timed(functools.partial(dist.all_reduce, tensor, group=self._group), sent, purpose)
 
+    def gathered(self, t: Tensor, purpose: str) -> Tensor:
+        """All of a tensor, where members of a group hold parts of it; collective inside the group."""
+        return t
+
+    @property
+    def member(self) -> int:
+        """This worker's place in its group."""
+        return self.topology.member
+
     @property
     def carries(self) -> bool:
         """Whether this worker carries a share over the slow link; in a group larger than the smallest not all do."""

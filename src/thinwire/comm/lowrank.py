@@ -7,6 +7,7 @@ Q = mean over groups of Mᵀ P    second all-reduce; the next mean starts from t
 mean = P Qᵀ, error = M − P Qᵀ
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -30,11 +31,11 @@ class LowRank(Aggregator):
         self.errors: dict[int, Tensor] = {}
         self.qs: dict[int, Tensor] = {}
         generator = torch.Generator().manual_seed(0)
-        for i, t in enumerate(like):
-            n, m = (t.shape[0], t.numel() // t.shape[0]) if t.dim() > 1 and t.numel() else (0, 0)
+        for i, (t, n) in enumerate(zip(like, self._rows(like), strict=True)):
+            m = math.prod(t.shape[1:])
             r = min(rank, n, m)
-            if min_compression * r * (n + m) < n * m:
-                self.errors[i] = torch.zeros(n, m, dtype=torch.float32, device=t.device)
+            if t.dim() > 1 and min_compression * r * (n + m) < n * m:
+                self.errors[i] = torch.zeros(t.shape[0], m, dtype=torch.float32, device=t.device)
                 self.qs[i] = torch.randn(m, r, generator=generator, dtype=torch.float32).to(t.device)
         self.next_errors = {i: torch.zeros_like(error) for i, error in self.errors.items()}
         self.next_qs: dict[int, Tensor] = {}
@@ -46,6 +47,10 @@ class LowRank(Aggregator):
         self._means: list[Tensor] = []
         self._steps = 0
         self._halfway = self._healthy = False
+
+    def _rows(self, like: Sequence[Tensor]) -> list[int]:
+        """How many rows each matrix has."""
+        return [len(t) if t.dim() else 0 for t in like]
 
     def begin(self, tensors: Sequence[Tensor], *, healthy: bool = True, again: bool = False, steps: int = 0) -> None:
         """P, and what is not compressed."""
@@ -69,11 +74,23 @@ class LowRank(Aggregator):
         self._healthy = self.first.end([*ps, *self._means])
         if not self._healthy or not ps:
             return
-        orthogonalise(ps)
+        self._find_bases(ps)
         # ((r, n) @ (n, m))ᵀ, which reads each error row by row.
         self.next_qs = {i: (self._ps[i].T @ error).T.contiguous() for i, error in self.next_errors.items()}
         with hidden_behind(self.wire, self._steps // 2):
-            self.second.begin(list(self.next_qs.values()))
+            self._begin_second(list(self.next_qs.values()))
+
+    def _find_bases(self, ps: Sequence[Tensor]) -> None:
+        """Replace every P by a basis of it."""
+        orthogonalise(ps)
+
+    def _begin_second(self, qs: Sequence[Tensor]) -> None:
+        """Send every Q."""
+        self.second.begin(qs)
+
+    def _end_second(self, qs: Sequence[Tensor]) -> None:
+        """Wait for their means."""
+        self.second.end(qs)
 
     def end(self, out: Sequence[Tensor]) -> bool:
         """The products; what they leave out is the next error."""
@@ -81,7 +98,7 @@ class LowRank(Aggregator):
         if not self._healthy:
             return False
         if self.next_qs:
-            self.second.end(list(self.next_qs.values()))
+            self._end_second(list(self.next_qs.values()))
         for i, error in self.next_errors.items():
             error.sub_(_write_product(self._ps[i], self.next_qs[i], out[i]))
         for i, mean in zip(self.dense, self._means, strict=True):

@@ -26,8 +26,8 @@ class ShardedWire(Wire):
     """What a method may do with workers that hold other shards, and with those that hold the same one."""
 
     is_sharded = True
-    share = 1.0
-    """This worker's share of its group's model: the ledger counts what all members send."""
+    find_share: Callable[[], float] = staticmethod(lambda: 1.0)
+    """This worker's share of its group's model, as it is now: the ledger counts what all members send."""
     _in_columns = False
 
     def lay_out(self, topology: Topology) -> None:
@@ -46,8 +46,8 @@ class ShardedWire(Wire):
 
     def count(self, purpose: str, sent: Sent, calls: int = 1) -> None:
         """All members send at once; each knows only how large its own shard is."""
-        if self._in_columns and self.share:
-            sizes = {name: round(getattr(sent, name) / self.share) for name in ("slow", "fast", "slow_queue")}
+        if self._in_columns and (share := self.find_share()):
+            sizes = {name: round(getattr(sent, name) / share) for name in ("slow", "fast", "slow_queue")}
             sent = replace(sent, **sizes)
         super().count(purpose, sent, calls)
 
@@ -82,9 +82,35 @@ class ShardedWire(Wire):
                 self._broadcast(tensors, purpose, column, column[0], self._cross)
 
     def broadcast_in_group(self, tensors: Sequence[Tensor], owner: int, purpose: str) -> None:
-        """Nobody else in the group holds the same shard."""
+        """Factors that one member found are for all of them; of a shard nobody else in the group holds the same."""
+        if purpose == "decomposition":
+            self._broadcast(tensors, purpose, self._whole.group, self._whole.group[owner], self._group)
 
-    # What all members agree on.
+    # What all members agree on, or need of one another.
+
+    @property
+    def member(self) -> int:
+        return self._whole.member
+
+    def gathered(self, t: Tensor, purpose: str) -> Tensor:
+        part: Any = t
+        if not hasattr(t, "device_mesh"):
+            return t
+        longest = -(-len(t) // len(self._whole.group)) * (t.numel() // max(1, len(t)))
+        found: list[Tensor] = []
+        sent = self._whole.gather_ring(self._whole.group, longest * t.element_size())
+        self._timed(lambda: found.append(part.full_tensor()), sent, purpose)
+        return found[0]
+
+    def gather_in_group(self, part: Tensor, purpose: str, sizes: Sequence[int] | None = None) -> list[Tensor]:
+        """Each member's flat tensor, in their order; `sizes` are their lengths, where they differ."""
+        sizes = sizes or [len(part)] * len(self._whole.group)
+        padded = part.new_zeros(max(sizes))
+        padded[: len(part)] = part
+        rows = padded.repeat(len(sizes), 1)
+        sent = self._whole.gather_ring(self._whole.group, size_of(padded))
+        self._timed(lambda: dist.all_gather(list(rows), padded, group=self._group), sent, purpose)
+        return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
     def checksum(self, tensors: Sequence[Tensor]) -> tuple[int, int]:
         """Of all shards of a group."""
@@ -133,6 +159,13 @@ def group_size_of(model: nn.Module) -> int:
             f"are, {_REMEDY}"
         )
     return int(size)
+
+
+def own_part(t: Tensor, whole: Any) -> Tensor:
+    """This worker's part of all of a tensor, cut as `whole` is: FSDP's way, in rows; the others' memory is let go."""
+    parts = t.chunk(whole.device_mesh.size())
+    member = whole.device_mesh.get_local_rank()
+    return (parts[member] if member < len(parts) else t[:0]).clone(memory_format=torch.contiguous_format)
 
 
 def like_whole(part: Tensor, whole: Any) -> Tensor:

@@ -139,10 +139,10 @@ def to_factors(layer: Layer, *values: Tensor) -> None:
     change(layer.module, layer.parameter, new)
 
 
-def to_full(layer: Layer) -> None:
-    """Multiply a factored layer out."""
-    weight = factored.new_parameter(factored.rebuilt(layer.module, layer.parameter), layer.factors[0])
-    factored.unfactor_weight(layer.module, layer.parameter, weight)
+def to_full(layer: Layer, factors: Sequence[Tensor] | None = None) -> None:
+    """Multiply a factored layer out; `factors` are its own, where it has only parts of them."""
+    rebuilt = factored.rebuilt(layer.module, layer.parameter, factors)
+    factored.unfactor_weight(layer.module, layer.parameter, factored.new_parameter(rebuilt, layer.factors[0]))
 
 
 def _matrices(model: nn.Module) -> Iterable[Layer]:

@@ -7,6 +7,7 @@ as factors, multiplied out when read.
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +29,29 @@ from thinwire.factor.matrix import product
 from thinwire.factor.program import arguments, refuse_onnx, write_programs
 from thinwire.files import on_file, refuse_link
 
+Plain = Callable[..., nn.Module]
 _READS_WEIGHTS_OF_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
-def to_plain(model: nn.Module) -> nn.Module:
-    """Replace every factored layer in `model`; the root may be a different module afterwards."""
+def to_plain(model: nn.Module, plain: Plain | None = None) -> nn.Module:
+    """Replace every factored layer in `model`; the root may be a different module afterwards.
+
+    `plain` makes a plain layer of a factored one, where that takes more than `plain_layer`.
+    """
+    plain = plain or plain_layer
     for module in list(model.modules()):
         parent_reads = isinstance(module, _READS_WEIGHTS_OF_CHILDREN)
         for name, child in list(module.named_children()):
             if factored_names(child):
-                setattr(module, name, _plain_layer(child, in_place=parent_reads))
-    plain = _plain_layer(model, in_place=False) if factored_names(model) else model
-    for module in plain.modules():
+                setattr(module, name, plain(child, in_place=parent_reads))
+    found = plain(model, in_place=False) if factored_names(model) else model
+    for module in found.modules():
         forget_reading(module)
-    return plain
+    return found
 
 
-def _plain_layer(module: nn.Module, *, in_place: bool) -> nn.Module:
+def plain_layer(module: nn.Module, *, in_place: bool) -> nn.Module:
+    """A factored layer in plain ones; `in_place` it is the same module, and computes its weight when it is read."""
     dense = dense_class(module)
     if not (in_place or weight_was_read(module)) and tuple(factored_names(module)) == ("weight",):
         if dense is nn.Linear:

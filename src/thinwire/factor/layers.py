@@ -131,6 +131,15 @@ def _set_factored(module: nn.Module, names: dict[str, MatrixView]) -> None:
         del module._factored
 
 
+def like_factored(module: nn.Module, dense: type[nn.Module]) -> nn.Module:
+    """A factored module without parameters that is otherwise as this one is, of another dense class; no hooks."""
+    other = _rebuild_empty(dense, tuple(factored_names(module)))
+    nn.Module.__init__(other)
+    own = {name: value for name, value in module.__dict__.items() if name not in other.__dict__}
+    other.__dict__.update(own, _modules=dict(module._modules), training=module.training)
+    return other
+
+
 # Cached per dense class and set of names: torch.compile guards on the class, so it must not change every cycle.
 _classes: dict[tuple[Any, tuple[str, ...]], type[nn.Module]] = {}
 
@@ -266,8 +275,8 @@ def new_parameter(values: Tensor, like: nn.Parameter, *, trains: bool = True) ->
     return nn.Parameter(values.detach().to(device=like.device, dtype=like.dtype).clone(), requires_grad=trains)
 
 
-def rebuilt(module: nn.Module, name: str) -> Tensor:
-    """The full weight of a factored layer, detached."""
+def rebuilt(module: nn.Module, name: str, factors: Sequence[Tensor] | None = None) -> Tensor:
+    """The full weight of a factored layer, detached; from these factors if they are given."""
     with torch.no_grad():
-        factors = factors_of(module, name)
+        factors = factors_of(module, name) if factors is None else factors
         return factored_names(module)[name].rebuild(*map(wide, factors)).to(factors[0].dtype).contiguous()

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from thinwire.comm.topology import Topology
 from thinwire.config import AB
 from thinwire.errors import ConfigError
-from thinwire.factor.convert import Kept, to_factors
+from thinwire.factor.convert import Kept
 from thinwire.methods.ab_shapes import ABShapes
 from thinwire.methods.ab_sides import Sides
 from thinwire.methods.agree import empty_factors
@@ -30,6 +30,7 @@ from thinwire.methods.diverged import find_faults, refuse_diverged
 from thinwire.methods.merging import average_moments
 from thinwire.methods.planned import Cycle, role_by_codes
 from thinwire.methods.registry import register
+from thinwire.shards import part_of
 
 
 def _example(**more: Any) -> AB:
@@ -99,7 +100,7 @@ class ABMethod(ABShapes, LocalTraining):
             self.cut(cutoff)
         elif self.phase == "factored":
             for layer, factors in self._find_factors():
-                to_factors(layer, *factors)
+                self.give_factors(layer, *factors)
             self.kept = [*self.kept, *(Kept(x.key, "rank too high") for x in self.layers if not x.is_factored)]
 
     # Rounds.
@@ -184,7 +185,7 @@ class ABMethod(ABShapes, LocalTraining):
     def _make_fragments(self) -> None:
         """One for everything, or one for the factors A, one for B and one for the rest; none for a lone group."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        factors = [layer.factors for layer in self.factored]
+        factors = [[part_of(self.model, p) for p in layer.factors] for layer in self.factored]
         inside = {id(p) for pair in factors for p in pair}
         parts = {
             "a": [a for a, _ in factors],

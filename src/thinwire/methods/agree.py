@@ -13,6 +13,7 @@ from thinwire.comm.topology import Topology
 from thinwire.errors import DivergedError
 from thinwire.factor import decompose
 from thinwire.factor.convert import Layer
+from thinwire.shards import local
 
 Factors = tuple[Tensor, ...]
 
@@ -28,11 +29,12 @@ def agreed_factors(
     2. All workers compare one checksum per layer.
     3. Layers that differ are overwritten by rank 0's.
     """
-    _refuse_diverged(layers)
-    owners = _owners(layers, wire)
+    for layer in layers:  # every worker checks all of them, not only its share: all stop, and none waits for another
+        refuse_diverged_layer(layer)
+    owners = owners_of(layers, wire)
     with wire.ledger.times.decomposing():
         # Nothing is broadcast on a simulated wire, so there each worker finds all.
-        mine = (None, wire.topology.member)
+        mine = (None, wire.member)
         found = [find(layer) if wire.is_simulated or owner in mine else None for layer, owner in owners]
     for member in sorted({owner for _, owner in owners if owner is not None}):
         its = [i for i, (_, owner) in enumerate(owners) if owner == member]
@@ -43,14 +45,13 @@ def agreed_factors(
     return [(layer, factors) for layer, factors in zip(layers, found, strict=True) if factors is not None]
 
 
-def _refuse_diverged(layers: list[Layer]) -> None:
-    # Every worker checks every layer, not only its share: all stop together, and none waits for one that stopped.
-    for layer in layers:
-        if not all_finite(layer.parameters):
-            raise DivergedError(
-                f"layer {layer.name!r} has values that are not finite: training diverged before it was decomposed; "
-                "lower the learning rate or go back to a checkpoint"
-            )
+def refuse_diverged_layer(layer: Layer) -> None:
+    """Raise if a layer has values that are not finite, and so no decomposition."""
+    if not all_finite(local(p) for p in layer.parameters):
+        raise DivergedError(
+            f"layer {layer.name!r} has values that are not finite: training diverged before it was decomposed; "
+            "lower the learning rate or go back to a checkpoint"
+        )
 
 
 def find_basis(layer: Layer, cutoff: float, max_shrink: float) -> Factors:
@@ -79,7 +80,7 @@ def find_factors(layer: Layer, cutoff: float | None) -> Factors | None:
     return (factors.a, factors.b) if factors is not None else None
 
 
-def _owners(layers: list[Layer], wire: Wire) -> list[tuple[Layer, int | None]]:
+def owners_of(layers: list[Layer], wire: Wire) -> list[tuple[Layer, int | None]]:
     """Which member decomposes which layer; None is every member, where the group is not inside one node."""
     sharers = decomposers(wire.topology)
     if sharers == 1:
@@ -134,4 +135,5 @@ def empty_factors(layer: Layer, rank: int, count: int = 2) -> Factors:
     """Factors without values, where the layer's own weight is."""
     m, n = layer.view.tall
     sizes = [m, *[rank] * (count - 1), n]
-    return tuple(layer.parameters[0].new_empty(rows, columns) for rows, columns in itertools.pairwise(sizes))
+    like = local(layer.parameters[0])
+    return tuple(like.new_empty(rows, columns) for rows, columns in itertools.pairwise(sizes))

@@ -14,7 +14,7 @@ around updates, it adds to its context. `register` makes it known; docs/extendin
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -22,12 +22,15 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.topology import Topology
-from thinwire.factor.convert import Kept, Layer, find_layers, to_factors
+from thinwire.factor.convert import Kept, Layer, find_layers, to_factors, to_full
 from thinwire.methods.agree import agreed_factors
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.counters import check_counters
+from thinwire.methods.gathered import agreed_in_turn, gathered_layer
 from thinwire.methods.gradients import GradientAveraging
+from thinwire.methods.untraced import untraced
 from thinwire.methods.waits import Waits
+from thinwire.shards import shard_again, with_modules
 
 
 class Method(ABC):
@@ -54,7 +57,7 @@ class Method(ABC):
         self.decompositions = 0
         self.found_ranks: dict[str, int] = {}
         # Counters must not be traced: every step would look like another program to torch.compile.
-        self.forward = torch.compiler.disable(self.forward, recursive=False)  # type: ignore[method-assign]
+        self.forward = untraced(self.forward)  # type: ignore[method-assign]
         self.watch = torch.compiler.disable(self.gradients.replicated.watch)
         self.set_phase(self.phases[0])
 
@@ -104,7 +107,7 @@ class Method(ABC):
     def finish(self, cutoff: float | None) -> None:
         """Leave one model on all workers; cut it where a cutoff is given."""
         if cutoff is not None:
-            self.layers, self.kept = find_layers(self.model, trained=self.optimizers.parameters)
+            self.layers, self.kept = find_layers(with_modules(self.model), trained=self.optimizers.parameters)
             self.cut(cutoff)
 
     def state_dict(self) -> dict[str, Any]:
@@ -196,19 +199,43 @@ class Method(ABC):
         rows = check_counters(self.wire, self.step, self.forwards, self.context.has_scaler, self.waits.own)
         self.waits.meet(rows, self.topology.groups, self.topology.rank)
 
-    def agreed_factors(self, cutoff: float | None) -> list[tuple[Layer, tuple[Tensor, ...]]]:
+    def agreed_factors(self, cutoff: float | None) -> Iterable[tuple[Layer, tuple[Tensor, ...]]]:
         """Factors of every layer that they make smaller, the same on all workers; collective.
 
-        Without a cutoff, at the highest rank at which they do.
+        Without a cutoff, at the highest rank at which they do. Those of a sharded model are found one after the other,
+        while the caller takes them.
         """
-        found = agreed_factors(self.layers, self.wire, lambda layer: self.context.find_factors(layer, cutoff))
         self.decompositions += 1
+        if self.wire.is_sharded:
+            return self._factors_in_turn(cutoff)
+        found = agreed_factors(self.layers, self.wire, lambda layer: self.context.find_factors(layer, cutoff))
         self.found_ranks = {layer.label: factors[0].shape[1] for layer, factors in found}
         return found
+
+    def _factors_in_turn(self, cutoff: float | None) -> Iterator[tuple[Layer, tuple[Tensor, ...]]]:
+        with_modules(self.model)
+        self.found_ranks = {}
+        for layer, factors in agreed_in_turn(
+            self.layers, self.wire, lambda layer: self.context.find_factors(layer, cutoff)
+        ):
+            self.found_ranks[layer.label] = factors[0].shape[1]
+            yield layer, factors
+
+    def give_factors(self, layer: Layer, *factors: Tensor) -> None:
+        """Replace a weight, or its factors, by these; where the model is sharded, they are."""
+        old = layer.parameters
+        to_factors(layer, *factors)
+        shard_again(self.model, layer, old)
+
+    def give_weight(self, layer: Layer) -> None:
+        """Multiply a factored layer out; collective inside a group that shards it."""
+        old = layer.parameters
+        to_full(layer, gathered_layer(layer, self.wire).factors)
+        shard_again(self.model, layer, old)
 
     def cut(self, cutoff: float) -> None:
         """Cut every layer that becomes smaller by it, and note those that do not."""
         for layer, factors in self.agreed_factors(cutoff):
-            to_factors(layer, *factors)
+            self.give_factors(layer, *factors)
         why = f"rank too high at cutoff {cutoff}"
         self.kept = [*self.kept, *(Kept(layer.key, why) for layer in self.layers if not layer.is_factored)]

@@ -13,7 +13,9 @@ from thinwire.factor.decompose import smallest_cutoff
 from thinwire.factor.usage import OrderOfUse
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext
+from thinwire.methods.gathered import gathered_layer
 from thinwire.methods.planned import role_by_codes
+from thinwire.shards import with_modules
 
 log = logging.getLogger("thinwire")
 
@@ -71,9 +73,13 @@ class Factoring(Method):
 
     def warn_if_nothing_factored(self, cutoff: float) -> None:
         """Warn if the first decomposition made nothing smaller, and name the cutoff that would."""
-        if self.factored or not self.layers or self.wire.is_simulated or self.topology.rank:
+        if self.factored or not self.layers or self.wire.is_simulated:
             return
-        needed = sorted(smallest_cutoff(layer.matrix()) for layer in self.layers)
+        if self.topology.rank and not self.wire.is_sharded:  # of a sharded layer all members gather the whole
+            return
+        needed = sorted(smallest_cutoff(gathered_layer(layer, self.wire).matrix()) for layer in self.layers)
+        if self.topology.rank:
+            return
         half = math.ceil(100 * needed[len(needed) // 2]) / 100
         log.warning(
             "none of the %d weights could be factored at cutoff %s after step %d: ranks are so high that factors would "
@@ -87,7 +93,7 @@ class Factoring(Method):
         c = self.config
         self.found_by = list(self.usage.order)
         self.layers, self.kept = find_layers(
-            self.model,
+            with_modules(self.model),
             trained=self.optimizers.parameters,
             order=self.usage.order,
             keep_first=c.keep_first,

@@ -30,6 +30,7 @@ from thinwire.comm.topology import Topology
 from thinwire.config.codes import parse_code
 from thinwire.errors import ConfigError, DivergedError
 from thinwire.methods.context import MethodContext, Saved
+from thinwire.shards import whole_of
 
 Make = Callable[[Wire, Sequence[Tensor]], Aggregator]
 """Builds an aggregator for parameters like these."""
@@ -135,7 +136,8 @@ class GradientAveraging:
         self._names, self._trained = [name for name, _ in named], [p for _, p in named]
         places: list[list[int]] = [[]]
         for i in reversed(range(len(named))):
-            size = sum(self._trained[j].numel() for j in places[0]) + self._trained[i].numel()
+            # Of whole parameters: members of a group that shards them must cut alike.
+            size = sum(whole_of(self._trained[j]).numel() for j in (i, *places[0]))
             if places[0] and 4 * size > _BUCKET:
                 places.insert(0, [])
             places[0].insert(0, i)

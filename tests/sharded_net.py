@@ -1,0 +1,55 @@
+"""A small model that groups of two workers shard with FSDP2, and steps of it."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+
+class Net(nn.Module):
+    """Rows that two workers cannot share evenly, and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(12, 33, bias=False)  # with one, AdamW would train the rounding of a gradient of zero
+        self.norm, self.second = nn.BatchNorm1d(33), nn.Linear(33, 12)
+        self.last = nn.Linear(12, 5, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(F.relu(self.second(F.relu(self.norm(self.first(x))))))
+
+
+def sharded(model: nn.Module, workers: int = 2, groups: int = 2) -> nn.Module:
+    mesh = init_device_mesh("cpu", (groups, workers), mesh_dim_names=("between", "in"))["in"]
+    for layer in (model.first, model.second):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t.clone() for name, t in model.state_dict().items()}
+
+
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return torch.randn(8, 12, generator=generator), torch.randint(0, 5, (8,), generator=generator)
+
+
+def steps(rank: int, model: nn.Module, optimizer: Any, replica: Any, first: int, last: int) -> None:
+    for step in range(first, last):
+        x, y = batch(rank, step)
+        loss = F.cross_entropy(replica(x), y)
+        loss.backward()
+        replica.observe(loss)
+        torch.nn.utils.clip_grad_norm_(replica.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 4 == 1:
+            with replica.merged(), torch.no_grad():
+                replica.eval()(x)
+            replica.train()
