@@ -2,7 +2,8 @@
 
     THINWIRE_STORE=HOST:29400 THINWIRE_GROUPS=4 THINWIRE_GROUP=0 python benchmarks/faults/group.py --out OUT
 
-OUT/GROUP-PID.jsonl has a line per step: its number, the time, and whether something crossed the slow link in it.
+OUT/GROUP-PID.jsonl has a line per step: its number, the time, whether something crossed the slow link in it, and the
+processor time so far.
 A group that comes to the end adds OUT/GROUP-PID.json with its accuracy, a digest of its model, and the events.
 """
 
@@ -56,7 +57,8 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        log.write(json.dumps([replica.step, time.time(), replica.traffic.slow_bytes > sent]) + "\n")
+        crossed = replica.traffic.slow_bytes > sent
+        log.write(json.dumps([replica.step, time.time(), crossed, time.process_time()]) + "\n")
         sent = replica.traffic.slow_bytes
         time.sleep(given.slow)
         if group == given.late_group and stalls.random() < given.stalls:

@@ -139,8 +139,8 @@ class Groups:
         """Of the groups that came to the end."""
         return [json.loads(path.read_text()) for path in sorted(self.out.glob("*.json"))]
 
-    def steps(self) -> dict[str, list[tuple[int, float, bool]]]:
-        """What each process has written for its steps: number, time, and whether something was sent."""
+    def steps(self) -> dict[str, list[tuple[int, float, bool, float]]]:
+        """What each process has written for its steps: number, time, whether something was sent, processor time."""
         return {
             path.stem: [tuple(json.loads(line)) for line in path.read_text().splitlines() if line.endswith("]")]
             for path in sorted(self.out.glob("*.jsonl"))
