@@ -416,5 +416,5 @@ def test_pieces_on_the_command_line(tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
         said.append(json.loads(result.stdout))
     assert said[:2] == [{"stopped_at": 2, "steps": 4}] * 2 and said[2]["steps"] == 4
-    arguments = Job(recipe="digits", method="ab-paper", out=tmp_path, until=7).arguments()
+    arguments = Job(recipe="digits", method="ab-paper", out=tmp_path, until=7).words()
     assert arguments[arguments.index("--until") + 1] == "7"
