@@ -39,7 +39,7 @@ def of_stability(runs: list[Run], *, silent: bool) -> None:
             click.echo(f"picture: {path}")
 
 
-def drawn(pictures: Iterable[Draw]) -> list[Path]:
+def drawn(pictures: Iterable[Draw], what: str = "picture") -> list[Path]:
     """The paths of those that could be drawn; errors are reported once and not raised."""
     found: list[Path] = []
     reported: set[str] = set()
@@ -49,7 +49,7 @@ def drawn(pictures: Iterable[Draw]) -> list[Path]:
         except Exception as error:  # of any kind: the results are written already
             if str(error) not in reported:
                 reported.add(str(error))
-                click.echo(f"thinwire: no picture: {error}", err=True)
+                click.echo(f"thinwire: no {what}: {error}", err=True)
         else:
             found += [path] if path else []
     return found

@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from thinwire.errors import ConfigError, DamagedError
-from thinwire.files import lines_of, parse_json, read_json
+from thinwire.files import parse_json, raw_lines_of, read_json
 from thinwire.schema import ANY, COUNT, FIGURE, NUMBER, POSITIVE, TEXT, wrong
 
 _SENT = {"slow_bytes": NUMBER, "by_purpose": {str: {"slow_bytes?": NUMBER}}}
@@ -38,6 +38,7 @@ _RECORDS = {
 """By kind; other kinds need only have one."""
 _REMEDY = "restore it, or run again with `--overwrite`"
 _LONGEST_LABEL = 500
+_STEP = b'{"kind": "step", '
 
 BASELINE = "allreduce"
 """The method that others are compared with."""
@@ -80,16 +81,23 @@ class Run:
 
 def read_records(path: Path, *kinds: str) -> list[dict[str, Any]]:
     """Every complete line of a `records.jsonl`, or those of `kinds`; that of a running job may end in half a line."""
-    return [record for record in _records(path) if not kinds or record["kind"] in kinds] if path.is_file() else []
+    return (
+        [record for record in _records(path, kinds) if not kinds or record["kind"] in kinds] if path.is_file() else []
+    )
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(lines_of(path), start=1):
-        if line.endswith("\n"):
-            yield _record(path, number, line)
+def _records(path: Path, kinds: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    # Most lines are of steps: where they are not asked for, it is enough that they begin and end as a record does.
+    skips = bool(kinds) and "step" not in kinds
+    for number, line in enumerate(raw_lines_of(path), start=1):
+        if skips and line.startswith(_STEP) and line.endswith(b"}\n"):
+            continue
+        if line.endswith(b"\n"):
+            yield parse_record(path, number, line.decode("utf-8", errors="replace"))
 
 
-def _record(path: Path, number: int, line: str) -> dict[str, Any]:
+def parse_record(path: Path, number: int, line: str) -> dict[str, Any]:
+    """One line; an error names it."""
     try:
         record = parse_json(line)
         if what := wrong(record, {"kind": TEXT}) or wrong(record, _RECORDS.get(record["kind"], ANY)):
@@ -123,13 +131,14 @@ def read_runs(folder: Path) -> list[Run]:
     found = [read_run(path.parent) for path in sorted(folder.glob("*/summary.json"))]
     if not found:
         raise ConfigError(f"no finished run in `{folder}`: looked for summary.json there and one folder below")
-    return sorted(found, key=_baseline_first)
+    return sorted(found, key=baseline_first)
 
 
-def _baseline_first(run: Run) -> tuple[Any, ...]:
+def baseline_first(run: Run) -> tuple[Any, ...]:
+    """Sort key of runs in tables and legends."""
     method, config = run.summary["method"], run.summary["config"]
     settings = [(name, *_in_order(value)) for name, value in sorted(config.items())]
-    return method != BASELINE, method, not _is_measured_baseline(run), settings, run.summary["seed"]
+    return method != BASELINE, method, not is_measured_baseline(run), settings, run.summary["seed"]
 
 
 def _in_order(value: Any) -> tuple[float, str]:
@@ -142,24 +151,33 @@ def compare(runs: list[Run]) -> list[dict[str, Any]]:
     for what, values in (("metrics", {run.metric for run in runs}), ("splits", {run.split for run in runs})):
         if len(values) > 1:
             raise ConfigError(f"runs with different {what} cannot be compared: {', '.join(sorted(values))}")
-    measured = [run for run in runs if _is_measured_baseline(run)]
+    measured = [run for run in runs if is_measured_baseline(run)]
     return [_row(label, alike, measured) for label, alike in grouped(runs).items()]
 
 
 def grouped(runs: list[Run]) -> dict[str, list[Run]]:
     """Runs that differ only in their seed, by a distinctive label."""
+    peers: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        peers.setdefault(run.summary["method"], []).append(run.summary)
+    differing = {method: _differing([own["config"] for own in alike]) for method, alike in peers.items()}
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(_label(run.summary, runs), []).append(run)
+        method = run.summary["method"]
+        groups.setdefault(_label(run.summary, differing[method], peers[method]), []).append(run)
     return groups
 
 
-def _label(summary: dict[str, Any], runs: list[Run]) -> str:
+def _differing(configs: list[dict[str, Any]]) -> set[str]:
+    """Names of fields that are not the same in all configs."""
+    first = configs[0]
+    return {name for config in configs for name in {*first, *config} if config.get(name) != first.get(name)}
+
+
+def _label(summary: dict[str, Any], differing: set[str], peers: list[dict[str, Any]]) -> str:
     """The method, the fields in which its configs differ, and the optimizer if it differs."""
     method, config = summary["method"], summary["config"]
-    peers = [run.summary for run in runs if run.summary["method"] == method]
-    differing = [name for name in config if any(peer["config"].get(name) != config[name] for peer in peers)]
-    own = ",".join(f"{name}={show(config[name])}" for name in differing)
+    own = ",".join(f"{name}={show(config[name])}" for name in config if name in differing)
     return method + (f":{own}" if own else "") + _optimizer_note(summary, peers)
 
 
@@ -187,7 +205,8 @@ def _written(value: Any) -> str:
     return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
-def _is_measured_baseline(run: Run) -> bool:
+def is_measured_baseline(run: Run) -> bool:
+    """Whether others are compared with its bytes."""
     return run.summary["method"] == BASELINE and run.summary["config"].get("wire", "fp32") == "fp32"
 
 
@@ -215,12 +234,14 @@ def _row(label: str, runs: list[Run], measured: list[Run]) -> dict[str, Any]:
 
 
 def _mean_ratio(runs: list[Run], measured: list[Run]) -> float | None:
+    ratios = [share_of_baseline(run, measured) for run in runs]
+    return None if None in ratios else fmean(ratio for ratio in ratios if ratio is not None)
+
+
+def share_of_baseline(run: Run, measured: list[Run]) -> float | None:
     """Against the measured all-reduce run of the same seed if there is one, else against estimated bytes."""
-    ratios = []
-    for run in runs:
-        whole = _measured_for(run, measured)
-        ratios.append(run.counted_bytes / whole if whole else run.summary["traffic_vs_allreduce_fp32"])
-    return None if None in ratios else fmean(ratios)
+    whole = _measured_for(run, measured)
+    return run.counted_bytes / whole if whole else run.summary["traffic_vs_allreduce_fp32"]
 
 
 def _measured_for(run: Run, measured: list[Run]) -> float | None:

@@ -1,0 +1,77 @@
+"""`report.html`: one file that holds all it shows. It loads nothing and runs no code but what is in this folder."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+from thinwire.errors import ConfigError
+from thinwire.files import on_file, refuse_link
+from thinwire.report.page.data import collect
+from thinwire.report.records import Run
+
+NAME = "report.html"
+_INLINED = ("uplot.css", "page.css", "uplot.js", "charts.js", "page.js")
+_MARK = '<meta name="generator" content="thinwire report">'
+_START_BYTES = 2048
+_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+def write_page(runs: list[Run], folder: Path, *, problems: Sequence[str] = ()) -> Path:
+    """Write `report.html` about these runs into `folder`; `problems` are sentences on runs that cannot be shown."""
+    path = folder / NAME
+    _refuse_other(path)
+    data = collect(runs, problems, folder)
+    title = ", ".join(dict.fromkeys(run.summary["recipe"] for run in runs))
+    parts = {
+        "title": html.escape(f"{title}: Thinwire report"),
+        "sentences": _items(data["sentences"]),
+        "problems": _items(data["problems"]),
+        "hidden": "" if data["problems"] else "hidden",
+        "data": as_json(data),
+        "license": html.escape(_file("uplot-license.txt")),
+        **{name.replace(".", "_"): _file(name) for name in _INLINED},
+    }
+    # In one pass: what is put in is not searched again.
+    text = re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _file("page.html"))
+    new = path.with_name(f"{NAME}.new")
+    refuse_link(new)
+    with on_file(new):
+        new.write_text(text, encoding="utf-8")
+    os.replace(new, path)
+    return path
+
+
+def as_json(value: object) -> str:
+    """JSON that may stand in a <script>: nothing in it ends the element or a line."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # Lone surrogates can be in a file's JSON, and not in UTF-8.
+    text = text.encode("utf-8", errors="backslashreplace").decode()
+    return re.sub("[<>&\u2028\u2029]", lambda found: _ESCAPES[found[0]], text)
+
+
+def _items(texts: Sequence[str]) -> str:
+    safe = (html.escape(text.encode("utf-8", errors="backslashreplace").decode()) for text in texts)
+    return "".join(f"<li>{text}</li>\n" for text in safe)
+
+
+def _refuse_other(path: Path) -> None:
+    """Replace only a page of our own: people name their own files report.html too."""
+    refuse_link(path)
+    if not path.exists():
+        return
+    if path.is_dir():
+        raise ConfigError(f"`{path}` is a folder, and the report would be written there; rename it")
+    with path.open("rb") as file:
+        start = file.read(_START_BYTES)
+    if _MARK.encode() not in start:
+        raise ConfigError(f"`{path}` was not written by `thinwire report` and is not replaced; rename it")
+
+
+def _file(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,131 @@
+"""What a report says in words: sentences computed from the rows of a comparison."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from thinwire.report.records import BASELINE, Run, compare, is_measured_baseline
+from thinwire.report.tables import figure, size
+
+_BETTER_HIGH = ("accuracy",)
+_BETTER_LOW = ("perplexity", "mse", "mae", "loss")
+_MOST_SENTENCES = 8
+_SAME_SIZE = 1.005
+"""Compression up to which a model counts as of the same size."""
+
+
+def sentences(runs: list[Run]) -> list[str]:
+    """For each recipe, metric and split what its methods sent, lost and won."""
+    alike: dict[tuple[str, str, str], list[Run]] = {}
+    for run in runs:
+        alike.setdefault((run.summary["recipe"], run.metric, run.split), []).append(run)
+    return [sentence for own in alike.values() for sentence in _of_recipe(own)]
+
+
+def _of_recipe(runs: list[Run]) -> list[str]:
+    rows = compare(runs)
+    measured = {run.summary["seed"] for run in runs if is_measured_baseline(run)}
+    usual = [row for row in rows if row["method"] == BASELINE] if measured else []
+    base = max(usual, key=lambda row: row["slow_bytes_mean"], default=None)  # in fp32, where codes were tried too
+    others = [row for row in rows if row is not base]
+    found = [_what_was_run(runs, rows)]
+    if base is not None:
+        found.append(f"All-reduce reached {_result(base)} and sent {size(base['slow_bytes_mean'])} per node.")
+    if len(others) > _MOST_SENTENCES:
+        return found + [f"{why}: {_of_row(row, base)}" for why, row in _picked(others)]
+    return found + [_of_row(row, base) for row in others]
+
+
+def _what_was_run(runs: list[Run], rows: list[dict[str, Any]]) -> str:
+    workers = sorted({run.summary["world_size"] for run in runs if "world_size" in run.summary})
+    counted = f", on {' or '.join(map(str, workers))} {_plural('worker', workers[-1])}" if workers else ""
+    seeds = sorted({len(row["seeds"]) for row in rows})
+    counts = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+    each = f", {counts} seeds each" if seeds[-1] > 1 else ""
+    what = f"{len(runs)} finished {_plural('run', len(runs))} of {rows[0]['recipe']}"
+    return f"{what}: {len(rows)} {_plural('method or setting', len(rows))}{each}{counted}, {rows[0]['split']} data."
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else "methods or settings" if word == "method or setting" else f"{word}s"
+
+
+def _of_row(row: dict[str, Any], base: dict[str, Any] | None) -> str:
+    parts = [_sent(row), _reached(row, base)]
+    if smaller := _smaller(row["compression_mean"]):
+        parts.append(smaller)
+    return f"{row['label']} {', '.join(parts[:-1])}{',' if len(parts) > 2 else ''} and {parts[-1]}."
+
+
+def _sent(row: dict[str, Any]) -> str:
+    share, sent = row["traffic_vs_allreduce_fp32"], size(row["slow_bytes_mean"])
+    return (
+        f"sent {sent} per node" if share is None else f"sent {percent(share)} of all-reduce's bytes ({sent} per node)"
+    )
+
+
+def _reached(row: dict[str, Any], base: dict[str, Any] | None) -> str:
+    if base is None:
+        return f"reached {_result(row)}"
+    metric = row["metric"]
+    own, other = row[f"{metric}_mean"], base[f"{metric}_mean"]
+    text = figure(metric, abs(own - other)).removesuffix(" %")
+    points = f"{text} points of accuracy" if metric == "accuracy" else f"{text} of {metric}"
+    against = f"{figure(metric, own)} against {figure(metric, other)}"
+    if not math.isfinite(own - other):
+        return f"reached {_result(row)}"
+    if float(text) == 0:
+        return f"reached the same {metric} ({against})"
+    return f"{_direction(metric, own - other)} {points} ({against}{_within_seeds(row, base)})"
+
+
+def _direction(metric: str, change: float) -> str:
+    if metric in _BETTER_HIGH:
+        return "gained" if change > 0 else "lost"
+    if metric in _BETTER_LOW:
+        return "is worse by" if change > 0 else "is better by"
+    return "is higher by" if change > 0 else "is lower by"
+
+
+def _within_seeds(row: dict[str, Any], base: dict[str, Any]) -> str:
+    """A difference that seeds alone make is not a result."""
+    metric = row["metric"]
+    if min(len(row["seeds"]), len(base["seeds"])) < 2:
+        return ", one seed" if len(row["seeds"]) == 1 else ""
+    spread = max(row[f"{metric}_std"], base[f"{metric}_std"])
+    apart = abs(row[f"{metric}_mean"] - base[f"{metric}_mean"])
+    return ", within the spread over seeds" if apart <= spread else ""
+
+
+def _smaller(compression: float | None) -> str:
+    if compression is None or compression < _SAME_SIZE:
+        return ""
+    return f"its model is {compression:.1f} times smaller"
+
+
+def _result(row: dict[str, Any]) -> str:
+    metric = row["metric"]
+    several = len(row["seeds"]) > 1
+    return f"{metric} {figure(metric, row[f'{metric}_mean'], row[f'{metric}_std'] if several else None)}"
+
+
+def _picked(rows: list[dict[str, Any]]) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Of many rows those that somebody would look for; a row that is several of them is mentioned once."""
+    metric = rows[0]["metric"]
+    sign = -1 if metric in _BETTER_HIGH else 1
+    best = min(rows, key=lambda row: sign * row[f"{metric}_mean"])
+    least = min(rows, key=lambda row: row["slow_bytes_mean"])
+    smallest = max(rows, key=lambda row: row["compression_mean"] or 0.0)
+    found: dict[str, tuple[list[str], dict[str, Any]]] = {}
+    for why, row in ((f"best {metric}", best), ("fewest bytes", least), ("smallest model", smallest)):
+        found.setdefault(row["label"], ([], row))[0].append(why)
+    return [(" and ".join(why).capitalize(), row) for why, row in found.values()]
+
+
+def percent(share: float) -> str:
+    """Two digits that mean something: 0.52 %, 5.2 %, 52 %."""
+    value = 100 * share
+    digits = 0 if value <= 0 else max(0, 1 - math.floor(math.log10(value)))
+    return f"{value:.{min(digits, 6)}f} %"
