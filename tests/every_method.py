@@ -137,7 +137,17 @@ def chosen(names: Iterable[T]) -> list[T]:
     return list(names)[number % int(parts) :: int(parts)]
 
 
-_LONG = ("doctor", "job script", "best model", "adapters of localsgd", "adapters of ab", "fuzz", "DASO saves")
+_LONG = (
+    "doctor",
+    "job script",
+    "best model",
+    "adapters of localsgd",
+    "adapters of ab",
+    "fuzz",
+    "DASO saves",
+    "killed search",
+    "odd trials",
+)
 """Single tests that take minutes and do not depend on one another."""
 
 

@@ -219,7 +219,7 @@ def test_compare_keeps_variants_of_a_method_apart(tmp_path):
     folders = [
         f"{name}-seed{seed}" for name in ("allreduce", "ab-paper-cutoff-0.2", "ab-paper-cutoff-0.5") for seed in (0, 1)
     ]
-    assert {path.name for path in tmp_path.iterdir()} == {*folders, "comparison.json", "comparison.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {*folders, "comparison.json", "comparison.png", "report.html"}
     rows = json.loads((tmp_path / "comparison.json").read_text())
     assert [(row["method"], row["label"], row["seeds"]) for row in rows] == [
         ("allreduce", "allreduce", [0, 1]),

@@ -76,5 +76,5 @@ def test_epochs_and_steps_on_the_command_line(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, [*words, "--epochs", "1", "--steps", "3", "--out", str(tmp_path / "both")])
     assert result.exit_code == 2 and "give one of them" in result.output and not (tmp_path / "both").exists()
     # Its workers are told the same.
-    arguments = Job(recipe="digits", method="ab-paper", out=tmp_path, epochs=7).arguments()
+    arguments = Job(recipe="digits", method="ab-paper", out=tmp_path, epochs=7).words()
     assert arguments[arguments.index("--epochs") + 1] == "7" and "--steps" not in arguments

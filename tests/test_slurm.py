@@ -12,6 +12,7 @@ import pytest
 import thinwire
 from every_method import on_its_day
 from patience import LIMIT_S, until
+from thinwire import units
 from thinwire.comm import slurm
 from thinwire.comm.topology import complete_environment, place
 from thinwire.errors import ConfigError
@@ -139,7 +140,8 @@ for step in range(3):
     optimizer.step()
     optimizer.zero_grad()
 replica.finish()
-print(replica.topology.rank, replica.topology.world_size, float(model.weight.detach().sum()))
+found = (replica.topology.rank, replica.topology.world_size, float(model.weight.detach().sum()))
+print("%d %d %r\\n" % found, end="", flush=True)  # in one piece: two workers write at once
 """)
     done = subprocess.run(["srun", "python", str(script)], env=cluster, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
@@ -156,6 +158,14 @@ def test_templates_are_bash(template: Path) -> None:
     text = template.read_text()
     assert text.startswith("#!/bin/bash\n") and "--signal=B:TERM@120" in text and "scontrol requeue" in text
     assert {"one-node", "two-nodes", "many-nodes"} == {path.stem for path in TEMPLATES}
+
+
+def test_the_script_of_a_search_is_bash_and_ends_before_its_time() -> None:
+    """A search ends by itself, at its own time limit, so it needs no trap."""
+    script = ROOT / "examples" / "tune.sbatch"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert "--time=12:00:00" in script.read_text() and "--time-limit 11h" in script.read_text()
+    assert units.seconds("11h") < 12 * 3600
 
 
 @pytest.mark.parametrize(("code", "requeued"), [(75, True), (0, False), (1, False)])

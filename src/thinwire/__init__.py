@@ -1,5 +1,7 @@
 """Thinwire trains a PyTorch model over a thin wire."""
 
+from typing import TYPE_CHECKING, Any
+
 from thinwire.attaching import attach
 from thinwire.compress import Compressed, compress
 from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, Nesterov, OneBit, PowerSGD, Radial, TopK
@@ -11,6 +13,9 @@ from thinwire.methods.base import Method
 from thinwire.methods.registry import register
 from thinwire.replica import Replica
 from thinwire.stopping import stop_requested
+
+if TYPE_CHECKING:
+    from thinwire.tuning.api import tune
 
 __version__ = "0.1.0"
 
@@ -41,4 +46,14 @@ __all__ = [
     "compress",
     "register",
     "stop_requested",
+    "tune",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`tune` is loaded when it is used: it needs the parts of the command line, which a training loop does not."""
+    if name == "tune":
+        from thinwire.tuning.api import tune
+
+        return tune
+    raise AttributeError(f"module 'thinwire' has no attribute {name!r}")

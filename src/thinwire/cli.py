@@ -25,20 +25,20 @@ from thinwire.commands.export import export
 from thinwire.commands.fields import WithFields
 from thinwire.commands.netbench import netbench
 from thinwire.commands.plan import plan
+from thinwire.commands.report import page, report, write_report
+from thinwire.commands.runs import runs
 from thinwire.commands.stability import stability
 from thinwire.commands.store import store
+from thinwire.commands.tune import tune
 from thinwire.errors import ConfigError, Stopped, ThinwireError, is_refusal, one_line, printable
-from thinwire.files import refuse_link
 from thinwire.jobs import Job, variant, variants
 from thinwire.launch import inside_job
 from thinwire.methods.registry import METHODS, load_installed
 from thinwire.recipes import installed, named
-from thinwire.report import compare as compare_runs
-from thinwire.report import read_run, read_runs, table
+from thinwire.report import read_run
 from thinwire.report.live import Progress, following
 from thinwire.report.tables import best_epoch, figure, ratio, size
 from thinwire.train.folder import refuse_occupied
-from thinwire.train.optimizers import OPTIMIZERS
 
 _COMPARISON = ("comparison.json", "comparison.png")
 
@@ -81,16 +81,8 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
     """The flags that `run` and `compare` have in common."""
     shared = [
         click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="Workers to start."),
-        click.option("--group-size", metavar="G", help='Workers per group, or "world". On one machine: per node.'),
-        click.option("--steps", type=click.IntRange(1), metavar="N", help="Steps instead of the recipe's."),
-        click.option("--epochs", type=click.IntRange(1), metavar="N", help="Epochs instead of the recipe's."),
-        click.option("--batch-size", type=click.IntRange(1), metavar="N", help="Examples per step, over all workers."),
-        click.option("--optimizer", metavar="NAME", help=f"Instead of the recipe's: {', '.join(OPTIMIZERS)}."),
-        click.option("--lr", type=float, metavar="X", help="Highest learning rate instead of the recipe's."),
-        click.option("--weight-decay", type=float, metavar="X", help="Weight decay instead of the recipe's."),
+        *options.of_training,
         click.option("--validate", is_flag=True, help="Report on validation data, not on the test data."),
-        options.data,
-        options.settings,
         click.option("--out", type=options.DIR, metavar="DIR", help="Where to write; under runs/ if not given."),
         click.option("--resume", is_flag=True, help="Continue from the last save."),
         options.overwrite,
@@ -127,6 +119,7 @@ def list_() -> None:
 
 @main.command(cls=WithFields)
 @click.argument("recipe")
+@options.config
 @click.option("--method", required=True, metavar="METHOD", help="METHOD or METHOD:FIELD=VALUE; see `thinwire list`.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="S", help="Seed.")
 @click.option("--dry-run", is_flag=True, help="Take one real step, describe the run, and keep nothing.")
@@ -139,7 +132,7 @@ def run(recipe: str, method: str, dry_run: bool, as_json: bool, quiet: bool, out
     RECIPE is a name from `thinwire list`, or FILE.py:FUNCTION, a function of yours that returns a
     `thinwire.recipes.Recipe`.
     """
-    known = named(recipe)
+    known = named(recipe, arguments=flags["arguments"])
     chosen = variant(method, flags.pop("settings"), known.scheduled)
     folder = out or Path("runs") / f"{known.name}-{chosen.folder}-seed{flags['seed']}"
     job = Job(recipe=recipe, method=chosen.method, settings=chosen.settings, out=folder, **_as_fields(flags))
@@ -156,9 +149,12 @@ def run(recipe: str, method: str, dry_run: bool, as_json: bool, quiet: bool, out
         _print_summary(summary, folder)
     if "stopped_at" in summary:
         return
-    # The launcher draws the picture, not its workers.
-    if job.stability and _prints() and not (quiet and inside_job()):
-        pictures.of_stability([read_run(folder)], silent=quiet or as_json)
+    # The launcher draws pictures and the page, not its workers.
+    if _prints() and not (quiet and inside_job()):
+        found = [read_run(folder)]
+        if job.stability:
+            pictures.of_stability(found, silent=quiet or as_json)
+        page(found, folder, silent=quiet or as_json)
 
 
 @main.command()
@@ -174,7 +170,7 @@ def compare(
     RECIPE is a name from `thinwire list`, or FILE.py:FUNCTION, a function of yours that returns a
     `thinwire.recipes.Recipe`. A method may be given several times, with different settings.
     """
-    folder = out or Path("runs") / f"compare-{named(recipe).name}"
+    folder = out or Path("runs") / f"compare-{named(recipe, arguments=flags['arguments']).name}"
     base = Job(recipe=recipe, method="", out=folder, **_as_fields(flags))
     jobs = [
         (v.label, base.of(v, seed=seed, out=folder / f"{v.folder}-seed{seed}"))
@@ -188,18 +184,7 @@ def compare(
             raise Stopped(f"stopped by {signal} before {label} seed {job.seed}; continue with --resume")
         _execute(job, label, quiet=quiet or as_json)
     if _prints():
-        _report(folder, [job.out for _, job in jobs], as_json)
-
-
-@main.command()
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path, exists=True, file_okay=False))
-@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON, and nothing else.")
-def report(folder: Path, as_json: bool) -> None:
-    """Rebuild the table and pictures of the finished runs in DIR.
-
-    They come from the runs' own files, so comparison.json, comparison.png, ranks.png and stability.png are replaced.
-    """
-    _report(folder, [found.folder for found in read_runs(folder)], as_json)
+        write_report(folder, [read_run(job.out) for _, job in jobs], as_json=as_json)
 
 
 def _as_fields(flags: dict[str, Any]) -> dict[str, Any]:
@@ -254,20 +239,6 @@ def _print_summary(summary: dict[str, Any], folder: Path) -> None:
     click.echo("\n".join(lines))
 
 
-def _report(folder: Path, places: list[Path], as_json: bool) -> None:
-    runs = [read_run(place) for place in places]
-    rows = compare_runs(runs)
-    refuse_link(folder / "comparison.json")
-    (folder / "comparison.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    if as_json:
-        click.echo(json.dumps(rows, indent=2))
-    else:
-        # Without a terminal the width is unknown, and a cut-off figure would be lost.
-        wide = Console()
-        Console(width=None if wide.is_terminal else 100).print(table(rows))
-    pictures.of_comparison(runs, rows, folder, silent=as_json)
-
-
 def _prints() -> bool:
     """Whether this process prints: the launcher, a single process, or rank 0 of a job."""
     here = place()
@@ -279,8 +250,11 @@ main.add_command(doctor)
 main.add_command(export)
 main.add_command(plan)
 main.add_command(netbench)
+main.add_command(report)
+main.add_command(runs)
 main.add_command(stability)
 main.add_command(store)
+main.add_command(tune)
 
 
 if __name__ == "__main__":

@@ -76,6 +76,10 @@ class Job:
     """Highest learning rate instead of the recipe's."""
     weight_decay: float | None = None
     """Weight decay instead of the recipe's."""
+    rate: tuple[str, ...] = ()
+    """FIELD=VALUE of the learning rate schedule."""
+    arguments: tuple[str, ...] = ()
+    """NAME=VALUE for the recipe's function."""
     validate: bool = False
     """Report on validation data instead of test data."""
     model: bool = True
@@ -94,7 +98,8 @@ class Job:
         """The recipe over this job's steps, with its settings for the method."""
         here = place()
         workers = here.world_size if here else self.workers
-        names = ("steps", "epochs", "eval_every", "batch_size", "optimizer", "lr", "weight_decay", "validate")
+        names = ["steps", "epochs", "eval_every", "batch_size", "optimizer", "lr", "weight_decay"]
+        names += ["rate", "arguments", "validate"]
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
         return named(self.recipe, **given, workers=workers).suited_to(self.method)
 
@@ -140,7 +145,7 @@ class Job:
         if self.resume and (finished := self.finished()):
             return finished
         if (self.workers > 1 or self.hosts != (HostSpec(),)) and not inside_job():
-            launch(self.arguments(), self.workers, on_line, self.hosts, stops_in_order=not self.first_step)
+            launch(self.words(), self.workers, on_line, self.hosts, stops_in_order=not self.first_step)
             result = self.out / (FIRST_STEP if self.first_step else "summary.json")
             if self.until and not result.is_file() and (saved := checkpoint.find(self.out / CHECKPOINTS)):
                 position = read_json(saved / "position.json", schema=checkpoint.POSITION)
@@ -193,7 +198,7 @@ class Job:
             )
         return summary
 
-    def arguments(self) -> list[str]:
+    def words(self) -> list[str]:
         """The command line of one worker."""
         words = ["run", self.recipe, "--method", self.method, "--seed", str(self.seed), "--out", str(self.out)]
         optional = {
@@ -214,8 +219,8 @@ class Job:
         }
         for flag, value in optional.items():
             words += [] if value is None else [flag, str(value)]
-        for text in self.settings:
-            words += ["--set", text]
+        for flag, texts in {"--set": self.settings, "--rate": self.rate, "--with": self.arguments}.items():
+            words += [word for text in texts for word in (flag, text)]
         flags = {"--resume": self.resume, "--overwrite": self.overwrite}
         flags |= {"--no-model": not self.model, "--first-step": self.first_step, "--validate": self.validate}
         return [*words, "--quiet", *(flag for flag, given in flags.items() if given)]

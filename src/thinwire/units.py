@@ -5,7 +5,7 @@ import re
 from thinwire.errors import ConfigError
 
 _RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
-_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_TIMES = {"h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _NUMBER = re.compile(r"([0-9.]+(?:e[-+]?[0-9]+)?)\s*([a-zµ]+)", re.IGNORECASE)
 
 
@@ -23,7 +23,7 @@ def seconds(text: str) -> float:
     """A time such as "50us" or "0.2ms"."""
     number = _parse(text.strip(), _TIMES)
     if number is None:
-        raise ConfigError(f"{text!r} is not a valid time; write a number and s, ms, us or ns: 50us")
+        raise ConfigError(f"{text!r} is not a valid time; write a number and h, min, s, ms, us or ns: 50us")
     return number
 
 

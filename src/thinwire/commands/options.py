@@ -1,8 +1,14 @@
 """Options that several commands have."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
+
+from thinwire.errors import ConfigError, unknown
+from thinwire.files import read_json
+from thinwire.train.optimizers import OPTIMIZERS
 
 DIR = click.Path(path_type=Path, file_okay=False)
 DATA = click.Path(path_type=Path)
@@ -23,4 +29,61 @@ settings = click.option(
     multiple=True,
     metavar="FIELD=VALUE",
     help="A field of the method, or schedule=table|guideline for AB if the recipe has both.",
+)
+
+of_training = [
+    click.option("--group-size", metavar="G", help='Workers per group, or "world". On one machine: per node.'),
+    click.option("--steps", type=click.IntRange(1), metavar="N", help="Steps instead of the recipe's."),
+    click.option("--epochs", type=click.IntRange(1), metavar="N", help="Epochs instead of the recipe's."),
+    click.option("--batch-size", type=click.IntRange(1), metavar="N", help="Examples per step, over all workers."),
+    click.option("--optimizer", metavar="NAME", help=f"Instead of the recipe's: {', '.join(OPTIMIZERS)}."),
+    click.option("--lr", type=float, metavar="X", help="Highest learning rate instead of the recipe's."),
+    click.option("--weight-decay", type=float, metavar="X", help="Weight decay instead of the recipe's."),
+    click.option("--rate", multiple=True, metavar="FIELD=VALUE", help="A field of the learning rate schedule."),
+    click.option("--with", "arguments", multiple=True, metavar="NAME=VALUE", help="For the recipe's function."),
+    data,
+    settings,
+]
+"""What a run is, besides its method and its seed."""
+
+
+def training(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add these."""
+    for option in reversed(of_training):
+        command = option(command)
+    return command
+
+
+_WRITTEN = {"set": "settings", "with": "arguments"}
+"""Options by their names in a file, where those differ from the parameters'."""
+
+
+def _use_config(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
+    """Take what a file has as defaults: what is given on the command line counts more."""
+    if path is None:
+        return
+    known = {own.name for own in context.command.params} - {parameter.name}
+    found: dict[str, Any] = {}
+    for name, value in read_json(path, "write it again, or give the options themselves").items():
+        own = _WRITTEN.get(name, name.replace("-", "_"))
+        if own not in known or own in _WRITTEN:
+            written = {text: name for name, text in _WRITTEN.items()}
+            raise unknown(f"option in `{path}`", name, [str(written.get(str(key), key)) for key in known])
+        texts = isinstance(value, list) and all(isinstance(text, str) for text in value)
+        if not (texts or isinstance(value, str | int | float)):
+            raise ConfigError(
+                f"`{name}`={value!r} in `{path}` must be a text, a number, true or false, or a list of texts"
+            )
+        found[own] = value
+    context.default_map = {**(context.default_map or {}), **found}
+
+
+config = click.option(
+    "--config",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    is_eager=True,
+    expose_value=False,
+    callback=_use_config,
+    metavar="FILE",
+    help="Options from a JSON file, such as `best.json` of `thinwire tune`; RECIPE too.",
 )

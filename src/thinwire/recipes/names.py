@@ -6,7 +6,8 @@ import hashlib
 import inspect
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -74,10 +75,16 @@ def named(
     weight_decay: float | None = None,
     validate: bool = False,
     workers: int | None = None,
+    arguments: Iterable[str] = (),
+    rate: Iterable[str] = (),
 ) -> Recipe:
-    """The recipe called `name`, which may be FILE.py:FUNCTION, with these settings in place of its own."""
+    """The recipe called `name`, which may be FILE.py:FUNCTION, with these settings in place of its own.
+
+    `arguments` are NAME=VALUE for its function, `rate` FIELD=VALUE of its learning rate schedule.
+    """
     is_file = ":" in name or name.endswith(".py")
-    recipe = _called(load_function(name, "recipe") if is_file else load(name), f"recipe `{name}`", workers)
+    make = load_function(name, "recipe") if is_file else load(name)
+    recipe = _called(make, f"recipe `{name}`", workers, given_arguments(make, name, arguments))
     if not isinstance(recipe, Recipe):
         raise ConfigError(
             f"the recipe `{name}` returned {type(recipe).__name__}; it must return a `thinwire.recipes.Recipe`"
@@ -92,6 +99,7 @@ def named(
     recipe = recipe if optimizer is None else with_optimizer_named(recipe, optimizer)
     recipe = recipe.with_optimizer(lr=lr, weight_decay=weight_decay)
     recipe = recipe.on_validation() if validate else recipe
+    recipe = recipe.with_rate(dict(pair(text, "--rate") for text in rate))
     # A user who gives steps has chosen how many passes they are.
     other = {"steps": steps, "eval_every": eval_every, "epochs_are_passes": None if steps is None else False}
     return recipe.replace(**{field: value for field, value in other.items() if value is not None})
@@ -109,11 +117,42 @@ def call_model(text: str) -> tuple[nn.Module, Any]:
     return model, inputs
 
 
-def _called(make: Callable[..., Any], what: str, workers: int | None = None) -> Any:
+def pair(text: str, flag: str) -> tuple[str, str]:
+    """NAME=VALUE in its two parts."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"`{flag} {text}` must be NAME=VALUE")
+    return name, value
+
+
+def given_arguments(make: Callable[..., Any], recipe: str, texts: Iterable[str]) -> dict[str, Any]:
+    """Keyword arguments of a recipe's function, from NAME=VALUE: numbers, true, false and none, or else texts."""
+    given = {name: _value(text) for name, text in (pair(text, "--with") for text in texts)}
+    taken = inspect.signature(make).parameters
+    known = [name for name, own in taken.items() if own.kind is not own.VAR_KEYWORD]
+    for name in given:
+        if len(known) == len(taken) and name not in known:
+            raise unknown(f"argument of the recipe {recipe}", name, known)
+    return given
+
+
+def _value(text: str) -> Any:
+    words: dict[str, Any] = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def _called(
+    make: Callable[..., Any], what: str, workers: int | None = None, arguments: Mapping[str, Any] | None = None
+) -> Any:
     """What a function returns; one that has a parameter `workers` is given the number of them."""
     asks = workers is not None and "workers" in inspect.signature(make).parameters
     try:
-        return make(workers=workers) if asks else make()
+        return make(**({"workers": workers} if asks else {}) | dict(arguments or {}))
     except ThinwireError:
         raise
     except Exception as error:

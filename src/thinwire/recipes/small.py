@@ -17,7 +17,7 @@ def digits(**sizes: Any) -> Recipe:
     """A small CNN with BatchNorm on 8×8 digits; a run takes seconds.
 
     Learning rate and weight decay are the best of plain training on 300 digits of the training part
-    (`benchmarks/tune_recipe.py`); weight decays from 0.01 to 5 are equal within the noise. Settings for single methods
+    (`benchmarks/README.md`); weight decays from 0.01 to 5 are equal within the noise. Settings for single methods
     were found on the same digits (`benchmarks/rivals`).
     """
     checked(models.DigitNet, sizes)
@@ -55,7 +55,7 @@ def shakespeare(**sizes: Any) -> Recipe:
     """A character GPT of 0.8 million parameters on Tiny Shakespeare; a run takes minutes.
 
     Learning rate and weight decay are the best of plain training on 32,768 characters of the training part
-    (`benchmarks/tune_recipe.py`, one seed), and so are the settings for single methods (`benchmarks/rivals`).
+    (`benchmarks/README.md`, one seed), and so are the settings for single methods (`benchmarks/rivals`).
     """
     checked(models.CharGPT, sizes, "vocabulary")
     return Recipe(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from thinwire.errors import ConfigError
+from thinwire.settings import from_strings
 
 
 class Rate(Protocol):
@@ -53,6 +56,17 @@ class Cosine:
         if self.start is None:
             return (step + 1) / (rising + 1)
         return self.start + (1 - self.start) * step / rising
+
+
+def with_fields(rate: Any, texts: Mapping[str, str]) -> Any:
+    """The schedule with other fields, as FIELD and VALUE."""
+    if not dataclasses.is_dataclass(rate) or isinstance(rate, type):
+        raise ConfigError(
+            f"`--rate {'='.join(next(iter(texts.items())))}` changes a field of the learning rate schedule, and the "
+            f"recipe's, {type(rate).__name__}, has none; set it in a recipe of your own"
+        )
+    own = {field.name: getattr(rate, field.name) for field in dataclasses.fields(rate)}
+    return from_strings(type(rate), texts, **own)
 
 
 def scheduled(optimizer: Optimizer, rate: Rate, *, steps: int, epochs: float) -> LambdaLR:

