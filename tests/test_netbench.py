@@ -47,6 +47,8 @@ VARIANTS = [
 ]
 QUICK = ("ab-paper",)
 STEPS = 16
+PAYLOAD = 1448
+"""Bytes of data in a full packet."""
 
 
 def job_of(variant: Variant, out: Path) -> Job:
@@ -84,6 +86,7 @@ def assert_agreement(traffic: dict[str, Any]) -> None:
     whole = {"whole": _sum(phases)}
     for name, part in (phases | whole).items():
         most = 0.03 * part["ledger_bytes"] + 1500 * (1 + calls.get(name, traffic["slow_calls"]))
+        most += PAYLOAD * part["resent_packets"]  # on a busy machine acknowledgements come late
         assert 0 <= part["left_bytes"] <= most, (name, part)
 
 
@@ -233,7 +236,7 @@ def test_an_interface_that_is_not_there_is_refused() -> None:
 
 
 def test_phases_take_what_the_kernel_sent_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    readings = iter([(1000, 10), (1500, 12), (1500, 12), (4500, 20), (4500, 20), (4500, 20)])
+    readings = iter([(1000, 10, 0), (1500, 12, 1), (1500, 12, 1), (4500, 20, 4), (4500, 20, 4), (4500, 20, 4)])
     interface = Interface("lo")
     monkeypatch.setattr(interface, "read", lambda: next(readings))
     ledger = Ledger(interface=interface)
@@ -241,7 +244,7 @@ def test_phases_take_what_the_kernel_sent_in_them(monkeypatch: pytest.MonkeyPatc
     ledger.phase = "warmup"
     ledger.phase = "groups"
     assert {phase: tuple(counted) for phase, counted in ledger.kernel.items()} == {
-        "attach": (500, 2),
-        "warmup": (3000, 8),
-        "groups": (0, 0),
+        "attach": (500, 2, 1),
+        "warmup": (3000, 8, 3),
+        "groups": (0, 0, 0),
     }

@@ -14,15 +14,18 @@ VARIABLE = "THINWIRE_INTERFACE"
 HEADERS = 66
 """Bytes of a full TCP packet that are not payload: Ethernet 14, IPv4 20, TCP 20 and its timestamps 12."""
 
-_TABLE = Path("/proc/net/dev")  # of the network namespace this process is in
+# Of the network namespace this process is in.
+_TABLE, _PROTOCOLS = Path("/proc/net/dev"), Path("/proc/net/snmp")
 _SENT_BYTES, _SENT_PACKETS = 8, 9
 
 
 class Counted(NamedTuple):
     """What an interface has sent so far."""
 
-    bytes: int
-    packets: int
+    bytes: int = 0
+    packets: int = 0
+    resent: int = 0
+    """Packets among them that TCP sent again, over all interfaces: some were lost, or answered late."""
 
 
 class Interface:
@@ -38,7 +41,7 @@ class Interface:
     def read(self) -> Counted:
         """The kernel's counters now."""
         row = _rows()[self.name]
-        return Counted(int(row[_SENT_BYTES]), int(row[_SENT_PACKETS]))
+        return Counted(int(row[_SENT_BYTES]), int(row[_SENT_PACKETS]), _resent())
 
 
 def sent_by_interface() -> dict[str, int]:
@@ -66,3 +69,11 @@ def _rows() -> dict[str, list[str]]:
         raise ConfigError(f"`{VARIABLE}` is set, but there is no {_TABLE} here: counters are read on Linux only")
     lines = _TABLE.read_text(encoding="utf-8").splitlines()[2:]
     return {name.strip(): values.split() for name, _, values in (line.partition(":") for line in lines)}
+
+
+def _resent() -> int:
+    """How many TCP segments were sent again; 0 where the kernel does not say."""
+    if not _PROTOCOLS.is_file():
+        return 0
+    rows = [line.split() for line in _PROTOCOLS.read_text(encoding="utf-8").splitlines() if line.startswith("Tcp:")]
+    return int(dict(zip(*rows, strict=True))["RetransSegs"])

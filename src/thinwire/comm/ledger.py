@@ -36,7 +36,7 @@ class Ledger:
         self._purpose: str | None = None
         self._interface = interface
         self._kernel: dict[str, Counted] = {}
-        self._kernel_before = interface.read() if interface else Counted(0, 0)
+        self._kernel_before = interface.read() if interface else Counted()
         self._phase = "attach"
         self.times.enter(self._phase)
 
@@ -98,7 +98,7 @@ class Ledger:
         table = self._by(0)
         for phase, counted in self.kernel.items():
             row = table.setdefault(phase, _row())
-            row["kernel_bytes"], row["kernel_packets"] = counted
+            row["kernel_bytes"], row["kernel_packets"], row["kernel_resent"] = counted
         return table
 
     @property
@@ -173,7 +173,7 @@ class Ledger:
         """Add what the interface sent since the last reading to the current phase."""
         if self._interface is None:
             return
-        now, so_far = self._interface.read(), self._kernel.get(self._phase, Counted(0, 0))
+        now, so_far = self._interface.read(), self._kernel.get(self._phase, Counted())
         new = (n - b for n, b in zip(now, self._kernel_before, strict=True))
         self._kernel[self._phase] = Counted(*(total + more for total, more in zip(so_far, new, strict=True)))
         self._kernel_before = now

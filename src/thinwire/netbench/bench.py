@@ -165,6 +165,7 @@ def _agreement(row: dict[str, Any]) -> dict[str, Any]:
         "kernel_bytes": kernel,
         "headers_bytes": headers,
         "left_bytes": kernel - headers - row["slow_bytes"],
+        "resent_packets": row.get("kernel_resent", 0),
     }
 
 
