@@ -239,11 +239,14 @@ class Replicated:
             self.before_backward(parameter)
 
     def _ask_for_end(self) -> None:
-        """Queue a callback behind DDP's, which is queued later: so queue it twice."""
+        """Queue a callback behind DDP's, which is queued later, and behind the end of the wait for it.
+
+        Each is queued by the one before, so this one goes through the queue three times.
+        """
         if not self._is_due:
             self._is_due = True
             queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(lambda: queue(self._end_backward))
+            queue(lambda: queue(lambda: queue(self._end_backward)))
 
     def _end_backward(self) -> None:
         self._is_due = False
