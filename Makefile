@@ -7,15 +7,18 @@ STAMP := .venv/.installed
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	# Compiled here, on all cores: pip uses one, and where Python may not write bytecode every import would compile anew.
-	# Some packages carry templates that are no Python; those are passed over.
-	$(BIN)/python -m compileall -q -j 0 -x '/transformers/' .venv/lib >/dev/null 2>&1 || true
-	touch $@
+	@echo "setup: a virtual environment in .venv, then PyTorch and the rest; once, some two minutes on a good network"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "setup: installing Thinwire and what it needs ..."
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev]"
+# Compiled here, on all cores: pip uses one, and where Python may not write bytecode every import would compile anew.
+# Some packages carry templates that are no Python; those are passed over.
+	@echo "setup: compiling ..."
+	@$(BIN)/python -m compileall -q -j 0 -x '/transformers/' .venv/lib >/dev/null 2>&1 || true
+	@touch $@
 
 demo: setup
-	$(BIN)/thinwire compare digits --methods allreduce,ab --workers 4 --group-size 2 --seeds 1 --out runs/demo --overwrite
+	$(BIN)/thinwire demo --overwrite
 
 test: setup
 	# Half of the tests wait for workers, so two files at a time; not more, since those workers need the cores.

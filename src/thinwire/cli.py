@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from thinwire.comm.process_groups import failed
 from thinwire.comm.topology import place
 from thinwire.commands import options, pictures
 from thinwire.commands.completion import completion
+from thinwire.commands.demo import demo
 from thinwire.commands.doctor import doctor
 from thinwire.commands.dry_run import dry_run as take_one_step
 from thinwire.commands.export import export
@@ -32,8 +34,9 @@ from thinwire.commands.store import store
 from thinwire.commands.tune import tune
 from thinwire.errors import ConfigError, Stopped, ThinwireError, is_refusal, one_line, printable
 from thinwire.jobs import Job, variant, variants
-from thinwire.launch import inside_job
+from thinwire.launch import HostSpec, inside_job
 from thinwire.methods.registry import METHODS, load_installed
+from thinwire.netbench.linked import linked, nodes_for
 from thinwire.recipes import installed, named
 from thinwire.report import read_run
 from thinwire.report.live import Progress, following
@@ -161,9 +164,17 @@ def run(recipe: str, method: str, dry_run: bool, as_json: bool, quiet: bool, out
 @click.argument("recipe")
 @click.option("--methods", metavar="A,B", help="METHOD or METHOD:FIELD=VALUE, separated by commas; default: all.")
 @click.option("--seeds", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Seeds 0 to N−1.")
+@click.option("--link", metavar="RATE", help="Nodes are hosts on this machine with links of 100Mbit, say; needs root.")
 @_shared
 def compare(
-    recipe: str, methods: str | None, seeds: int, as_json: bool, quiet: bool, out: Path | None, **flags: Any
+    recipe: str,
+    methods: str | None,
+    seeds: int,
+    link: str | None,
+    as_json: bool,
+    quiet: bool,
+    out: Path | None,
+    **flags: Any,
 ) -> None:
     """Train RECIPE with several methods and seeds, and compare them.
 
@@ -171,7 +182,8 @@ def compare(
     `thinwire.recipes.Recipe`. A method may be given several times, with different settings.
     """
     folder = out or Path("runs") / f"compare-{named(recipe, arguments=flags['arguments']).name}"
-    base = Job(recipe=recipe, method="", out=folder, **_as_fields(flags))
+    nodes = nodes_for(flags["workers"], flags["group_size"]) if link else 1
+    base = Job(recipe=recipe, method="", out=folder, hosts=(HostSpec(),) * nodes, **_as_fields(flags))
     jobs = [
         (v.label, base.of(v, seed=seed, out=folder / f"{v.folder}-seed{seed}"))
         for v in variants(methods, base.settings, base.trained.scheduled)
@@ -179,10 +191,11 @@ def compare(
     ]
     _refuse_occupied(folder, [job for _, job in jobs])
     _check_all(jobs)
-    for label, job in jobs:
-        if (signal := stopping.requested()) is not None:
-            raise Stopped(f"stopped by {signal} before {label} seed {job.seed}; continue with --resume")
-        _execute(job, label, quiet=quiet or as_json)
+    with linked(link, nodes, base.workers) if link else nullcontext(base.hosts) as hosts:
+        for label, job in jobs:
+            if (signal := stopping.requested()) is not None:
+                raise Stopped(f"stopped by {signal} before {label} seed {job.seed}; continue with --resume")
+            _execute(replace(job, hosts=hosts), label, quiet=quiet or as_json)
     if _prints():
         write_report(folder, [read_run(job.out) for _, job in jobs], as_json=as_json)
 
@@ -246,6 +259,7 @@ def _prints() -> bool:
 
 
 main.add_command(completion)
+main.add_command(demo)
 main.add_command(doctor)
 main.add_command(export)
 main.add_command(plan)

@@ -11,6 +11,8 @@ from typing import NamedTuple
 from thinwire.errors import ConfigError
 
 VARIABLE = "THINWIRE_INTERFACE"
+LINK = "THINWIRE_LINK"
+"""The rate of each node's link, such as 100 Mbit/s, if somebody knows it: for the run's summary."""
 HEADERS = 66
 """Bytes of a full TCP packet that are not payload: Ethernet 14, IPv4 20, TCP 20 and its timestamps 12."""
 

@@ -16,7 +16,7 @@ from thinwire import units
 from thinwire.comm.counters import HEADERS
 from thinwire.jobs import Job, Variant
 from thinwire.launch import HostSpec
-from thinwire.netbench.calibrate import CALIBRATION, Calibration, calibrate, host_specs
+from thinwire.netbench.calibrate import CALIBRATION, Calibration, calibrate
 from thinwire.netbench.hosts import Hosts, check
 from thinwire.netbench.links import Counters
 from thinwire.plan.forecast import Layout
@@ -84,7 +84,7 @@ class Bench:
         probe = lab.probe()
         label = _label(rate)
         links = known.links(rate, probe)
-        jobs = list(self.jobs(label, host_specs(lab)))
+        jobs = list(self.jobs(label, lab.specs()))
         layout = Layout(workers=self.base.workers, nodes=self.hosts)
 
         def planned(configs: dict[str, Any], ranks: Path | None = None) -> list[dict[str, Any]]:

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from thinwire.comm.counters import VARIABLE
 from thinwire.jobs import Job
-from thinwire.launch import HostSpec
 from thinwire.netbench.hosts import Hosts, Probe
 from thinwire.plan import compute
 from thinwire.plan.links import Links
@@ -48,7 +46,7 @@ def calibrate(base: Job, lab: Hosts, say: Callable[[str], None]) -> Calibration:
     lab.shape(None)
     probe = lab.probe()
     steps = min(_STEPS, base.trained.steps)
-    job = replace(base, method=BASELINE, group_size=None, out=base.out / CALIBRATION, hosts=host_specs(lab))
+    job = replace(base, method=BASELINE, group_size=None, out=base.out / CALIBRATION, hosts=lab.specs())
     job = replace(job, steps=steps, eval_every=max(1, steps // 2))
     traffic = job.run(say)["traffic"]
     computing, waiting = _second_half(job)
@@ -67,12 +65,3 @@ def _second_half(job: Job) -> tuple[float, float]:
     late, early = sums[-2], sums[0] if sums[0]["steps"] < sums[-2]["steps"] else dict.fromkeys(sums[0], 0.0)
     steps = late["steps"] - early["steps"]
     return (late["compute"] - early["compute"]) / steps, (late["wire"] - early["wire"]) / steps
-
-
-def host_specs(lab: Hosts) -> tuple[HostSpec, ...]:
-    """The hosts for the launcher, each with its interface counted."""
-    found = []
-    for host in lab.hosts:
-        environment = {"GLOO_SOCKET_IFNAME": host.interface, VARIABLE: host.interface}
-        found.append(HostSpec(prefix=tuple(host.command([])), address=host.address, environment=environment))
-    return tuple(found)

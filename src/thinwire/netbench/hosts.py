@@ -19,9 +19,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from thinwire import units
+from thinwire.comm.counters import LINK, VARIABLE
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.files import parse_json
-from thinwire.launch import sigterm_exits
+from thinwire.launch import HostSpec, sigterm_exits
 from thinwire.netbench import links
 from thinwire.netbench.links import CommandError, Counters, Host, Probe, parse_rate
 from thinwire.schema import COUNT, FLAG, TEXT, Record, wrong
@@ -76,6 +77,18 @@ class Hosts:
         """Change the rate of all links, in bit/s; None removes the limit."""
         self._rate = None if rate is None else links.allowed(rate, units.rate(rate))
         links.shape(self.hosts, self._switch, self._rate)
+
+    def specs(self) -> tuple[HostSpec, ...]:
+        """The hosts for the launcher, each with its interface counted, and its rate on record."""
+        rate = {} if self._rate is None else {LINK: units.rate(self._rate)}
+        return tuple(
+            HostSpec(
+                prefix=tuple(host.command([])),
+                address=host.address,
+                environment={"GLOO_SOCKET_IFNAME": host.interface, VARIABLE: host.interface, **rate},
+            )
+            for host in self.hosts
+        )
 
     def counters(self) -> list[Counters]:
         return [host.counters() for host in self.hosts]
@@ -268,7 +281,7 @@ def _check_size(count: int, workers: int) -> None:
 def _check_root() -> None:
     if os.geteuid():
         raise ConfigError(
-            "netbench creates network namespaces and needs root: run it with sudo, "
+            "hosts on this machine are network namespaces, which need root: use sudo, "
             "or in a container with CAP_SYS_ADMIN and CAP_NET_ADMIN"
         )
 
@@ -279,7 +292,8 @@ def _check_machine() -> None:
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             raise ConfigError(
-                f"netbench needs `{tool}`, which is not on the path; install iproute2, e.g. apt install iproute2"
+                f"hosts on this machine need `{tool}`, which is not on the path; install iproute2, "
+                "e.g. apt install iproute2"
             )
     trial = _Record.mine(_TRIAL, [_TRIAL], keep=False)
     with _locked():
@@ -296,7 +310,7 @@ def _try(namespace: str) -> None:
         links.run("ip", "netns", "add", namespace)
     except CommandError as error:
         raise ConfigError(
-            f"this machine refuses network namespaces ({error.output}); run netbench on the machine itself, "
+            f"this machine refuses network namespaces ({error.output}); run this on the machine itself, "
             "or in a container with CAP_SYS_ADMIN and CAP_NET_ADMIN"
         ) from error
     try:

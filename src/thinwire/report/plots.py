@@ -1,4 +1,4 @@
-"""The plot of a comparison: the metric over steps and over slow-link bytes."""
+"""The plot of a comparison: the metric over steps, over slow-link bytes and over time."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _STYLES = ("-", "--", ":", "-.")
 _MARGIN = 0.05
 _MOST_INSIDE = 5
 """Most curves with the legend inside the panels."""
-_LEGEND_CHARACTERS = 150
-"""Width of the legend below both panels, in characters."""
+_LEGEND_CHARACTERS = 190
+"""Width of the legend below the panels, in characters."""
 _LARGE = 20
 """Ratio of most to least bytes from which their axis is logarithmic."""
 
@@ -30,14 +30,17 @@ _LARGE = 20
 def draw(runs: list[Run], rows: list[dict[str, Any]], path: Path) -> None:
     """Write a PNG with one curve per row, the mean over seeds, and the seeds as thin lines."""
     refuse_link(path)
-    figure, (over_steps, over_bytes) = two_panels()
+    over_steps, over_bytes, over_time = (figure := blank(14, 4.4)).subplots(1, 3, sharey=True)
     by_label = grouped(runs)
     for stroke, row in zip(strokes(len(rows)), rows):
-        _curve(over_steps, by_label[row["label"]], "step", 1, stroke, row["label"])
-        _curve(over_bytes, by_label[row["label"]], "counted_bytes", 1e6, stroke, _legend_text(row))
+        own = by_label[row["label"]]
+        _curve(over_steps, own, "step", 1, stroke, row["label"])
+        _curve(over_bytes, own, "counted_bytes", 1e6, stroke, _legend_text(row))
+        _curve(over_time, own, "wall_s", 1, stroke, f"{row['label']} ({row['wall_s_mean'] or 0:.0f} s)")
     metric, crowded = rows[0]["metric"], len(rows) > _MOST_INSIDE
-    for axes, below, beside in ((over_steps, "steps", metric), (over_bytes, "slow-link bytes per node (MB)", "")):
-        dress(axes, below, beside, legend=not crowded)
+    captions = {over_steps: "steps", over_bytes: "slow-link bytes per node (MB)", over_time: _seconds(rows)}
+    for axes, below in captions.items():
+        dress(axes, below, metric if axes is over_steps else "", legend=not crowded)
         axes.set_xlim(left=0)
     totals = [row["slow_bytes_mean"] for row in rows]
     if _spreads(totals):
@@ -49,8 +52,14 @@ def draw(runs: list[Run], rows: list[dict[str, Any]], path: Path) -> None:
 
         over_steps.yaxis.set_major_formatter(PercentFormatter(1.0))
     _frame(over_steps, runs, metric)
-    figure.suptitle(f"{rows[0]['recipe']}: {metric} over steps and over slow-link bytes")
+    figure.suptitle(f"{rows[0]['recipe']}: {metric} over steps, slow-link bytes and time")
     figure.savefig(path)
+
+
+def _seconds(rows: list[dict[str, Any]]) -> str:
+    """What the seconds are of: on one machine, without shaped links, bytes cost no time."""
+    (link,) = {row["link"] for row in rows} if len({row["link"] for row in rows}) == 1 else (None,)
+    return f"seconds, with links of {link}" if link else "seconds"
 
 
 def blank(width: float, height: float) -> Figure:
@@ -94,7 +103,7 @@ def _legend_text(row: dict[str, Any]) -> str:
 
 
 def _legend_below(figure: Figure, axes: Axes) -> None:
-    """One legend below both panels, for many curves; the figure grows by its height."""
+    """One legend below the panels, for many curves; the figure grows by its height."""
     handles, labels = axes.get_legend_handles_labels()
     columns = max(1, min(3, _LEGEND_CHARACTERS // max(map(len, labels))))
     lines = -(-len(labels) // columns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -15,7 +15,7 @@ from thinwire.schema import ANY, COUNT, FIGURE, NUMBER, POSITIVE, TEXT, wrong
 _SENT = {"slow_bytes": NUMBER, "by_purpose": {str: {"slow_bytes?": NUMBER}}}
 _SUMMARY = {
     **dict.fromkeys(("recipe?", "method?", "metric?", "split?"), TEXT),
-    **dict.fromkeys(("optimizer?", "usual_optimizer?"), (None, TEXT)),
+    **dict.fromkeys(("optimizer?", "usual_optimizer?", "link?"), (None, TEXT)),
     **dict.fromkeys(("seed?", "steps?", "trainable_full?"), COUNT),
     **dict.fromkeys(("world_size?", "parameters_full?", "parameters_final?"), POSITIVE),
     **dict.fromkeys(("traffic_vs_allreduce_fp32?", "traffic_vs_ideal_fp32?", "wall_s?"), (None, NUMBER)),
@@ -73,7 +73,7 @@ class Run:
         """Evaluation records during training, in order, each with its `counted_bytes`."""
         path = self.folder / "records.jsonl"
         points = [r for r in read_records(path, "evaluation") if r["model"] != "finished"]
-        point = {self.metric: FIGURE, "slow_bytes": NUMBER, "evaluate_bytes": NUMBER}
+        point = {self.metric: FIGURE, "slow_bytes": NUMBER, "evaluate_bytes": NUMBER, "wall_s": NUMBER}
         if what := next((w for r in points if (w := wrong(r, point))), None):
             raise DamagedError(f"`{path}` is damaged, {what}; {_REMEDY}")
         return [r | {"counted_bytes": r["slow_bytes"] - r["evaluate_bytes"]} for r in points]
@@ -155,12 +155,12 @@ def compare(runs: list[Run]) -> list[dict[str, Any]]:
     return [_row(label, alike, measured) for label, alike in grouped(runs).items()]
 
 
-def grouped(runs: list[Run]) -> dict[str, list[Run]]:
-    """Runs that differ only in their seed, by a distinctive label."""
+def grouped(runs: list[Run], ignoring: Set[str] = frozenset()) -> dict[str, list[Run]]:
+    """Runs that differ only in their seed, or in fields to ignore, by a distinctive label."""
     peers: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         peers.setdefault(run.summary["method"], []).append(run.summary)
-    differing = {method: _differing([own["config"] for own in alike]) for method, alike in peers.items()}
+    differing = {method: _differing([own["config"] for own in alike]) - ignoring for method, alike in peers.items()}
     groups: dict[str, list[Run]] = {}
     for run in runs:
         method = run.summary["method"]
@@ -230,6 +230,7 @@ def _row(label: str, runs: list[Run], measured: list[Run]) -> dict[str, Any]:
         "compression_mean": _mean(runs, "compression"),
         "trainable_share_mean": _mean(runs, "trainable_share"),
         "wall_s_mean": _mean(runs, "wall_s"),
+        "link": runs[0].summary.get("link"),
     }
 
 

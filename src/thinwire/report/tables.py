@@ -18,6 +18,8 @@ def table(rows: list[dict[str, Any]]) -> Table:
     """One row per method and config; bytes and ratios exclude evaluation."""
     metric, several = rows[0]["metric"], max(len(row["seeds"]) for row in rows) > 1
     title = f"{rows[0]['recipe']}, {rows[0]['split']} data, {len(rows[0]['seeds'])} seed{'s' if several else ''}"
+    if link := rows[0].get("link"):
+        title += f", links of {link}"
     out = Table(title=Text(title), caption=_CAPTION, box=SIMPLE_HEAD)
     out.add_column("method", overflow="fold")
     frozen = any((row.get("trainable_share_mean") or 1.0) < 1.0 for row in rows)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from thinwire.comm.counters import LINK
 from thinwire.errors import SaveError, one_line
 from thinwire.factor import export
 from thinwire.files import on_file, refuse_link
@@ -60,6 +61,7 @@ def summarise(
         "split": recipe.split,
         **figures,
         "wall_s": round(wall_s, 3),
+        "link": os.environ.get(LINK),
         "time": ledger.split,
         "traffic": traffic,
         "traffic_vs_allreduce_fp32": _ratio(counted, baseline["allreduce_fp32"]),
