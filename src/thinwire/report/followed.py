@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rich.console import RenderableType
@@ -71,8 +71,8 @@ class FollowedRun:
 class Followed:
     """All runs in some folders and below, also those that begin later."""
 
-    def __init__(self, folders: Iterable[Path]) -> None:
-        self._folders = list(folders)
+    def __init__(self, folders: Iterable[Path], find: Callable[[Path], Iterable[Path]] = all_folders) -> None:
+        self._folders, self._find = list(folders), find
         self._runs: dict[Path, FollowedRun] = {}
         self._looked = -_LOOK_EVERY_S
 
@@ -88,7 +88,7 @@ class Followed:
     def _look(self) -> None:
         self._looked = time.monotonic()
         for top in self._folders:
-            for folder in all_folders(top):
+            for folder in self._find(top):
                 if folder not in self._runs:
                     self._runs[folder] = FollowedRun(folder, Progress(_name(folder, top)), from_start=True)
 

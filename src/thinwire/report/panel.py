@@ -15,9 +15,10 @@ from thinwire.report.page.summary import percent
 from thinwire.report.progress import FINISHING, Progress
 from thinwire.report.tables import duration, figure, size
 
-_LABEL = 10
-_NARROW = 64
-"""Columns below which figures are in one column."""
+_COLUMNS = ((9, 5), (10, 4))
+"""Widths of names, and how the values beside them share what is left: on the left there is more to say."""
+_WIDEST, _NARROW = 100, 64
+"""Columns beyond which a panel does not grow, and below which its figures are in one column."""
 _LONG_WORK_S = 3.0
 _SILENT_S, _SILENT_STEPS, _SILENT_WORK_S = 20.0, 5, 600.0
 
@@ -31,7 +32,14 @@ def panel(progress: Progress, *, written: float | None, width: int) -> Renderabl
         parts.append(_grid([(name, value or "–") for name, value in _figures(progress)], 1 if narrow else 2))
     if written is not None and is_silent(progress, quiet_s):
         parts.append(Text(silence(written, quiet_s), style="yellow"))
-    return Panel(Group(*parts), title=Text(_title(progress)), title_align="left", box=ROUNDED, border_style="dim")
+    return Panel(
+        Group(*parts),
+        title=Text(_title(progress)),
+        title_align="left",
+        box=ROUNDED,
+        border_style="dim",
+        width=min(width, _WIDEST),
+    )
 
 
 def line(progress: Progress) -> str:
@@ -61,9 +69,9 @@ def silence(written: float, quiet_s: float) -> str:
 
 def _grid(rows: list[tuple[str, str]], across: int) -> Table:
     grid = Table.grid(padding=(0, 2), expand=True)
-    for _ in range(across):
-        grid.add_column(style="dim", no_wrap=True, width=_LABEL)
-        grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    for label, ratio in _COLUMNS[:across]:
+        grid.add_column(style="dim", no_wrap=True, width=label)
+        grid.add_column(ratio=ratio, no_wrap=True, overflow="ellipsis")
     for first in range(0, len(rows), across):
         grid.add_row(*(Text(cell) for row in rows[first : first + across] for cell in row))
     return grid
