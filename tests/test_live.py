@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from patience import LIMIT_S, until
+from test_report import _write_run
 from thinwire.cli import main
 from thinwire.comm.times import Clock, Times
 from thinwire.commands import watch as watching
@@ -129,7 +130,7 @@ def test_the_line_says_what_is_known():
     assert line(progress) == (
         "ab seed 0  groups  step 100/600  loss 0.0111  accuracy 50.00 % at step 100  "
         "slow link 1.0 kB, 1.0 % of fp32 DDP  waiting 25 % of the time  mean rank 5.5  "
-        "10 steps/s  640 samples/s  50 s left"
+        "10.0 steps/s  640 samples/s  50 s left"
     )
 
 
@@ -141,7 +142,7 @@ def test_the_panel_fits_and_has_everything(width):
     text = "\n".join(lines)
     for figure in ("step 100 of 600", "50 s left", "groups", "0.0111", "50.00 %", "1.0 kB", "25 % of the time"):
         assert figure in text
-    for figure in ("10 steps/s", "640 samples/s", "5.5", *([] if width < 64 else ["1.0 % of fp32 DDP"])):
+    for figure in ("10.0 steps/s", "640 samples/s", "5.5", *([] if width < 64 else ["1.0 % of fp32 DDP"])):
         assert figure in text
 
 
@@ -243,14 +244,13 @@ def test_watch_follows_until_the_run_has_ended(tmp_path, monkeypatch):
     later.join()
     assert result.exit_code == 0 and ESCAPE not in result.output
     first, *_, last = result.output.splitlines()
-    assert first.startswith("run  groups  step 1/600") and last.startswith("stopped and saved: run")
-    assert "step 2/600" in last
+    assert first.startswith("run  groups  step 1/600") and last == "run: stopped and saved after step 2"
 
 
 def test_watch_of_a_finished_run_ends_at_once_and_of_no_folder_is_an_error(tmp_path):
-    write(tmp_path / "run", start(), taken(1))
-    (tmp_path / "run" / "summary.json").write_text("{}")
-    assert CliRunner().invoke(main, ["watch", str(tmp_path / "run")]).output == "finished: run\n"
+    _write_run(tmp_path / "run", "ab", 0, slow=6000, accuracy=0.9, traffic_vs_allreduce_fp32=0.01, wall_s=42.0)
+    ended = CliRunner().invoke(main, ["watch", str(tmp_path / "run")]).output
+    assert ended == "run: accuracy 90.00 %, slow link 6.0 kB, 1.0 % of fp32 DDP, 42 s\n"
     missing = CliRunner().invoke(main, ["watch", str(tmp_path / "none")])
     assert missing.exit_code == 2 and "does not exist" in missing.output
 

@@ -60,11 +60,12 @@ def closing_line(title: str, summary: dict[str, Any]) -> str:
     """One run of several, when it is over."""
     if "stopped_at" in summary:
         return f"{title}: saved after step {summary['stopped_at']} of {summary['steps']}"
-    metric, share = summary["metric"], summary["traffic_vs_allreduce_fp32"]
+    metric, share = summary["metric"], summary.get("traffic_vs_allreduce_fp32")
     of_usual = "" if share is None else f", {percent(share)} of fp32 DDP"
-    seconds = sum(summary["spent"].values()) if "spent" in summary else summary["wall_s"]
-    sent = f"slow link {size(_sent(summary))}{of_usual}"
-    return f"{title}: {metric} {figure(metric, summary[metric])}, {sent}, {duration(seconds)}"
+    # Earlier versions did not say where the time went.
+    seconds = sum(summary["spent"].values()) if "spent" in summary else summary.get("wall_s")
+    lasted = "" if seconds is None else f", {duration(seconds)}"
+    return f"{title}: {metric} {figure(metric, summary[metric])}, slow link {size(_sent(summary))}{of_usual}{lasted}"
 
 
 def _spent(summary: dict[str, Any]) -> list[str]:

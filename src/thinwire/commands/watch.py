@@ -10,9 +10,12 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from thinwire.commands.showing import closing_line
+from thinwire.errors import printable
+from thinwire.report.folders import look
 from thinwire.report.followed import Followed, FollowedRun
 from thinwire.report.live import EVERY_S, Lines, in_place
-from thinwire.report.panel import line, silence
+from thinwire.report.panel import silence
 
 _MOST_PANELS = 4
 _PANEL_LINES = 8
@@ -53,8 +56,10 @@ def _panels(runs: list[FollowedRun], console: Console) -> RenderableType:
     most = max(1, min(_MOST_PANELS, (console.height - 1) // _PANEL_LINES))
     shown = (going or runs[:1])[:most]
     parts: list[RenderableType] = [run.panel(console.width) for run in shown]
-    if rest := _others([run for run in runs if run not in shown]):
-        parts.append(Text(rest, style="dim", no_wrap=True, overflow="ellipsis"))
+    rest = [_others([run for run in runs if run not in shown])]
+    if all(run.end for run in runs):
+        rest.append("all runs have ended; waiting for another one, Ctrl-C ends")
+    parts += [Text(text, style="dim", no_wrap=True, overflow="ellipsis") for text in rest if text]
     return Group(*parts)
 
 
@@ -82,7 +87,11 @@ def _in_lines(followed: Followed, console: Console) -> list[FollowedRun]:
 
 
 def _ending(run: FollowedRun) -> str:
-    return f"{run.end}: {line(run.progress)}" if run.progress.step is not None else f"{run.end}: {run.progress.title}"
+    title, found = run.progress.title, look(run.folder)
+    if found.run is not None:
+        return closing_line(title, found.run.summary)
+    at = "" if found.last_step is None else f" after step {found.last_step:,}"
+    return f"{title}: {run.end}{at}" + (f"; {printable(found.note)}" if found.note else "")
 
 
 def _say(console: Console, text: str) -> None:

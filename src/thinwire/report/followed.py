@@ -65,7 +65,7 @@ class FollowedRun:
 
     def panel(self, width: int) -> RenderableType:
         """Its panel on a terminal of this width."""
-        return panel(self.progress, written=self.written, width=width)
+        return panel(self.progress, written=self.written, width=width, end=self.end)
 
 
 class Followed:

@@ -19,18 +19,20 @@ _COLUMNS = ((9, 5), (10, 4))
 """Widths of names, and how the values beside them share what is left: on the left there is more to say."""
 _WIDEST, _NARROW = 100, 64
 """Columns beyond which a panel does not grow, and below which its figures are in one column."""
+_LEAST_SHARE = 1e-4
 _LONG_WORK_S = 3.0
 _SILENT_S, _SILENT_STEPS, _SILENT_WORK_S = 20.0, 5, 600.0
 
 
-def panel(progress: Progress, *, written: float | None, width: int) -> RenderableType:
-    """A panel of a run whose records were last written at this time."""
+def panel(progress: Progress, *, written: float | None, width: int, end: str | None = None) -> RenderableType:
+    """A panel of a run whose records were last written at this time, and of how it ended if it has."""
     quiet_s = 0.0 if written is None else max(0.0, time.time() - written)
     narrow = width < _NARROW
-    parts: list[RenderableType] = [_bar(progress, narrow=narrow), _grid([("phase", _doing(progress, quiet_s))], 1)]
+    phase = ("phase", end or _doing(progress, quiet_s))
+    parts: list[RenderableType] = [_bar(progress, narrow=narrow), _grid([phase], 1)]
     if progress.step is not None:
         parts.append(_grid([(name, value or "–") for name, value in _figures(progress)], 1 if narrow else 2))
-    if written is not None and is_silent(progress, quiet_s):
+    if end is None and written is not None and is_silent(progress, quiet_s):
         parts.append(Text(silence(written, quiet_s), style="yellow"))
     return Panel(
         Group(*parts),
@@ -82,7 +84,7 @@ def _figures(progress: Progress) -> list[tuple[str, str]]:
     loss, value, sent, share = progress.loss, progress.figure, progress.sent, progress.share
     speed, samples, waiting, rank = progress.steps_per_s, progress.samples_per_s, progress.waiting, progress.mean_rank
     metric = progress.metric or "metric"
-    of_usual = "" if share is None else f", {percent(share)} of fp32 DDP"
+    of_usual = "" if share is None else f", {_percent(share)} of fp32 DDP"
     found = [
         ("loss", "" if loss is None else f"{loss:.4f}"),
         (metric, "" if value is None else f"{figure(metric, value)} at step {progress.evaluation['step']:,}"),
@@ -139,4 +141,8 @@ def _left(progress: Progress) -> str:
 
 
 def _rounded(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _percent(share: float) -> str:
+    return percent(share) if share >= _LEAST_SHARE or share == 0 else f"less than {percent(_LEAST_SHARE)}"

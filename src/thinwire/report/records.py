@@ -23,6 +23,7 @@ SUMMARY = {
     "config?": {str: ANY},
     "identity?": {str: ANY},
     "traffic?": _SENT,
+    "spent?": {str: NUMBER},
     "best_epoch?": (None, {"step": COUNT, "ended_at": {"step": COUNT}}),
 }
 """Older summaries have fewer names; a missing one is reported when it is looked up."""
