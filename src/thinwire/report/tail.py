@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections import deque
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from thinwire.files import parse_json
 from thinwire.schema import COUNT, TEXT, wrong
 
-_NEAR = 1 << 18
-"""Bytes at the end of a long file in which steps are read; before them only what is not a step."""
+_STEPS = 20
+"""Steps of which records are read at a time, the last ones: the others say nothing about how far a run is."""
 _LONGEST_LINE = 8 << 20
 _STEP = b'{"kind": "step", '
 _RECORD = {"kind": TEXT, "step": COUNT}
@@ -40,20 +42,27 @@ class Tail:
         self.begins_anew = False
         if not self._path.is_file():
             return []
-        with self._path.open("rb") as file:
-            status = self._path.stat()
-            if status.st_ino != self._inode or status.st_size < self._place:
-                self.begins_anew = self._inode != 0
-                self._place, self._inode = 0, status.st_ino
-            file.seek(self._place)
-            lines = self._lines(file, status.st_size - _NEAR)
-        return [record for line in lines if (record := _parse(line))]
+        try:
+            with self._path.open("rb") as file:
+                lines = self._lines(file)
+        except FileNotFoundError:  # it was removed just now
+            return []
+        return [record for line in lines if line and (record := _parse(line))]
 
-    def _lines(self, file: BinaryIO, near: int) -> list[bytes]:
-        lines = []
+    def _lines(self, file: BinaryIO) -> list[bytes]:
+        status = os.fstat(file.fileno())
+        if status.st_ino != self._inode or status.st_size < self._place:
+            self.begins_anew = self._inode != 0
+            self._place, self._inode = 0, status.st_ino
+        file.seek(self._place)
+        lines: list[bytes] = []
+        steps: deque[int] = deque()
         while (line := file.readline(_LONGEST_LINE)).endswith(b"\n"):
-            if self._place >= near or not line.startswith(_STEP):
-                lines.append(line)
+            if line.startswith(_STEP):
+                if len(steps) == _STEPS:
+                    lines[steps.popleft()] = b""
+                steps.append(len(lines))
+            lines.append(line)
             self._place += len(line)
         return lines
 
