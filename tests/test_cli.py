@@ -119,7 +119,8 @@ def test_run_writes_records_summary_and_model(unbroken):
     assert {"slow_bytes", "fast_bytes", "slow_calls", "by_phase", "by_purpose"} <= summary["traffic"].keys()
     records = _records(out)
     assert [r["step"] for r in records if r["kind"] == "step"] == list(range(1, STEPS + 1))
-    assert records[-1]["model"] == "finished" and records[-1]["accuracy"] == summary["accuracy"]
+    last = [r for r in records if r["kind"] == "evaluation"][-1]
+    assert last["model"] == "finished" and last["accuracy"] == summary["accuracy"]
     assert _tensors(out)
 
 

@@ -6,7 +6,6 @@ from rich.console import Console
 
 from thinwire.errors import ConfigError
 from thinwire.report import compare, draw, plots, read_run, read_runs, table
-from thinwire.report.live import Progress, Tail
 from thinwire.report.ranks import draw_ranks
 from thinwire.report.tables import best_epoch, figure, size
 
@@ -223,30 +222,6 @@ def test_figures_for_people():
         "3.0 GB",
         "4.0 TB",
     ]
-
-
-def test_tail_reads_whole_new_lines_and_notices_a_new_file(tmp_path):
-    path = tmp_path / "records.jsonl"
-    path.write_text('{"step": 98}\n{"step": 99}\n')
-    tail = Tail(path)
-    assert tail.read() == []
-    path.write_text('{"step": 1}\n{"st')
-    assert tail.read() == [{"step": 1}]
-    with path.open("a") as file:
-        file.write('ep": 2}\n')
-    assert tail.read() == [{"step": 2}]
-
-
-def test_the_line_says_what_is_known():
-    progress = Progress("ab seed 0", 600, "accuracy")
-    assert progress.line() == "ab seed 0  starting"
-    progress.update({"kind": "step", "step": 5, "phase": "groups", "loss": 0.25, "slow_bytes": 2000})
-    assert progress.line() == "ab seed 0  groups  step 5/600  loss 0.2500  slow link 2.0 kB"
-    progress.update(
-        {"kind": "evaluation", "step": 5, "phase": "groups", "loss": 9.0, "slow_bytes": 2000, "accuracy": 0.5}
-        | {"ranks": {"a": 3, "b": 7}}
-    )
-    assert progress.line().endswith("loss 0.2500  accuracy 50.00 %  slow link 2.0 kB  ranks 3–7")
 
 
 def test_ranks_and_trained_parameters_are_drawn_over_the_steps(tmp_path):

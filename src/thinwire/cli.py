@@ -29,9 +29,11 @@ from thinwire.commands.netbench import netbench
 from thinwire.commands.plan import plan
 from thinwire.commands.report import page, report, write_report
 from thinwire.commands.runs import runs
+from thinwire.commands.showing import closing_line, print_summary, shown
 from thinwire.commands.stability import stability
 from thinwire.commands.store import store
 from thinwire.commands.tune import tune
+from thinwire.commands.watch import watch
 from thinwire.errors import ConfigError, Stopped, ThinwireError, is_refusal, one_line, printable
 from thinwire.jobs import Job, variant, variants
 from thinwire.launch import HostSpec, inside_job
@@ -39,8 +41,6 @@ from thinwire.methods.registry import METHODS, load_installed
 from thinwire.netbench.linked import linked, nodes_for
 from thinwire.recipes import installed, named
 from thinwire.report import read_run
-from thinwire.report.live import Progress, following
-from thinwire.report.tables import best_epoch, figure, ratio, size
 from thinwire.train.folder import refuse_occupied
 
 _COMPARISON = ("comparison.json", "comparison.png")
@@ -98,7 +98,7 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
             "--stability-back", type=click.IntRange(1), metavar="K", help="Compare with K comparisons before, not one."
         ),
         click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and nothing else."),
-        click.option("--quiet", is_flag=True, help="No progress line."),
+        click.option("--quiet", is_flag=True, help="Do not show how far it is."),
     ]
     for option in reversed(shared):
         command = option(command)
@@ -145,11 +145,11 @@ def run(recipe: str, method: str, dry_run: bool, as_json: bool, quiet: bool, out
     if dry_run:
         take_one_step(job, prints=_prints(), as_json=as_json, quiet=quiet)
         return
-    summary = _execute(job, chosen.label, quiet=quiet or as_json)
+    summary = _execute(job, f"{chosen.label} seed {job.seed}", quiet=quiet or as_json)
     if as_json and _prints():
         click.echo(json.dumps(summary, indent=2))
     elif not quiet and _prints():
-        _print_summary(summary, folder)
+        print_summary(summary, folder)
     if "stopped_at" in summary:
         return
     # The launcher draws pictures and the page, not its workers.
@@ -191,11 +191,15 @@ def compare(
     ]
     _refuse_occupied(folder, [job for _, job in jobs])
     _check_all(jobs)
+    silent = quiet or as_json
     with linked(link, nodes, base.workers) if link else nullcontext(base.hosts) as hosts:
-        for label, job in jobs:
+        for number, (label, job) in enumerate(jobs, start=1):
+            name = f"{label} seed {job.seed}"
             if (signal := stopping.requested()) is not None:
-                raise Stopped(f"stopped by {signal} before {label} seed {job.seed}; continue with --resume")
-            _execute(replace(job, hosts=hosts), label, quiet=quiet or as_json)
+                raise Stopped(f"stopped by {signal} before {name}; continue with --resume")
+            summary = _execute(replace(job, hosts=hosts), f"{name} ({number} of {len(jobs)})", quiet=silent)
+            if not silent and _prints():
+                click.echo(closing_line(f"{name} ({number} of {len(jobs)})", summary), err=True)
     if _prints():
         write_report(folder, [read_run(job.out) for _, job in jobs], as_json=as_json)
 
@@ -222,34 +226,10 @@ def _check_all(jobs: list[tuple[str, Job]]) -> None:
             raise ConfigError(f"`{first}` and `{label}` have the same settings; leave one of them out")
 
 
-def _execute(job: Job, label: str, *, quiet: bool) -> dict[str, Any]:
+def _execute(job: Job, title: str, *, quiet: bool) -> dict[str, Any]:
     console = Console(stderr=True)
-    progress = Progress(f"{label} seed {job.seed}", job.trained.steps, job.trained.task.metric)
-    shown = not quiet and _prints()
-    with following(job.out / "records.jsonl", progress, console) if shown else nullcontext():
+    with shown(job, title, console, silent=quiet or not _prints()):
         return job.run(lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
-
-
-def _print_summary(summary: dict[str, Any], folder: Path) -> None:
-    if "stopped_at" in summary:
-        click.echo(
-            f"saved after step {summary['stopped_at']} of {summary['steps']} in {folder}; continue with --resume"
-        )
-        return
-    metric = summary["metric"]
-    before = figure(metric, summary[f"{metric}_before_truncation"])
-    share = ratio(summary["traffic_vs_allreduce_fp32"])
-    traffic = summary["traffic"]
-    sent = traffic["slow_bytes"] - traffic["by_purpose"].get("evaluate", {}).get("slow_bytes", 0)
-    lines = [
-        f"{metric} {figure(metric, summary[metric])} on {summary['split']} data ({before} before truncation)",
-        *best_epoch(summary),
-        f"slow link {size(sent)} without evaluation, {share} of all-reduce fp32",
-        f"model {summary['parameters_final']:,} of {summary['parameters_full']:,} parameters, "
-        f"{100 * summary['trainable_share']:.1f} % of the full ones trained at the end",
-        f"records.jsonl, summary.json{' and model/' if (folder / 'model').is_dir() else ''} are in {folder}",
-    ]
-    click.echo("\n".join(lines))
 
 
 def _prints() -> bool:
@@ -269,6 +249,7 @@ main.add_command(runs)
 main.add_command(stability)
 main.add_command(store)
 main.add_command(tune)
+main.add_command(watch)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ from thinwire.replica import Replica
 
 Batches = Iterable[tuple[Any, Tensor]]
 Evaluate = Callable[[nn.Module], float]
+Report = Callable[[str, int, int], None]
+"""Is called with what is being done, how many parts of it are done, and of how many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,7 @@ def compress(
     data: Batches | None = None,
     evaluate: Evaluate | None = None,
     example: Any = None,
+    report: Report | None = None,
 ) -> Compressed:
     """A smaller copy of `model` in plain torch.nn layers; the model itself is left as it is.
 
@@ -97,8 +100,9 @@ def compress(
     share of each layer's full rank) and `target` (how many times fewer parameters). Figures before and after come from
     `data`, batches (x, y) of a classifier, or from `evaluate(model)`. `example` is an input: a tensor, a tuple of
     arguments or a mapping of them by name. A pass over it shows which layer is first and last, and whose weights other
-    code reads; without one the first batch or `evaluate` is used.
+    code reads; without one the first batch or `evaluate` is used. `report` is called before every layer.
     """
+    report = report or (lambda what, done, of: None)
     choose, keep = chooser(cutoff, rank, target), patterns(keep)
     if data is not None and evaluate is not None:
         raise ConfigError("give `data` or `evaluate`, not both: each defines how the model is evaluated")
@@ -113,11 +117,16 @@ def compress(
             small, trained=small.parameters(), order=order, keep_first=keep_first, keep_last=keep_last, keep=keep
         )
         warn_unmatched_patterns(small, keep)
-    parts = [_part(layer, had.get(layer.key)) for layer in layers]
+    parts = []
+    for done, layer in enumerate(layers):
+        report("decomposing layers", done, len(layers))
+        parts.append(_part(layer, had.get(layer.key)))
     aside = {key: pair for key, pair in had.items() if key not in {layer.key for layer in layers}}
     whole = Whole(_count(model), parts, saved=sum(_saved(small, *item) for item in aside.items()))
     ranks, cut_at = choose(whole)
     small, made, full = _cut(small, whole.parts, ranks, had, trial)
+    if data is not None or evaluate is not None:
+        report("evaluating before and after", 0, 0)
     before, after = _figures(model, small, data, evaluate)
     return Compressed(
         model=small,

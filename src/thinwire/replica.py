@@ -418,9 +418,9 @@ class Replica(nn.Module):
         """The ledger as the mean over nodes; collective."""
         return self._method.wire.node_mean()
 
-    def baseline(self) -> dict[str, int]:
-        """Slow bytes per node that fp32 all-reduce, and an ideal one, would have sent for the steps so far."""
-        steps = self.step - self._earlier_steps
+    def baseline(self, step: int | None = None) -> dict[str, int]:
+        """Slow bytes per node that fp32 all-reduce, and an ideal one, would have sent so far, or by a later `step`."""
+        steps = (self.step if step is None else step) - self._earlier_steps
         usual = round(steps * step_of_allreduce(self.module, self.topology, self._trained))
         ideal = steps * step_of_ideal(self.topology, self._trained)
         return {

@@ -16,7 +16,9 @@ from thinwire.files import REMEDY, header
 from thinwire.schema import ANY, COUNT, FIGURE, FLAG, NUMBER, POSITIVE, TEXT, Row, wrong
 
 _SPENT = (None, {"seconds": NUMBER})
-_TIMES = {"steps": COUNT} | dict.fromkeys(("whole?", "in_steps?", "waiting_in_steps?", "decomposing?"), _SPENT)
+_TIMES = {"steps": COUNT} | dict.fromkeys(
+    ("whole?", "in_steps?", "waiting_in_steps?", "decomposing?", "after_steps?"), _SPENT
+)
 _LEDGER = {"rows": [Row([TEXT] * 3 + [NUMBER] * 3)], "times": {str: _TIMES}, "kernel": {str: [NUMBER]}}
 STATE = {
     "format": ANY,

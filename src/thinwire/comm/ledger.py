@@ -88,6 +88,11 @@ class Ledger:
         return sum(e.bytes for (_, what, link), e in self._entries.items() if what == purpose and link == "slow")
 
     @property
+    def waiting(self) -> float:
+        """Seconds this worker has waited for collectives, as far as they are known now: it does not wait for a GPU."""
+        return sum(entry.seconds for entry in self._entries.values())
+
+    @property
     def slow_calls(self) -> int:
         """Collectives that crossed to another node."""
         return self._total("slow").calls

@@ -10,7 +10,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -60,6 +60,10 @@ class Clock:
         event.record()
         return event
 
+    def host_mark(self) -> float | None:
+        """Now on the host; None where a GPU works at its own pace."""
+        return None if self._on_gpu else time.perf_counter()
+
     def charge(self, start: Mark, end: Mark, *accounts: Account) -> None:
         """Add the time between two marks, not used again, to each account."""
         if isinstance(start, float) and isinstance(end, float):
@@ -100,6 +104,7 @@ class _Phase:
     in_steps: Spent
     waiting_in_steps: Spent
     decomposing: Spent
+    after_steps: Spent = field(default_factory=Spent)
 
 
 class Times:
@@ -112,8 +117,11 @@ class Times:
         self._entered = time.perf_counter()
         self._began: Mark = None
         self._in_step = False
+        self._booked = Spent()  # all waiting and decomposing
         self.on_step: Callable[[int], None] | None = None
         """Called with the number of each step that begins."""
+        self.on_work: Callable[[str, int, int], None] | None = None
+        """Called during work that may take long: with what it is, how many parts are done, and of how many."""
 
     @property
     def steps(self) -> int:
@@ -124,6 +132,11 @@ class Times:
     def begun(self) -> int:
         """Steps taken, including one in progress."""
         return self.steps + self._in_step
+
+    @property
+    def after_steps(self) -> float:
+        """Seconds of the method's own work after steps, without waiting and decomposing; of a CPU only."""
+        return sum(mine.after_steps.seconds for mine in self._phases.values())
 
     def enter(self, phase: str) -> None:
         """Charge the time since the last change to the phase that ends."""
@@ -151,14 +164,31 @@ class Times:
     def waited(self, start: Mark, end: Mark, account: Account) -> None:
         """Add time spent waiting for the wire to an account; inside a step it does not count as compute."""
         inside = (self._phases[self._phase].waiting_in_steps,) if self._in_step else ()
-        self.clock.charge(start, end, account, *inside)
+        self.clock.charge(start, end, account, self._booked, *inside)
 
     @contextmanager
     def decomposing(self) -> Iterator[None]:
         """Charge what is inside to decomposition."""
         start, mine = self.clock.mark(), self._phases[self._phase].decomposing
         yield
-        self.clock.charge(start, self.clock.mark(), mine)
+        self.clock.charge(start, self.clock.mark(), mine, self._booked)
+
+    @contextmanager
+    def after_step(self) -> Iterator[None]:
+        """Charge what is inside to the method's work after steps.
+
+        Not on a GPU: at every step its events would cost more than they tell, and the host's clock does not see it.
+        """
+        start, before = self.clock.host_mark(), self._booked.seconds
+        yield
+        if start is not None:
+            elapsed = time.perf_counter() - start
+            self._phases[self._phase].after_steps.seconds += max(0.0, elapsed - (self._booked.seconds - before))
+
+    def report_work(self, what: str, done: int, of: int) -> None:
+        """Tell whoever follows this worker how far it is."""
+        if self.on_work is not None:
+            self.on_work(what, done, of)
 
     def split(self, waiting: dict[str, float]) -> dict[str, dict[str, float]]:
         """Seconds of each phase by kind; `waiting` is what collectives of each phase took."""

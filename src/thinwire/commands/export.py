@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 
 from thinwire.commands import options
+from thinwire.commands.doing import Doing
 from thinwire.commands.sources import Found, finished, of_function, unfinished
 from thinwire.compress import Compressed, compress
 from thinwire.errors import ConfigError
@@ -58,8 +60,9 @@ def export(source: str, out: Path, overwrite: bool, onnx: bool, **flags: Any) ->
     """
     how = _asked_for(flags)
     _refuse_occupied(out, overwrite)
-    with _new_folder(out) as folder:
-        origin, *lines = _write(source, how, folder, onnx, flags)
+    with _new_folder(out) as folder, Doing(Console(stderr=True)) as doing:
+        doing.update("loading the model")
+        origin, *lines = _write(source, how, folder, onnx, flags, doing)
     files = f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}"
     click.echo("\n".join([origin, files, *lines, *_uses(out)]))
 
@@ -110,30 +113,37 @@ def _new_folder(out: Path) -> Iterator[Path]:
             file.replace(out / file.name)
 
 
-def _write(source: str, how: dict[str, Any], folder: Path, onnx: bool, flags: dict[str, Any]) -> list[str]:
+def _write(
+    source: str, how: dict[str, Any], folder: Path, onnx: bool, flags: dict[str, Any], doing: Doing
+) -> list[str]:
     """Write the model of SOURCE; returns lines that describe it."""
     if source.endswith(".py") or ".py:" in source:
         if flags["data"] is not None or flags["recipe"] is not None:
             raise click.UsageError("--data and --recipe are for runs; a function brings its own model and inputs")
-        return _compress(of_function(source, flags["weights"]), how, folder, onnx)
+        return _compress(of_function(source, flags["weights"]), how, folder, onnx, doing)
     run, own = Path(source), (flags["recipe"], flags["data"])
     if flags["weights"] is not None:
         raise click.UsageError("--weights is for FILE.py:FUNCTION; a run has its own")
     if not run.is_dir():
         raise ConfigError(f"`{source}` is neither the folder of a run nor FILE.py:FUNCTION; give one of them")
     if not (run / "summary.json").is_file() and checkpoint.find(run / CHECKPOINTS):
-        return _compress(unfinished(run, checkpoint.find_sound(run / CHECKPOINTS), *own), how, folder, onnx)
+        return _compress(unfinished(run, checkpoint.find_sound(run / CHECKPOINTS), *own), how, folder, onnx, doing)
     read_run(run)
     if not (run / "model").is_dir():
         raise ConfigError(f"`{run}` has a summary but no model; run it again without `--no-model`")
-    return _compress(finished(run, *own), how, folder, onnx) if how else _copy(run, folder, onnx, *own)
+    if how:
+        return _compress(finished(run, *own), how, folder, onnx, doing)
+    return _copy(run, folder, onnx, *own, doing)
 
 
-def _compress(found: Found, how: dict[str, Any], folder: Path, onnx: bool) -> list[str]:
+def _compress(found: Found, how: dict[str, Any], folder: Path, onnx: bool, doing: Doing) -> list[str]:
     if onnx:
         refuse_onnx(found.example)
     how = how or {"cutoff": found.cutoff}
-    made = compress(found.model, **how, **found.keep, evaluate=found.evaluate, example=found.example)
+    made = compress(
+        found.model, **how, **found.keep, evaluate=found.evaluate, example=found.example, report=doing.update
+    )
+    doing.update(f"writing the model, as a program{' and as ONNX' if onnx else ''} too")
     write(made.model, folder, made.example, onnx=onnx, views=found.views)
     _draw(made, folder)
     lines = [found.origin, _on_disk(folder, found.dense), _parameters(made, found), *_stay_full(made)]
@@ -146,7 +156,7 @@ def _compress(found: Found, how: dict[str, Any], folder: Path, onnx: bool) -> li
     return lines
 
 
-def _copy(run: Path, folder: Path, onnx: bool, recipe: str | None, data: Path | None) -> list[str]:
+def _copy(run: Path, folder: Path, onnx: bool, recipe: str | None, data: Path | None, doing: Doing) -> list[str]:
     """A finished run's model as it is; with spectra, and evaluated on `data`, if its recipe is known."""
     summary = read_run(run).summary
     _copy_files(run / "model", folder)
@@ -154,11 +164,14 @@ def _copy(run: Path, folder: Path, onnx: bool, recipe: str | None, data: Path | 
     value, before = summary[metric], summary.get(f"{metric}_before_truncation")
     found, left_out = _of_recipe(run, summary["recipe"], recipe, data)
     if onnx:
+        doing.update("writing it as ONNX")
         _write_onnx(found, folder, left_out)
     if found is not None:
         _describe_inputs(folder, found)
         judge = found.evaluate if data else None
-        made = compress(found.model, cutoff=0.0, **found.keep, example=found.example, evaluate=judge)
+        made = compress(
+            found.model, cutoff=0.0, **found.keep, example=found.example, evaluate=judge, report=doing.update
+        )
         _draw(made, folder)
         value, before = (value, before) if made.after is None else (made.after, None)
     full, final = summary["parameters_full"], summary["parameters_final"]

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
+from rich.text import Text
 
 from thinwire.commands import options
+from thinwire.commands.showing import shown
 from thinwire.errors import ConfigError
 from thinwire.jobs import Job, variants
-from thinwire.netbench.bench import Bench
+from thinwire.netbench.bench import Bench, nothing_shown
 from thinwire.netbench.hosts import clean, parse_rate
 from thinwire.netbench.show import tables
 from thinwire.recipes import named
+from thinwire.report.live import in_place
 
 
 @click.command()
@@ -48,7 +53,7 @@ def netbench(recipe: str | None, only_clean: bool, as_json: bool, **flags: Any) 
     bench = _bench(recipe, flags)
     console = Console(stderr=True)
     say = (lambda line: None) if as_json else (lambda line: console.print(line, highlight=False, markup=False))
-    found = bench.run(say)
+    found = bench.run(say, partial(_during, console) if in_place(console) and not as_json else nothing_shown)
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return
@@ -58,6 +63,11 @@ def netbench(recipe: str | None, only_clean: bool, as_json: bool, **flags: Any) 
     click.echo(f"figures and runs: {bench.base.out}")
     if flags["keep"]:
         click.echo(f"hosts kept, see ip netns exec {flags['name']}-h0 ip addr; thinwire netbench --clean removes them")
+
+
+def _during(console: Console, what: str, job: Job | None = None) -> AbstractContextManager[Any]:
+    """On a terminal: the panel of a job, or what is done besides jobs."""
+    return console.status(Text(f"{what} …")) if job is None else shown(job, what, console, silent=False)
 
 
 def _rates(text: str) -> list[float | None]:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from thinwire import units
 from thinwire.commands import options
+from thinwire.commands.doing import Doing
 from thinwire.errors import ConfigError
 from thinwire.jobs import method_config, variants
 from thinwire.plan import compute as computing
@@ -99,31 +100,25 @@ def _draw(made: Plan, result: dict[str, Any], folder: Path) -> str | None:
 
 
 class Progress:
-    """Shows what is being done: one changing line on a terminal, separate lines on stderr elsewhere."""
+    """Shows what is being done, and the table as far as it is known."""
 
     def __init__(self, *, quiet: bool) -> None:
         wide = Console()
         self.console = Console(width=None if wide.is_terminal else 120)
-        self._quiet = quiet
-        self._status = self.console.status("") if self.console.is_terminal and not quiet else None
+        self._doing = Doing(self.console, quiet=quiet)
         self._rows: Rows | None = None
         self._methods: list[str] = []
 
     def __enter__(self) -> Progress:
-        if self._status is not None:
-            self._status.start()
+        self._doing.__enter__()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._status is not None:
-            self._status.stop()
+        self._doing.__exit__()
 
     def update(self, what: str) -> None:
         """Show what is being done."""
-        if self._status is not None:
-            self._status.update(f"{what} …")
-        elif not self._quiet:
-            click.echo(f"{what} …", err=True)
+        self._doing.update(what)
 
     def expect(self, methods: Iterable[str]) -> None:
         self._methods = list(methods)

@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 
 from thinwire.commands import options, pictures
+from thinwire.commands.report_live import keep_up
 from thinwire.errors import ConfigError, printable
 from thinwire.files import refuse_link
 from thinwire.report import Run, table
@@ -28,8 +29,9 @@ from thinwire.report.records import baseline_first
     type=click.Path(path_type=Path, exists=True, file_okay=False),
 )
 @click.option("--out", type=options.DIR, metavar="DIR", help="Where to write; DIR itself if there is one.")
+@click.option("--live", is_flag=True, help="Keep report.html up to date while runs go on; it reloads itself.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON, and nothing else.")
-def report(folders: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
+def report(folders: tuple[Path, ...], out: Path | None, live: bool, as_json: bool) -> None:
     """Write report.html, the table and the pictures of the finished runs in DIR.
 
     They come from the runs' own files, so report.html, comparison.json, comparison.png, ranks.png and stability.png are
@@ -37,22 +39,26 @@ def report(folders: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
     """
     if out is None and len(folders) > 1:
         raise ConfigError(f"{len(folders)} folders were given, and one report is written; add `--out DIR` to say where")
-    runs, problems = _read(folders)
-    for problem in problems:
-        click.echo(printable(f"thinwire: left out: {problem}"), err=True)
     place = out or folders[0]
     place.mkdir(parents=True, exist_ok=True)
+    under_way = keep_up(folders, place, quiet=as_json) if live else []
+    runs, problems = _read(folders, may_be_empty=live)
+    for problem in problems:
+        click.echo(printable(f"thinwire: left out: {problem}"), err=True)
+    if not runs and live:  # Ctrl-C before the first one ended
+        page(under_way, place, silent=as_json, problems=problems)
+        return
     write_report(place, runs, as_json=as_json, problems=problems)
 
 
-def _read(folders: tuple[Path, ...]) -> tuple[list[Run], list[str]]:
-    """The finished runs, the baseline first, and sentences on the others; an error if none has finished."""
+def _read(folders: tuple[Path, ...], *, may_be_empty: bool) -> tuple[list[Run], list[str]]:
+    """The finished runs, the baseline first, and sentences on the others; else an error if none has finished."""
     found = {each.folder: each for folder in folders for each in map(look, run_folders(folder))}
     runs = [each.run for each in found.values() if each.run]
     lost = [each for each in found.values() if not each.run]
     if not runs and lost and lost[0].status != FINISHED and (lost[0].folder / "summary.json").exists():
         raise ConfigError(lost[0].note)
-    if not runs:
+    if not runs and not may_be_empty:
         names = ", ".join(f"`{folder}`" for folder in folders)
         raise ConfigError(f"no finished run in {names}: looked for summary.json there and one folder below")
     return sorted(runs, key=baseline_first), [_in_words(each) for each in lost]

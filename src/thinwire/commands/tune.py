@@ -6,10 +6,7 @@ import json
 import os
 import shutil
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from thinwire import units
 from thinwire.commands import options
 from thinwire.commands.pictures import drawn
 from thinwire.commands.report import page_of
+from thinwire.commands.tune_progress import search_shown
 from thinwire.errors import ConfigError
 from thinwire.jobs import Job, variant
 from thinwire.plan.links import Links
@@ -33,7 +31,6 @@ from thinwire.tuning.objective import parse_objective
 from thinwire.tuning.presets import PRESETS, chosen_space
 from thinwire.tuning.results import BEST, draw_importance, finished
 from thinwire.tuning.search import Limits, Search
-from thinwire.tuning.trial import Trial
 
 _SHOWN = 10
 
@@ -104,7 +101,7 @@ def tune(recipe: str, engine: str, resume: bool, overwrite: bool, as_json: bool,
         if not first:
             sys.exit(2)  # the first rank says why
         raise
-    with _progress(search, total) if first and not (quiet or as_json) else nullcontext():
+    with search_shown(search, total) if first and not (quiet or as_json) else nullcontext():
         result = run_trials(search, execution, total)
     if first:
         _report(search, result, as_json=as_json)
@@ -156,62 +153,6 @@ def _search(recipe: str, flags: dict[str, Any]) -> Search:
         stops_early=not flags["no_early_stopping"],
         seed=flags["seed"],
     )
-
-
-# What is seen.
-
-
-@contextmanager
-def _progress(search: Search, total: int) -> Iterator[None]:
-    """A line for each trial that ends, from whichever rank."""
-    over = threading.Event()
-    known = {trial.name for trial in search.trials() if trial.has_ended}
-    click.echo(
-        f"{total} trials of {search.job.recipe} with {search.job.method}, {search.job.workers} workers each, for "
-        f"{search.objective.text}, in {search.folder}" + (f"; {len(known)} are done" if known else ""),
-        err=True,
-    )
-    thread = threading.Thread(target=_follow, args=(search, total, known, over), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def _follow(search: Search, total: int, known: set[str], over: threading.Event) -> None:
-    start, before = time.monotonic(), len(known)
-    while True:
-        last = over.wait(1.0)
-        trials = search.trials()
-        for trial in trials:
-            if trial.has_ended and trial.name not in known:
-                known.add(trial.name)
-                here = (time.monotonic() - start) / (len(known) - before) * (total - len(known))
-                left = "" if len(known) >= total else f"; {units.time(here)} left"
-                click.echo(f"{len(known)}/{total} {_line(search, trial)}{_so_far(search, trials)}{left}", err=True)
-        if last:
-            return
-
-
-def _line(search: Search, trial: Trial) -> str:
-    if trial.status != "finished":
-        return f"{trial.name} {trial.status}: {trial.reason} ({trial.settings()})"
-    return f"{trial.name} {_figures(search, trial)} ({trial.settings()})"
-
-
-def _figures(search: Search, trial: Trial) -> str:
-    shown = [f"{search.metric} {figure(search.metric, trial.figures[search.metric])}"]
-    shown.append(f"bytes {trial.figures['bytes']:.4f}")
-    shown += [f"seconds {trial.figures['seconds']:.0f}"] if "seconds" in trial.figures else []
-    return ", ".join(shown) + ("" if search.objective.is_met(trial.loss or 0.0) else ", outside the limits")
-
-
-def _so_far(search: Search, trials: list[Trial]) -> str:
-    ended, running = finished(trials), sum(not trial.has_ended for trial in trials)
-    best = f"; best {_figures(search, ended[0])}" if ended else ""
-    return f"{best}; {running} running" if running else best
 
 
 def _report(search: Search, result: Result, *, as_json: bool) -> None:

@@ -19,11 +19,15 @@ Factors = tuple[Tensor, ...]
 
 
 def agreed_factors(
-    layers: list[Layer], wire: Wire, find: Callable[[Layer], Factors | None], count: int = 2
+    layers: list[Layer],
+    wire: Wire,
+    find: Callable[[Layer], Factors | None],
+    count: int = 2,
+    place: tuple[int, int] | None = None,
 ) -> list[tuple[Layer, Factors]]:
     """The `count` factors that `find` gives of every layer, bit for bit the same on all workers; collective.
 
-    Layers of which it gives None are left out.
+    Layers of which it gives None are left out. `place` is where these layers begin among how many, if there are more.
 
     1. Members of a group inside one node decompose a share of the layers each and broadcast the factors.
     2. All workers compare one checksum per layer.
@@ -32,10 +36,13 @@ def agreed_factors(
     for layer in layers:  # every worker checks all of them, not only its share: all stop, and none waits for another
         refuse_diverged_layer(layer)
     owners = owners_of(layers, wire)
+    first, of = place or (0, len(layers))
+    found: list[Factors | None] = []
     with wire.ledger.times.decomposing():
-        # Nothing is broadcast on a simulated wire, so there each worker finds all.
-        mine = (None, wire.member)
-        found = [find(layer) if wire.is_simulated or owner in mine else None for layer, owner in owners]
+        for done, (layer, owner) in enumerate(owners, start=first):
+            wire.ledger.times.report_work("decomposing", done, of)
+            # Nothing is broadcast on a simulated wire, so there each worker finds all.
+            found.append(find(layer) if wire.is_simulated or owner in (None, wire.member) else None)
     for member in sorted({owner for _, owner in owners if owner is not None}):
         its = [i for i, (_, owner) in enumerate(owners) if owner == member]
         _broadcast_factors(layers, found, its, wire, member, count)

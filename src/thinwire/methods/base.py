@@ -165,9 +165,10 @@ class Method(ABC):
 
     def settle(self) -> None:
         """What is to be done after a step; where nothing is due, it may be done again."""
-        self.gradients.end_step()
-        self.wire.ledger.clock.time_all()
-        self.after_step()
+        with self.wire.ledger.times.after_step():
+            self.gradients.end_step()
+            self.wire.ledger.clock.time_all()
+            self.after_step()
 
     def observe(self, loss: float | Tensor) -> None:
         """Note a training loss; never waits for the device."""

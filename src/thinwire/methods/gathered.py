@@ -55,7 +55,10 @@ def agreed_in_turn(
     for start in range(0, len(layers), at_once):
         some = {layer.key: layer for layer in layers[start : start + at_once]}
         shown = [_if_own(layer, owner, wire) for layer, owner in owners_of([*some.values()], wire)]
-        found = [(some[layer.key], factors) for layer, factors in agreed_factors(shown, wire, find)]
+        found = [
+            (some[layer.key], factors)
+            for layer, factors in agreed_factors(shown, wire, find, place=(start, len(layers)))
+        ]
         shown.clear()  # so that whole weights are freed before the state of optimizers is gathered
         for i, (layer, factors) in enumerate(found):
             found[i] = layer, ()

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from thinwire import units
 from thinwire.comm.counters import HEADERS
@@ -25,6 +26,17 @@ from thinwire.report.records import BASELINE, read_records
 from thinwire.train.folder import refuse_occupied
 
 RESULT = "netbench.json"
+
+
+class During(Protocol):
+    """Shows what is done inside, or the job that runs there."""
+
+    def __call__(self, what: str, job: Job | None = None) -> AbstractContextManager[Any]: ...
+
+
+def nothing_shown(what: str, job: Job | None = None) -> AbstractContextManager[Any]:
+    """Shows nothing."""
+    return nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,22 +77,28 @@ class Bench:
             out = self.base.out / rate.replace(" ", "").replace("/s", "") / v.folder
             yield v, replace(self.base, method=v.method, settings=v.settings, out=out, hosts=hosts)
 
-    def run(self, say: Callable[[str], None]) -> dict[str, Any]:
-        """Run everything; returns the content of `netbench.json`."""
+    def run(self, say: Callable[[str], None], during: During = nothing_shown) -> dict[str, Any]:
+        """Run everything; returns the content of `netbench.json`.
+
+        What a user should know is passed to `say`; what takes long is done inside `during`.
+        """
         self.refuse_occupied()
         self.check()
         found: dict[str, Any] = {"recipe": self.base.trained.name, "workers": self.base.workers, "hosts": self.hosts}
         found |= {"steps": self.base.trained.steps, "cores": os.cpu_count(), "rates": []}
         with Hosts(count=self.hosts, name=self.name, keep=self.keep) as lab:
-            calibration = calibrate(self.base, lab, _own_lines(say))
+            with during("calibrating: a short run over unshaped links"):
+                calibration = calibrate(self.base, lab, _own_lines(say))
             found["calibration"] = calibration.as_dict()
             for rate in self.rates:
                 lab.shape(rate)
-                found["rates"].append(self._at(rate, lab, calibration, say))
+                found["rates"].append(self._at(rate, lab, calibration, say, during))
                 (self.base.out / RESULT).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         return found
 
-    def _at(self, rate: float | None, lab: Hosts, known: Calibration, say: Callable[[str], None]) -> dict[str, Any]:
+    def _at(
+        self, rate: float | None, lab: Hosts, known: Calibration, say: Callable[[str], None], during: During
+    ) -> dict[str, Any]:
         probe = lab.probe()
         label = _label(rate)
         links = known.links(rate, probe)
@@ -91,10 +109,14 @@ class Bench:
             plan = make_plan(known.stopwatch.workload, configs, layout, links, stopwatch=known.stopwatch, ranks=ranks)
             return plan.as_dict()["methods"]
 
+        with during(f"{label}: planning"):
+            plans = planned({v.label: job.config for v, job in jobs})
         rows = []
-        for (v, job), row in zip(jobs, planned({v.label: job.config for v, job in jobs}), strict=True):
+        for number, ((v, job), row) in enumerate(zip(jobs, plans, strict=True), start=1):
             say(f"{label}, {v.label}: planned {units.time(row['seconds_per_step'])} per step")
-            rows.append({"method": v.label, **_measured(job, lab, _own_lines(say)), "planned": row})
+            with during(f"{label}, {v.label} ({number} of {len(jobs)})", job):
+                measured = _measured(job, lab, _own_lines(say))
+            rows.append({"method": v.label, **measured, "planned": row})
             if row["slow_bytes_range"]:
                 (rows[-1]["planned_with_ranks"],) = planned({v.label: job.config}, job.out)
         usual = (row["step_s"] for (v, job), row in zip(jobs, rows, strict=True) if _is_baseline(job))

@@ -41,11 +41,12 @@ class Found:
 
 def find(top: Path) -> list[Found]:
     """Every run in `top` and below, the newest first; links are read and not followed further."""
-    found = [look(folder) for folder in _all_folders(top)]
+    found = [look(folder) for folder in all_folders(top)]
     return sorted(found, key=lambda each: (-each.written, str(each.folder)))
 
 
-def _all_folders(top: Path) -> Iterator[Path]:
+def all_folders(top: Path) -> Iterator[Path]:
+    """Every folder of a run in `top` and below; those of models and saves are not searched."""
     for place, folders, files in os.walk(top):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         if any(name in _MARKS for name in files):
@@ -68,7 +69,7 @@ def _is_run(folder: Path) -> bool:
 
 def look(folder: Path) -> Found:
     """What is in the folder of a run; files that cannot be read are named and raise nothing."""
-    about: dict[str, Any] = {"folder": folder, "written": _written(folder)}
+    about: dict[str, Any] = {"folder": folder, "written": last_written(folder)}
     try:
         if (folder / "summary.json").exists():
             run = read_run(folder)
@@ -81,7 +82,8 @@ def look(folder: Path) -> Found:
         return Found(**about, status=DAMAGED, note=one_line(error))
 
 
-def _written(folder: Path) -> float:
+def last_written(folder: Path) -> float:
+    """When the newest file of a run was written, in seconds since the epoch."""
     times = []
     for name in _MARKS:
         try:

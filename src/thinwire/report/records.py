@@ -13,7 +13,7 @@ from thinwire.files import parse_json, raw_lines_of, read_json
 from thinwire.schema import ANY, COUNT, FIGURE, NUMBER, POSITIVE, TEXT, wrong
 
 _SENT = {"slow_bytes": NUMBER, "by_purpose": {str: {"slow_bytes?": NUMBER}}}
-_SUMMARY = {
+SUMMARY = {
     **dict.fromkeys(("recipe?", "method?", "metric?", "split?"), TEXT),
     **dict.fromkeys(("optimizer?", "usual_optimizer?", "link?"), (None, TEXT)),
     **dict.fromkeys(("seed?", "steps?", "trainable_full?"), COUNT),
@@ -23,6 +23,7 @@ _SUMMARY = {
     "config?": {str: ANY},
     "identity?": {str: ANY},
     "traffic?": _SENT,
+    "spent?": {str: NUMBER},
     "best_epoch?": (None, {"step": COUNT, "ended_at": {"step": COUNT}}),
 }
 """Older summaries have fewer names; a missing one is reported when it is looked up."""
@@ -40,13 +41,15 @@ _REMEDY = "restore it, or run again with `--overwrite`"
 _LONGEST_LABEL = 500
 _STEP = b'{"kind": "step", '
 
+UNDER_WAY = "under_way"
+"""In the summary of a run that has not finished, made from its records."""
 BASELINE = "allreduce"
 """The method that others are compared with."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A finished run."""
+    """A finished run, or for a live page one as far as it is."""
 
     folder: Path
     """The run's folder."""
@@ -57,6 +60,11 @@ class Run:
     def metric(self) -> str:
         """The name of the run's metric."""
         return self.summary["metric"]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the summary is that of the whole run."""
+        return UNDER_WAY not in self.summary
 
     @property
     def split(self) -> str:
@@ -117,7 +125,7 @@ def read_run(folder: Path) -> Run:
             f"no `summary.json` in `{folder}`: there is no finished run; train one with `thinwire run`, "
             "or resume an unfinished one with `thinwire run … --resume`"
         )
-    summary = read_json(path, _REMEDY, _SUMMARY)
+    summary = read_json(path, _REMEDY, SUMMARY)
     metric = summary.get("metric", "")
     if what := wrong(summary, {f"{metric}?": FIGURE, f"{metric}_before_truncation?": (None, FIGURE)}):
         raise DamagedError(f"`{path}` is damaged, {what}; {_REMEDY}")

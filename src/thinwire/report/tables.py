@@ -84,3 +84,15 @@ def size(amount: float) -> str:
 def ratio(value: float | None) -> str:
     """Three decimals; a dash if there is nothing to compare with."""
     return "–" if value is None else f"{value:.3f}"
+
+
+def duration(seconds: float) -> str:
+    """Format seconds for people: 41 s, 3 min 20 s, 2 h 05 min, 3 days 4 h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    if whole < 172_800:
+        return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    return f"{whole // 86_400} days {whole % 86_400 // 3600} h"

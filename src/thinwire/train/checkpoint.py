@@ -39,6 +39,7 @@ log = logging.getLogger("thinwire")
 POSITION = {
     "step": COUNT,
     "wall_s": NUMBER,
+    "evaluating_s?": NUMBER,
     "counts": {str: COUNT},
     "best?": (None, {"step": COUNT, "epochs_since": COUNT, "validation_loss": FIGURE}),
     "identity": {str: ANY},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from thinwire.saves import remove
 from thinwire.train import checkpoint
 from thinwire.train.batcher import Batch
 from thinwire.train.folder import CHECKPOINTS, best_epochs
+from thinwire.train.notes import note_start, note_work, so_far
 from thinwire.train.run import Run, prepare
 from thinwire.train.saving import save_and_wait, save_best, save_checkpoint, settle, stopping
 from thinwire.train.summary import summarise, write_model, write_result
@@ -58,7 +60,9 @@ def fit(
         if stability and run.replica.topology.rank == 0:
             run.watch = Stability(run.replica, stability, stability_back, step=run.replica.step)
         run.note_precision()
+        note_start(run)
         run.note_ranks()
+        run.replica.traffic.times.on_work = partial(note_work, run)
         return _train(run, min(until or recipe.steps, recipe.steps), save_every, write=model)
 
 
@@ -88,8 +92,12 @@ def _train(run: Run, last: int, save_every: int | None, *, write: bool) -> dict[
             if last < recipe.steps:
                 return _stop(run)
     run.note_end()
+    run.spent.end_steps()
+    if run.writing:
+        note_work(run, "waiting for the last save")
     settle(run)
     if run.best:
+        note_work(run, "returning to the best epoch")
         figures = run.go_back() or figures
     return _conclude(run, figures, write=write)
 
@@ -112,7 +120,7 @@ def train_step(run: Run, batch: Batch) -> Tensor:
     run.note_agreement()
     run.note_events()
     loss = loss.detach()
-    run.recorder.write("step", step=run.replica.step, phase=phase, loss=loss, lr=rate, **_bytes_so_far(run))
+    run.recorder.write("step", step=run.replica.step, phase=phase, loss=loss, lr=rate, **so_far(run))
     return loss
 
 
@@ -120,7 +128,8 @@ def _evaluate(run: Run, *, finished: bool = False, validate: bool = False) -> di
     """Figures of the merged model on held-out data; with `validate` also its loss on validation data."""
     replica, task = run.replica, run.recipe.task
     model = "finished" if finished else "world" if replica.in_sync else "merged"
-    with replica.merged() if replica.needs_merged else nullcontext():
+    note_work(run, "evaluating the finished model" if finished else "evaluating")
+    with run.spent.evaluates(), replica.merged() if replica.needs_merged else nullcontext():
         figures = task.figures(replica.wire.all_reduce_sum(_totals(run), purpose="evaluate"))
         if validate:
             unseen = replica.wire.all_reduce_sum(_totals(run, "validation"), purpose="evaluate")
@@ -131,7 +140,7 @@ def _evaluate(run: Run, *, finished: bool = False, validate: bool = False) -> di
         phase=replica.phase,
         model=model,
         **figures,
-        **_bytes_so_far(run),
+        **so_far(run),
         ranks=replica.ranks(),
         trainable=sum(p.numel() for p in replica.parameters() if p.requires_grad),
         time=replica.traffic.split,
@@ -155,6 +164,7 @@ def _conclude(run: Run, before: dict[str, float], *, write: bool) -> dict[str, A
     """Finish the model, evaluate it again and write the results; `before` has the figures before `finish`."""
     before = before or _evaluate(run)
     run.counts.update(run.replica)
+    note_work(run, "last average and truncation")
     small = run.replica.finish()
     run.note_ranks()
     after = _evaluate(run, finished=True)
@@ -165,28 +175,26 @@ def _conclude(run: Run, before: dict[str, float], *, write: bool) -> dict[str, A
     )
     summary["precision"] = run.recipe.precision_name(run.device)
     summary |= {} if run.best is None else {"best_epoch": run.best}
-    run.recorder.close()
+    summary["spent"] = run.spent.table()
     if run.replica.topology.rank == 0:
-        example, transform = run.batcher.example(), run.recipe.transform_name
-        write_result(run.out, summary, (lambda place: write_model(small, place, example, transform)) if write else None)
+        note_work(run, "writing the model" if write else "writing the summary")
+        write_result(run.out, summary, partial(_write_model, run, small if write else None, summary))
         if not checkpoint.find(run.out / CHECKPOINTS):
             for epoch in best_epochs(run.out):
                 remove(epoch)
     return summary
 
 
+def _write_model(run: Run, model: nn.Module | None, summary: dict[str, Any], place: Path) -> None:
+    """Write it if there is one; that is the longest part of finishing, so the summary has the time after it."""
+    if model is not None:
+        write_model(model, place, run.batcher.example(), run.recipe.transform_name)
+    summary["spent"] = run.spent.table()
+
+
 def _stop(run: Run) -> dict[str, Any]:
     """Save, to be resumed later."""
-    run.recorder.close()
+    note_work(run, "saving")
     save_and_wait(run)
+    run.recorder.write("stopped", step=run.replica.step, steps=run.recipe.steps)
     return {"stopped_at": run.replica.step, "steps": run.recipe.steps}
-
-
-def _bytes_so_far(run: Run) -> dict[str, Any]:
-    traffic = run.replica.traffic
-    return {
-        "slow_bytes": traffic.slow_bytes,
-        "evaluate_bytes": traffic.slow_bytes_for("evaluate"),
-        "fast_bytes": traffic.fast_bytes,
-        "wall_s": round(run.wall_s, 3),
-    }

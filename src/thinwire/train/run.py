@@ -34,6 +34,7 @@ from thinwire.train.recorder import Recorder
 from thinwire.train.same_data import compare
 from thinwire.train.schedule import scheduled
 from thinwire.train.task import Recipe
+from thinwire.train.time_split import TimeSplit
 
 log = logging.getLogger("thinwire")
 
@@ -52,8 +53,12 @@ class Run:
     device: torch.device
     out: Path
     recorder: Recorder
+    spent: TimeSplit
+    """Where the time went."""
     earlier_s: float
     """Seconds spent before the run was resumed."""
+    noted: float = 0.0
+    """When work was last recorded."""
     watch: Stability | None = None
     """Compares the bases, on rank 0."""
     started: float = dataclasses.field(default_factory=time.monotonic)
@@ -150,6 +155,8 @@ class Run:
             checkpoint.load(place, self.replica, self.scheduler, check=False)
             self.counts = Counts.of(saved["counts"])
             self.earlier_s, self.started = saved["wall_s"], time.monotonic()
+            self.spent = TimeSplit(self.replica.traffic, saved.get("evaluating_s", 0.0))
+            self.spent.end_steps()
             self.decompositions, self.shape = self.replica.decompositions, None
         return self.best
 
@@ -225,6 +232,7 @@ def prepare(
         scheduler=scheduler,
         device=device,
         out=out,
+        spent=TimeSplit(replica.traffic, saved.get("evaluating_s", 0.0)),
         earlier_s=saved.get("wall_s", 0.0),
         decompositions=noted,
         events=len(replica.events),

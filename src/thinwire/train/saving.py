@@ -67,6 +67,7 @@ def _started(run: Run, place: Path) -> saves.Save:
     position = {
         "step": run.replica.step,
         "wall_s": run.wall_s,
+        "evaluating_s": run.spent.evaluating,
         "counts": run.counts.state(),
         "best": run.best,
         "identity": run.identity,

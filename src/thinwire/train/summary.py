@@ -49,7 +49,7 @@ def summarise(
         "recipe": recipe.name,
         "method": about["method"],
         "config": about["config"],
-        **_optimizers(recipe),
+        **describe_optimizers(recipe),
         "seed": identity["seed"],
         "world_size": replica.topology.world_size,
         "groups": about["groups"],
@@ -88,8 +88,8 @@ def summarise(
     }
 
 
-def write_result(out: Path, summary: dict[str, Any], write: Callable[[Path], None] | None) -> None:
-    """Write the finished model, by `write`, and the summary.
+def write_result(out: Path, summary: dict[str, Any], write: Callable[[Path], None]) -> None:
+    """Write the finished model, by `write`, which may change the summary, and then the summary.
 
     If `out` refuses them they go to a temporary folder; the error says where they are, and has the main figure.
     """
@@ -106,13 +106,12 @@ def write_result(out: Path, summary: dict[str, Any], write: Callable[[Path], Non
         ) from error
 
 
-def _write_result(out: Path, summary: dict[str, Any], write: Callable[[Path], None] | None) -> None:
-    if write is not None:
-        write(out / MODEL)
+def _write_result(out: Path, summary: dict[str, Any], write: Callable[[Path], None]) -> None:
+    write(out / MODEL)
     write_summary(out / "summary.json", summary)
 
 
-def _elsewhere(summary: dict[str, Any], write: Callable[[Path], None] | None) -> str:
+def _elsewhere(summary: dict[str, Any], write: Callable[[Path], None]) -> str:
     place = None
     try:
         place = Path(tempfile.mkdtemp(prefix="thinwire-result-"))
@@ -140,7 +139,7 @@ def write_model(model: nn.Module, folder: Path, example: Tensor, transform: str 
     model.train(training)
 
 
-def _optimizers(recipe: Recipe) -> dict[str, Any]:
+def describe_optimizers(recipe: Recipe) -> dict[str, Any]:
     """The optimizer of this run, and the recipe's own for methods without overrides."""
     own = describe_optimizer(recipe.optimizer)
     usual = describe_optimizer(recipe.usual_optimizer or recipe.optimizer)

@@ -6,6 +6,7 @@ import html
 import json
 import os
 import re
+import time
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -22,13 +23,17 @@ _START_BYTES = 2048
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
-def write_page(runs: list[Run], folder: Path, *, problems: Sequence[str] = ()) -> Path:
-    """Write `report.html` about these runs into `folder`; `problems` are sentences on runs that cannot be shown."""
+def write_page(runs: list[Run], folder: Path, *, problems: Sequence[str] = (), live: str = "") -> Path:
+    """Write `report.html` about these runs into `folder`; `problems` are sentences on runs that cannot be shown.
+
+    `live` is a `live_part`, for a page that is written again while runs go on.
+    """
     path = folder / NAME
     _refuse_other(path)
     data = collect(runs, problems, folder)
-    title = ", ".join(dict.fromkeys(run.summary["recipe"] for run in runs))
+    title = ", ".join(dict.fromkeys(run.summary["recipe"] for run in runs)) or folder.resolve().name
     parts = {
+        "live": live,
         "title": html.escape(f"{title}: Thinwire report"),
         "sentences": _items(data["sentences"]),
         "problems": _items(data["problems"]),
@@ -38,13 +43,23 @@ def write_page(runs: list[Run], folder: Path, *, problems: Sequence[str] = ()) -
         **{name.replace(".", "_"): _file(name) for name in _INLINED},
     }
     # In one pass: what is put in is not searched again.
-    text = re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _file("page.html"))
+    text = _filled("page.html", parts)
     new = path.with_name(f"{NAME}.new")
     refuse_link(new)
     with on_file(new):
         new.write_text(text, encoding="utf-8")
     os.replace(new, path)
     return path
+
+
+def live_part(states: Sequence[str], seconds: int) -> str:
+    """What a page needs to load itself again every so many seconds, and says about runs that go on."""
+    written = time.strftime("%H:%M:%S, %Y-%m-%d")
+    return _filled("live.html", {"written": written, "seconds": str(seconds), "states": _items(states)})
+
+
+def _filled(name: str, parts: dict[str, str]) -> str:
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _file(name))
 
 
 def as_json(value: object) -> str:

@@ -36,7 +36,7 @@ def collect(runs: list[Run], problems: Sequence[str], top: Path) -> dict[str, An
             | {"name": _name(run, top), "curves": _curves(run, records), "ranks": _ranks(run, records, len(runs))}
         )
     try:
-        summary = sentences(runs)
+        summary = sentences([run for run in runs if run.is_finished])
     except (ThinwireError, KeyError) as error:  # a summary of an older version may lack a figure
         summary = []
         problems.append(f"no summary in words: {one_line(error)}")
