@@ -37,6 +37,7 @@ from thinwire.methods.registry import METHODS, load_installed
 from thinwire.recipes import installed, named
 from thinwire.report import read_run
 from thinwire.report.live import Progress, following
+from thinwire.report.page.data import Content
 from thinwire.report.tables import best_epoch, figure, ratio, size
 from thinwire.train.folder import refuse_occupied
 
@@ -94,6 +95,7 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--stability-back", type=click.IntRange(1), metavar="K", help="Compare with K comparisons before, not one."
         ),
+        click.option("--spectra", is_flag=True, help="Record singular values of all layers at each evaluation."),
         click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and nothing else."),
         click.option("--quiet", is_flag=True, help="No progress line."),
     ]
@@ -154,7 +156,7 @@ def run(recipe: str, method: str, dry_run: bool, as_json: bool, quiet: bool, out
         found = [read_run(folder)]
         if job.stability:
             pictures.of_stability(found, silent=quiet or as_json)
-        page(found, folder, silent=quiet or as_json)
+        page(Content(found), folder, silent=quiet or as_json)
 
 
 @main.command()
@@ -184,7 +186,7 @@ def compare(
             raise Stopped(f"stopped by {signal} before {label} seed {job.seed}; continue with --resume")
         _execute(job, label, quiet=quiet or as_json)
     if _prints():
-        write_report(folder, [read_run(job.out) for _, job in jobs], as_json=as_json)
+        write_report(folder, Content([read_run(job.out) for _, job in jobs]), as_json=as_json)
 
 
 def _as_fields(flags: dict[str, Any]) -> dict[str, Any]:

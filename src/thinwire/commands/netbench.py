@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 
 from thinwire.commands import options
+from thinwire.commands.report import page_of_bench
 from thinwire.errors import ConfigError
 from thinwire.jobs import Job, variants
 from thinwire.netbench.bench import Bench
@@ -51,11 +52,13 @@ def netbench(recipe: str | None, only_clean: bool, as_json: bool, **flags: Any) 
     found = bench.run(say)
     if as_json:
         click.echo(json.dumps(found, indent=2))
+        page_of_bench(bench.base.out, silent=True)
         return
     wide = Console()
     for table in tables(found):
         Console(width=None if wide.is_terminal else 120).print(table)
     click.echo(f"figures and runs: {bench.base.out}")
+    page_of_bench(bench.base.out, silent=False)
     if flags["keep"]:
         click.echo(f"hosts kept, see ip netns exec {flags['name']}-h0 ip addr; thinwire netbench --clean removes them")
 
