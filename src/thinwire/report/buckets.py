@@ -13,9 +13,11 @@ from thinwire.report.steps import Block
 _NEIGHBOURS = 10
 """Buckets on either side that a peak is compared with."""
 _FAR = 8.0
-"""Times the usual difference of a peak from those around it, from which on it is shown."""
-_MUCH = 1.25
-"""Times the peaks around it that it must have, at least."""
+"""Times the usual ratio of a peak to those around it, in logarithms, from which on it is shown."""
+_MUCH = 3.0
+"""Times the median of the peaks around it that it must have, at least."""
+_ALONE = 1.5
+"""Times each of the peaks around it."""
 
 Line = tuple[int, bytes]
 """Its number in the file, and its text."""
@@ -121,13 +123,16 @@ class Sample:
 
 def spikes(buckets: list[Bucket], most: int = 40) -> list[Line]:
     """Lines with a figure far above the highest of the buckets around them; of many, the highest."""
-    peaks = [bucket.highest for bucket in buckets if bucket.highest]
+    peaks = [bucket.highest for bucket in buckets if bucket.highest and bucket.highest[0] > 0]
     values = [peak[0] for peak in peaks]
-    around = [median(values[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS + 1]) for at in range(len(values))]
-    usual = median(abs(value - near) for value, near in zip(values, around, strict=True)) if values else 0.0
+    around = [
+        [*values[max(0, at - _NEIGHBOURS) : at], *values[at + 1 : at + 1 + _NEIGHBOURS]] for at in range(len(values))
+    ]
+    ratios = [value / median(near) if near else 1.0 for value, near in zip(values, around, strict=True)]
+    usual = median(abs(math.log(ratio)) for ratio in ratios) if ratios else 0.0
     found = [
         peak
-        for peak, near in zip(peaks, around, strict=True)
-        if peak[0] - near > _FAR * usual and peak[0] > _MUCH * near
+        for peak, ratio, near in zip(peaks, ratios, around, strict=True)
+        if ratio > _MUCH and math.log(ratio) > _FAR * usual and peak[0] > _ALONE * max(near)
     ]
     return sorted(line for _, line in sorted(found, key=lambda peak: -peak[0])[:most])

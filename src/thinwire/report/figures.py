@@ -47,7 +47,7 @@ def _charts(data: Data) -> Iterator[tuple[str, Callable[[], Figure]]]:
     runs = data["runs"]
     for picture in data["pareto"]:
         several = f"-{_file_name(picture['recipe'])}-{picture['split']}" if len(data["pareto"]) > 1 else ""
-        yield f"pareto{several}", partial(_pareto, picture)
+        yield f"pareto{several}", partial(_pareto, picture, _looks(runs))
     for bench in data["benches"]:
         yield f"step-time-{_file_name(bench['recipe'])}", partial(_bench, bench)
     for metric in dict.fromkeys(run["metric"] for run in runs):
@@ -76,25 +76,33 @@ def _panel(width: float = 6.0, height: float = 4.2) -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
+def _logarithmic(axes: Axes, which: str, base: int = 10) -> None:
+    """With plain numbers beside it; those of matplotlib are formulas."""
+    from matplotlib.ticker import NullFormatter
+
+    getattr(axes, f"set_{which}scale")("log", base=base)
+    axis = getattr(axes, f"{which}axis")
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
 def _looks(runs: list[Data]) -> dict[str, Data]:
     labels = list(dict.fromkeys(run["label"] for run in runs))
     return dict(zip(labels, strokes(len(labels)), strict=True))
 
 
-def _pareto(picture: Data) -> Figure:
+def _pareto(picture: Data, looks: dict[str, Data]) -> Figure:
     figure, axes = _panel()
     points, metric = picture["points"], picture["metric"]
     scale, unit = (100, " (%)") if metric == "accuracy" else (1, "")
-    for colour, point in zip(colours(len(points)), points, strict=True):
-        spread = {"yerr": scale * point["std"]} if point["std"] else {}
-        axes.errorbar(
-            point["bytes"] / 1e6, scale * point["y"], **spread, fmt="o", color=colour, capsize=3, label=point["label"]
-        )
+    for point in points:
+        look = {"fmt": "o", "capsize": 3, "color": looks[point["label"]]["color"], "label": point["label"]}
+        axes.errorbar(point["bytes"] / 1e6, scale * point["y"], scale * (point["std"] or 0) or None, **look)
     front = [point for point in points if point["front"]]
     if front:
         at = [point["bytes"] / 1e6 for point in front], [scale * point["y"] for point in front]
         axes.step(*at, where="post", color="#888888", linewidth=1, linestyle="--", zorder=0)
-    axes.set_xscale("log")
+    _logarithmic(axes, "x")
     dress(axes, "slow-link bytes per node (MB)", f"{metric}{unit}")
     return figure
 
@@ -105,18 +113,21 @@ def _curves(runs: list[Data], kind: str, name: str, across: str) -> Figure:
     looks, seen = _looks(runs), set()
     for run in runs:
         curve, label = run["curves"][kind], run["label"]
-        points = [(x, y) for x, y in zip(curve[field], curve["y"], strict=True) if x is not None and y is not None]
+        # Of several values at the same place, the last, as in the page.
+        points = {x: y for x, y in zip(curve[field], curve["y"], strict=True) if x is not None and y is not None}
         if points:
-            xs, ys = np.array(points, dtype=float).T
+            xs, ys = np.array(sorted(points.items()), dtype=float).T
             axes.plot(xs, _smooth(ys) if kind == "loss" else ys, **looks[label], label="" if label in seen else label)
             seen.add(label)
     ends = [end for run in runs if (end := next(iter(run["curves"][kind][field][-1:]), None))]
     if across == "bytes" and ends and max(ends) > _LARGE * min(ends):
-        axes.set_xscale("log")
+        _logarithmic(axes, "x")
         axes.set_xlim(left=min(ends) / 10)
     if kind == "loss":
-        axes.set_yscale("log")
+        _logarithmic(axes, "y")
     dress(axes, text, name)
+    if name == "accuracy":
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
     return figure
 
 
@@ -166,7 +177,7 @@ def _bench(bench: Data) -> Figure:
         axes.bar(at, [row["step_s"] for _, row in found], width, color=colour, label=method)
         axes.hlines([row["planned_s"] for _, row in found], np.array(at) - width / 2, np.array(at) + width / 2, "black")
     axes.set_xticks(range(len(bench["rates"])), [at["rate"] for at in bench["rates"]])
-    axes.set_yscale("log")
+    _logarithmic(axes, "y")
     dress(axes, "links (lines: planned)", "seconds per step")
     return figure
 
@@ -176,7 +187,7 @@ def _ranks(table: Data, _: str) -> Figure:
     end = max(table["end"] or 0, table["steps"][-1])
     for colour, (name, ranks) in zip(_shades(len(table["layers"])), table["layers"].items(), strict=True):
         axes.step([*table["steps"], end], [*_known(ranks), _known(ranks)[-1]], where="post", color=colour, label=name)
-    axes.set_yscale("log", base=2)
+    _logarithmic(axes, "y", base=2)
     dress(axes, "steps", "rank", legend=len(table["layers"]) <= _MOST_NAMED)
     return figure
 
@@ -188,7 +199,7 @@ def _spectra(times: list[Data], _: str) -> Figure:
         for colour, (name, values) in zip(_shades(len(at["layers"])), at["layers"].items(), strict=True):
             places = np.linspace(0, 1, len(values))
             axes.plot(places, [value or np.nan for value in values], color=colour, label=name)
-        axes.set_yscale("log")
+        _logarithmic(axes, "y")
         axes.set_title(f"step {at['step']:,}", fontsize="medium")
         dress(axes, "index / full rank", "", legend=False)
     panels[0].set_ylabel("singular value / largest")

@@ -75,6 +75,12 @@ const thinwire = (() => {
     return values.map((value) => (value !== null && first.includes(Number(value.toExponential(3).split("e")[0])) ? value : null));
   }
 
+  // The next smaller 1, 2 or 5 times a power of ten: marks of a logarithmic axis are counted from its beginning.
+  function below(value) {
+    const power = 10 ** Math.floor(Math.log10(value));
+    return power * [5, 2, 1].find((first) => first * power <= value * 1.0001);
+  }
+
   function axis(show, logarithmic) {
     const filter = (chart, values) => (logarithmic ? fewer(values) : values);
     const line = { stroke: css("--line"), width: 1, filter };
@@ -141,7 +147,7 @@ const thinwire = (() => {
   }
 
   return {
-    COLOURS, axes, colour, compact, css, dash, dashed, data, digits, draw, duration, element, figure, fit, forget, heading,
+    COLOURS, axes, below, colour, compact, css, dash, dashed, data, digits, draw, duration, element, figure, fit, forget, heading,
     keep, labels, legend, note, place, short, size, spreads, swatch, words,
   };
 })();

@@ -1,7 +1,7 @@
 "use strict";
 // The metric and the loss over steps, bytes and time, and how far groups agree.
 thinwire.curves = (() => {
-  const { colour, compact, dash, digits, draw: chart, element, heading, legend, note, short, size, spreads, words } = thinwire;
+  const { below, colour, compact, dash, digits, draw: chart, element, heading, legend, note, short, size, spreads, words } = thinwire;
   const SMOOTH = 50; // a running mean goes over one part in so many of a curve
   const ACROSS = [
     { field: "step", label: "steps", show: (v) => compact(v), full: (v) => "step " + v.toLocaleString("en") },
@@ -23,7 +23,7 @@ thinwire.curves = (() => {
   // From zero; a logarithmic axis begins a little before the run that sent least has ended.
   function range(ends, logarithmic) {
     const known = ends.filter((end) => end > 0);
-    return known.length ? [logarithmic ? Math.min(...known) / 10 : 0, Math.max(...known) * (logarithmic ? 1.2 : 1)] : undefined;
+    return known.length ? [logarithmic ? below(Math.min(...known) / 10) : 0, Math.max(...known) * (logarithmic ? 1.2 : 1)] : undefined;
   }
 
   // Losses of single steps scatter so much that curves hide each other.
@@ -76,13 +76,13 @@ thinwire.curves = (() => {
     if (!runs.length) return;
     const noise = Math.max(...runs.map((run) => run.layers.agrees.noise || 0));
     const limit = noise > 1 ? ` and ${digits(noise, 3)} if they move in unrelated directions` : "";
-    const grid = element("div", { className: "charts" });
+    const grid = element("div", { className: "charts one" });
     const text = `At each average, the length of the groups' changes over that of the mean change: 1 if groups move alike${limit}.`;
     section.append(heading("Divergence of groups"), note(text), legend([...new Set(runs.map((run) => run.label))]), grid);
     const series = runs.map((run) => ({ name: words(run), look: { stroke: colour(run.label), dash: dash(run.label) } }));
     const tables = runs.map((run) => [run.layers.agrees.step, run.layers.agrees.y]);
     const ends = runs.map((run) => run.steps || run.layers.agrees.step.at(-1));
-    chart(grid, "over steps", series, tables, { ...ACROSS[0], range: range(ends, false) }, { show: (v) => digits(v, 3) });
+    chart(grid, "", series, tables, { ...ACROSS[0], range: range(ends, false) }, { show: (v) => digits(v, 3) });
   }
 
   return { ACROSS, draw, range };

@@ -42,11 +42,11 @@ thinwire.layers = (() => {
     const xs = end > steps.at(-1) ? [...steps, end] : steps;
     const tables = all.map((name) => [xs, xs.map((_, i) => layers[name][Math.min(i, steps.length - 1)])]);
     const series = all.map((name, i) => ({ name, look: { stroke: tint(i, all.length), width: 2, paths: uPlot.paths.stepped({ align: 1 }) } }));
-    const grid = element("div", { className: "charts" });
+    const grid = element("div", { className: "charts one" });
     section.append(element("h3", { textContent: "Ranks" }), grid);
     names(section, all, of);
     const { ACROSS, range } = thinwire.curves;
-    chart(grid, "over steps", series, tables, { ...ACROSS[0], range: range([end], false) }, { show: compact, log: spreads(Object.values(layers).flat()) });
+    chart(grid, "", series, tables, { ...ACROSS[0], range: range([end], false) }, { show: compact, log: spreads(Object.values(layers).flat()) });
   }
 
   function drawSpectra(section, times) {

@@ -1,7 +1,7 @@
 "use strict";
 // Metric against slow-link bytes: one point per method and settings.
 thinwire.pareto = (() => {
-  const { axes, colour, css, data, digits, element, figure, heading, legend, note, place, short, size } = thinwire;
+  const { axes, below, colour, css, data, digits, element, figure, heading, legend, note, place, short, size } = thinwire;
   const HEIGHT = 340;
   const RADIUS = 5;
   const MOST_LABELLED = 30;
@@ -30,7 +30,7 @@ thinwire.pareto = (() => {
       hooks: { drawAxes: [(chart) => behind(chart, points)], draw: [(chart) => { names.hidden = name(chart, points); }] },
     };
     const values = [points.map((point) => point.bytes), ...points.map((one) => points.map((point) => (point === one ? one.y : null)))];
-    place(section, "", options, values, (chart) => nearest(chart, points, picture.metric), HEIGHT);
+    place(section, "over slow-link bytes per node", options, values, (chart) => nearest(chart, points, picture.metric), HEIGHT);
     section.append(names);
   }
 
@@ -46,7 +46,7 @@ thinwire.pareto = (() => {
 
   function ends(points) {
     const all = points.map((point) => point.bytes);
-    return [Math.min(...all) / 1.8, Math.max(...all) * 1.8];
+    return [below(Math.min(...all) / 1.5), Math.max(...all) * 1.8];
   }
 
   function around(points) {
@@ -100,12 +100,13 @@ thinwire.pareto = (() => {
     ctx.save();
     ctx.font = `${12 * scale}px system-ui, sans-serif`;
     ctx.textBaseline = "middle";
+    ctx.textAlign = "left";
     const first = [...points].sort((a, b) => Boolean(b.front) - Boolean(a.front));
     for (const point of points.length <= MOST_LABELLED ? first : first.filter((one) => one.front)) {
       const wide = ctx.measureText(point.label).width;
       const [x, y] = [chart.valToPos(point.bytes, "x", true), chart.valToPos(point.y, "y", true)];
       const away = (RADIUS + 6) * scale;
-      const free = [[x + away, y], [x - away - wide, y], [x + away, y - away], [x - away - wide, y - away], [x + away, y + away], [x - away - wide, y + away]]
+      const free = [-1, 1, 0].flatMap((up) => [[x + away, y + up * away], [x - away - wide, y + up * away]])
         .map(([left, middle]) => ({ left, right: left + wide, top: middle - 7 * scale, bottom: middle + 7 * scale, middle }))
         .find((box) => inside(box, bbox) && !taken.some((other) => meet(box, other)));
       all = all && Boolean(free);
