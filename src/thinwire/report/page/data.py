@@ -56,7 +56,7 @@ def collect(content: Content, top: Path) -> dict[str, Any]:
     points: list[dict[str, Any]] = []
     try:
         said += sentences(runs)
-        points = pareto.pictures(runs)
+        points = pareto.pictures(runs, labelled)
     except (ThinwireError, KeyError) as error:  # a summary of an older version may lack a figure
         problems.append(f"no summary in words: {one_line(error)}")
     return {

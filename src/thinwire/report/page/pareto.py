@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import stdev
 from typing import Any
 
@@ -26,16 +27,16 @@ def comparable(runs: Sequence[Run]) -> dict[Key, list[Run]]:
     return found
 
 
-def pictures(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """For each recipe, metric and split its points, the fewest bytes first."""
-    found = [_picture(key, own) for key, own in comparable(runs).items()]
+def pictures(runs: Sequence[Run], labels: Mapping[Path, str]) -> list[dict[str, Any]]:
+    """For each recipe, metric and split its points, the fewest bytes first; `labels` are those of the runs' folders."""
+    found = [_picture(key, own, labels) for key, own in comparable(runs).items()]
     return [picture for picture in found if len(picture["points"]) > 1]
 
 
-def _picture(key: Key, runs: list[Run]) -> dict[str, Any]:
+def _picture(key: Key, runs: list[Run], labels: Mapping[Path, str]) -> dict[str, Any]:
     recipe, metric, split = key
     by_label = grouped(runs)
-    points = [_point(row, by_label[row["label"]]) for row in compare(runs)]
+    points = [_point(row, by_label[row["label"]], labels) for row in compare(runs)]
     shown = sorted((point for point in points if point["bytes"] and point["y"] is not None), key=lambda p: p["bytes"])
     for point in shown:
         point["front"] = any(point is other for other in front(shown, metric))
@@ -49,10 +50,10 @@ def _picture(key: Key, runs: list[Run]) -> dict[str, Any]:
     }
 
 
-def _point(row: dict[str, Any], runs: list[Run]) -> dict[str, Any]:
+def _point(row: dict[str, Any], runs: list[Run], labels: Mapping[Path, str]) -> dict[str, Any]:
     metric, several = row["metric"], len(runs) > 1
     return {
-        "label": row["label"],
+        "label": labels[runs[0].folder],
         "bytes": number(row["slow_bytes_mean"]),
         "bytes_std": number(stdev(run.counted_bytes for run in runs)) if several else None,
         "y": number(row[f"{metric}_mean"]),
