@@ -184,7 +184,7 @@ def test_a_damaged_netbench_is_named(bench, capsys):
 # Figures.
 
 
-@pytest.mark.parametrize("kind", ["png", "svg"])
+@pytest.mark.parametrize("kind", [pytest.param("png", marks=pytest.mark.slow), "svg"])
 def test_each_chart_is_a_file_for_a_paper(kind, folder):
     pytest.importorskip("matplotlib")
     add_panels(folder / "ab-seed0", "a")

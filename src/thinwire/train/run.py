@@ -243,6 +243,7 @@ def prepare(
         out=out,
         earlier_s=saved.get("wall_s", 0.0),
         decompositions=noted,
+        averages=replica.agreement.averages if replica.agreement is not None else 0,
         events=len(replica.events),
         counts=Counts.of(saved.get("counts", {})),
         best=saved.get("best"),

@@ -26,6 +26,8 @@ _SCHEMA = {
     "steps": COUNT,
     "rates": [{"rate": TEXT, "probe_bits": NUMBER, "methods": [_METHOD]}],
 }
+_SAME = 1.05
+"""Speed-up up to which a method counts as no faster."""
 _REMEDY = "restore it, or run `thinwire netbench` again with `--overwrite`"
 
 
@@ -72,5 +74,6 @@ def _sentence(at: dict[str, Any]) -> str:
         return ""
     best = min(rows, key=lambda row: row["step_s"])
     link = "Over unshaped links" if at["rate"] == "unshaped" else f"At {at['rate']}"
-    slower = f", {best['speedup']:.1f} times as fast as all-reduce" if best["speedup"] and len(rows) > 1 else ""
-    return f"{link} a step took {units.time(best['step_s'])} with {best['label']}{slower}."
+    gain = best["speedup"] if len(rows) > 1 else None
+    faster = f", {gain:.1f} times as fast as all-reduce" if gain and gain > _SAME else ", and nothing else was faster"
+    return f"{link} a step took {units.time(best['step_s'])} with {best['label']}{faster if gain else ''}."
