@@ -63,7 +63,7 @@ def test_experiments_stand_on_training_alone_and_nothing_on_them(path):
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if _layer(p) == "report"], ids=lambda p: p.name)
 def test_report_imports_nothing_of_training(path):
-    assert _layers_used(path) <= {"errors", "schema", "files", "report"}
+    assert _layers_used(path) <= {"errors", "schema", "files", "units", "report"}
     assert not any(name.split(".")[0] == "torch" for name in _imports(path))
 
 

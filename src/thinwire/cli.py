@@ -41,6 +41,7 @@ from thinwire.methods.registry import METHODS, load_installed
 from thinwire.netbench.linked import linked, nodes_for
 from thinwire.recipes import installed, named
 from thinwire.report import read_run
+from thinwire.report.page.data import Content
 from thinwire.train.folder import refuse_occupied
 
 _COMPARISON = ("comparison.json", "comparison.png")
@@ -97,6 +98,7 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--stability-back", type=click.IntRange(1), metavar="K", help="Compare with K comparisons before, not one."
         ),
+        click.option("--spectra", is_flag=True, help="Record singular values of all layers at each evaluation."),
         click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and nothing else."),
         click.option("--quiet", is_flag=True, help="Do not show how far it is."),
     ]
@@ -157,7 +159,7 @@ def run(recipe: str, method: str, dry_run: bool, as_json: bool, quiet: bool, out
         found = [read_run(folder)]
         if job.stability:
             pictures.of_stability(found, silent=quiet or as_json)
-        page(found, folder, silent=quiet or as_json)
+        page(Content(found), folder, silent=quiet or as_json)
 
 
 @main.command()
@@ -201,7 +203,7 @@ def compare(
             if not silent and _prints():
                 click.echo(closing_line(f"{name} ({number} of {len(jobs)})", summary), err=True)
     if _prints():
-        write_report(folder, [read_run(job.out) for _, job in jobs], as_json=as_json)
+        write_report(folder, Content([read_run(job.out) for _, job in jobs]), as_json=as_json)
 
 
 def _as_fields(flags: dict[str, Any]) -> dict[str, Any]:

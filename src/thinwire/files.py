@@ -25,6 +25,7 @@ REMEDY = "restore the file, or use an older save"
 _LARGEST_JSON = 32 << 20
 _LARGEST_LINES = 4 << 30
 _LONGEST_LINE = 8 << 20
+_BLOCK = 1 << 18
 _DEEPEST = 64
 _KINDS = {"F": "floating", "B": "floating", "I": "whole", "U": "whole", "C": "complex"}
 """By the first letter of a safetensors dtype, but for BOOL."""
@@ -124,6 +125,23 @@ def raw_lines_of(path: Path, remedy: str = REMEDY) -> Iterator[bytes]:
             if len(line) == _LONGEST_LINE:
                 raise DamagedError(f"`{path}` is damaged, a line has more than {_LONGEST_LINE:,} bytes; {remedy}")
             yield line
+
+
+def raw_blocks_of(path: Path, remedy: str = REMEDY) -> Iterator[bytes]:
+    """The same lines, many at a time: each block ends with a line, but for a last one that is cut off."""
+    check_file(path, remedy, _LARGEST_LINES)
+    rest = b""
+    with path.open("rb") as file:
+        while part := file.read(_BLOCK):
+            cut = part.rfind(b"\n") + 1
+            if cut:
+                yield rest + part[:cut]
+                rest = b""
+            rest += part[cut:]
+            if len(rest) >= _LONGEST_LINE:
+                raise DamagedError(f"`{path}` is damaged, a line has more than {_LONGEST_LINE:,} bytes; {remedy}")
+    if rest:
+        yield rest
 
 
 def check_file(path: Path, remedy: str = REMEDY, most: int | None = None) -> None:

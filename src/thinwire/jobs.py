@@ -88,6 +88,8 @@ class Job:
     """Steps between measurements of the bases."""
     stability_back: int = 1
     """Measurements between the two states that are compared."""
+    spectra: bool = False
+    """Whether to record singular values at each evaluation."""
     first_step: bool = False
     """Take only the first step, and write its measurements to `out`."""
     hosts: tuple[HostSpec, ...] = (HostSpec(),)
@@ -179,6 +181,8 @@ class Job:
             model=self.model,
             stability=self.stability,
             stability_back=self.stability_back,
+            spectra=self.spectra,
+            command=self.description(),
         )
 
     def finished(self) -> dict[str, Any] | None:
@@ -200,30 +204,40 @@ class Job:
 
     def words(self) -> list[str]:
         """The command line of one worker."""
-        words = ["run", self.recipe, "--method", self.method, "--seed", str(self.seed), "--out", str(self.out)]
-        optional = {
-            "--steps": self.steps,
-            "--epochs": self.epochs,
-            "--group-size": self.group_size,
-            "--data": self.data,
-            "--save-every": self.save_every,
-            "--keep": self.keep,
-            "--until": self.until,
-            "--eval-every": self.eval_every,
-            "--batch-size": self.batch_size,
-            "--optimizer": self.optimizer,
-            "--lr": self.lr,
-            "--weight-decay": self.weight_decay,
-            "--stability": self.stability,
-            "--stability-back": self.stability_back,
-        }
-        for flag, value in optional.items():
-            words += [] if value is None else [flag, str(value)]
+        optional = {"--save-every": self.save_every, "--keep": self.keep, "--until": self.until}
+        flags = {"--resume": self.resume, "--overwrite": self.overwrite}
+        flags |= {"--no-model": not self.model, "--first-step": self.first_step}
+        return [*self.description(), "--out", str(self.out), *_options(optional), *_given(flags), "--quiet"]
+
+    def description(self) -> list[str]:
+        """The command line without how many workers there are, where they write, and how often they save."""
+        words = ["run", self.recipe, "--method", self.method, "--seed", str(self.seed)]
+        words += _options(
+            {
+                "--steps": self.steps,
+                "--epochs": self.epochs,
+                "--group-size": self.group_size,
+                "--data": self.data,
+                "--eval-every": self.eval_every,
+                "--batch-size": self.batch_size,
+                "--optimizer": self.optimizer,
+                "--lr": self.lr,
+                "--weight-decay": self.weight_decay,
+                "--stability": self.stability,
+                "--stability-back": self.stability_back if self.stability else None,
+            }
+        )
         for flag, texts in {"--set": self.settings, "--rate": self.rate, "--with": self.arguments}.items():
             words += [word for text in texts for word in (flag, text)]
-        flags = {"--resume": self.resume, "--overwrite": self.overwrite}
-        flags |= {"--no-model": not self.model, "--first-step": self.first_step, "--validate": self.validate}
-        return [*words, "--quiet", *(flag for flag, given in flags.items() if given)]
+        return [*words, *_given({"--validate": self.validate, "--spectra": self.spectra})]
+
+
+def _options(values: Mapping[str, Any]) -> list[str]:
+    return [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
+
+
+def _given(flags: Mapping[str, bool]) -> list[str]:
+    return [flag for flag, given in flags.items() if given]
 
 
 def _earlier_identity(summary: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from thinwire.commands import options
+from thinwire.commands.report import page_of_bench
 from thinwire.commands.showing import shown
 from thinwire.errors import ConfigError
 from thinwire.jobs import Job, variants
@@ -56,11 +57,13 @@ def netbench(recipe: str | None, only_clean: bool, as_json: bool, **flags: Any) 
     found = bench.run(say, partial(_during, console) if in_place(console) and not as_json else nothing_shown)
     if as_json:
         click.echo(json.dumps(found, indent=2))
+        page_of_bench(bench.base.out, silent=True)
         return
     wide = Console()
     for table in tables(found):
         Console(width=None if wide.is_terminal else 120).print(table)
     click.echo(f"figures and runs: {bench.base.out}")
+    page_of_bench(bench.base.out, silent=False)
     if flags["keep"]:
         click.echo(f"hosts kept, see ip netns exec {flags['name']}-h0 ip addr; thinwire netbench --clean removes them")
 

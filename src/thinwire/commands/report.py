@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
-from functools import partial
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 
 from thinwire.commands import options, pictures
 from thinwire.commands.report_live import keep_up
-from thinwire.errors import ConfigError, printable
+from thinwire.errors import ConfigError, ThinwireError, one_line, printable
 from thinwire.files import refuse_link
-from thinwire.report import Run, table
 from thinwire.report import compare as compare_runs
+from thinwire.report import table
+from thinwire.report.figures import FORMATS, write_figures
 from thinwire.report.folders import FINISHED, Found, look, run_folders
 from thinwire.report.page import write_page
+from thinwire.report.page.data import Content, collect
+from thinwire.report.page.netbench import read_bench
 from thinwire.report.records import baseline_first
+
+_FIGURES = "figures"
 
 
 @click.command()
@@ -29,31 +36,38 @@ from thinwire.report.records import baseline_first
     type=click.Path(path_type=Path, exists=True, file_okay=False),
 )
 @click.option("--out", type=options.DIR, metavar="DIR", help="Where to write; DIR itself if there is one.")
+@click.option("--figures", type=click.Choice(FORMATS), help="Also write each chart of the page as a file, to figures/.")
 @click.option("--live", is_flag=True, help="Keep report.html up to date while runs go on; it reloads itself.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON, and nothing else.")
-def report(folders: tuple[Path, ...], out: Path | None, live: bool, as_json: bool) -> None:
+def report(folders: tuple[Path, ...], out: Path | None, figures: str | None, live: bool, as_json: bool) -> None:
     """Write report.html, the table and the pictures of the finished runs in DIR.
 
     They come from the runs' own files, so report.html, comparison.json, comparison.png, ranks.png and stability.png are
-    replaced. Runs are looked for in DIR and one folder below. Several DIR need `--out`.
+    replaced, and of figures/ the files of the same names. Runs are looked for in DIR and one folder below, or where
+    `thinwire netbench` wrote them. Several DIR need `--out`.
     """
     if out is None and len(folders) > 1:
         raise ConfigError(f"{len(folders)} folders were given, and one report is written; add `--out DIR` to say where")
     place = out or folders[0]
     place.mkdir(parents=True, exist_ok=True)
     under_way = keep_up(folders, place, quiet=as_json) if live else []
-    runs, problems = _read(folders, may_be_empty=live)
-    for problem in problems:
+    content = _read(folders, may_be_empty=live)
+    for problem in content.problems:
         click.echo(printable(f"thinwire: left out: {problem}"), err=True)
-    if not runs and live:  # Ctrl-C before the first one ended
-        page(under_way, place, silent=as_json, problems=problems)
+    if not content.runs and live:  # Ctrl-C before the first one ended
+        page(replace(content, runs=under_way), place, silent=as_json)
         return
-    write_report(place, runs, as_json=as_json, problems=problems)
+    write_report(place, content, as_json=as_json, figures=figures)
 
 
-def _read(folders: tuple[Path, ...], *, may_be_empty: bool) -> tuple[list[Run], list[str]]:
+def _read(folders: Iterable[Path], *, may_be_empty: bool = False) -> Content:
     """The finished runs, the baseline first, and sentences on the others; else an error if none has finished."""
-    found = {each.folder: each for folder in folders for each in map(look, run_folders(folder))}
+    folders = tuple(folders)
+    benches = {folder: bench for folder in folders if (bench := read_bench(folder))}
+    found: dict[Path, Found] = {}
+    for folder in folders:
+        links = _links(folder, benches[folder]["rates"]) if folder in benches else {}
+        found |= {place: look(place, link=links.get(place)) for place in links or run_folders(folder)}
     runs = [each.run for each in found.values() if each.run]
     lost = [each for each in found.values() if not each.run]
     if not runs and lost and lost[0].status != FINISHED and (lost[0].folder / "summary.json").exists():
@@ -61,7 +75,16 @@ def _read(folders: tuple[Path, ...], *, may_be_empty: bool) -> tuple[list[Run], 
     if not runs and not may_be_empty:
         names = ", ".join(f"`{folder}`" for folder in folders)
         raise ConfigError(f"no finished run in {names}: looked for summary.json there and one folder below")
-    return sorted(runs, key=baseline_first), [_in_words(each) for each in lost]
+    # With the links as they are in the file, from the slowest or as the user had them.
+    runs = sorted(runs, key=baseline_first)
+    order = [at["rate"] for bench in benches.values() for at in bench["rates"]]
+    runs.sort(key=lambda run: order.index(link) if (link := run.summary.get("link")) in order else -1)
+    return Content(runs, [_in_words(each) for each in lost], list(benches.values()))
+
+
+def _links(folder: Path, rates: list[dict[str, Any]]) -> dict[Path, str]:
+    """Where netbench put its runs, and the rate of each."""
+    return {folder / at["folder"] / row["folder"]: at["rate"] for at in rates for row in at["methods"]}
 
 
 def _in_words(found: Found) -> str:
@@ -69,9 +92,9 @@ def _in_words(found: Found) -> str:
     return f"{found.folder.name}: {found.status}{at}" + (f": {found.note}" if found.note else "")
 
 
-def write_report(folder: Path, runs: list[Run], *, as_json: bool, problems: list[str] | None = None) -> None:
+def write_report(folder: Path, content: Content, *, as_json: bool, figures: str | None = None) -> None:
     """Print the table and write `comparison.json`, the pictures and the page."""
-    rows = compare_runs(runs)
+    rows = compare_runs(content.runs)
     refuse_link(folder / "comparison.json")
     (folder / "comparison.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     if as_json:
@@ -80,19 +103,37 @@ def write_report(folder: Path, runs: list[Run], *, as_json: bool, problems: list
         # Without a terminal the width is unknown, and a cut-off figure would be lost.
         wide = Console()
         Console(width=None if wide.is_terminal else 100).print(table(rows))
-    pictures.of_comparison(runs, rows, folder, silent=as_json)
-    page(runs, folder, silent=as_json, problems=problems)
+    pictures.of_comparison(content.runs, rows, folder, silent=as_json)
+    page(content, folder, silent=as_json, figures=figures)
 
 
-def page(runs: list[Run], folder: Path, *, silent: bool, problems: list[str] | None = None) -> None:
+def page(content: Content, folder: Path, *, silent: bool, figures: str | None = None) -> None:
     """Write `report.html` and print its path; if it cannot be written, a line says why and nothing is lost."""
-    for path in pictures.drawn([partial(write_page, runs, folder, problems=problems or [])], "report"):
+    data: dict[str, Any] = {}
+
+    def write() -> Path:
+        data.update(collect(content, folder))
+        return write_page(content, folder, data)
+
+    for path in pictures.drawn([write], "report"):
         if not silent:
             click.echo(f"report: {path}")
+    if figures and data:
+        written = write_figures(data, folder / _FIGURES, figures)
+        if not silent:
+            click.echo(f"figures: {len(written)} files in {folder / _FIGURES}")
 
 
-def page_of(places: list[Path], folder: Path, *, silent: bool) -> None:
+def page_of(places: Iterable[Path], folder: Path, *, silent: bool) -> None:
     """The page of runs in these folders; one that cannot be read is named in it."""
     found = [look(place) for place in places]
     lost = [_in_words(each) for each in found if not each.run]
-    page([each.run for each in found if each.run], folder, silent=silent, problems=lost)
+    page(Content([each.run for each in found if each.run], lost), folder, silent=silent)
+
+
+def page_of_bench(folder: Path, *, silent: bool) -> None:
+    """The page of what netbench measured."""
+    try:
+        page(_read([folder]), folder, silent=silent)
+    except (ThinwireError, OSError) as error:  # the figures are written already
+        click.echo(f"thinwire: no report: {one_line(error)}", err=True)

@@ -13,6 +13,7 @@ from thinwire.errors import printable
 from thinwire.report.folders import look, run_folders
 from thinwire.report.followed import FINISHED, Followed, FollowedRun
 from thinwire.report.page import live_part, write_page
+from thinwire.report.page.data import Content
 from thinwire.report.records import Run, baseline_first
 from thinwire.report.under_way import in_words, so_far
 
@@ -48,7 +49,7 @@ def _write(runs: list[FollowedRun], place: Path) -> Path:
     states += [f"{run.progress.title}: {run.end}" for run in runs if run.end not in (None, FINISHED)]
     problems = [printable(f"{each.folder.name}: {each.note}") for each in found if not each.run]
     shown = sorted([*finished, *_under_way(runs)], key=baseline_first)
-    return write_page(shown, place, problems=problems, live=live_part(states or ["no run yet"], RELOAD_S))
+    return write_page(Content(shown, problems), place, live=live_part(states or ["no run yet"], RELOAD_S))
 
 
 def _under_way(runs: list[FollowedRun]) -> list[Run]:

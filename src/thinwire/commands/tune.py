@@ -162,6 +162,8 @@ def _report(search: Search, result: Result, *, as_json: bool) -> None:
         rows = [{"trial": t.name, "values": t.values, "figures": t.figures, "loss": t.loss} for t in ended]
         statuses = {status: sum(t.status == status for t in trials) for status in sorted({t.status for t in trials})}
         click.echo(json.dumps({"trials": rows, "statuses": statuses, "importance": shares}, indent=2))
+        if ended:
+            page_of([trial.folder for trial in ended], search.folder, silent=True)
         return
     if not ended and search.is_over:
         raise ConfigError(f"no trial finished within {units.time(search.limits.search)}; continue with `--resume`")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,11 @@ def _is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _MARKS)
 
 
-def look(folder: Path) -> Found:
-    """What is in the folder of a run; files that cannot be read are named and raise nothing."""
+def look(folder: Path, *, link: str | None = None) -> Found:
+    """What is in the folder of a run; files that cannot be read are named and raise nothing.
+
+    `link` is the rate of the links, where that is what runs differ in.
+    """
     about: dict[str, Any] = {"folder": folder, "written": last_written(folder)}
     try:
         if (folder / "summary.json").exists():
@@ -76,6 +79,7 @@ def look(folder: Path) -> Found:
             for name in ("recipe", "method", "config", "seed", "metric", "traffic"):
                 _ = run.summary[name]  # an error that names the file, if it is missing
             _ = run.summary[run.metric], run.counted_bytes
+            run = replace(run, summary={**run.summary, "link": link}) if link else run
             return Found(**about, run=run, status=FINISHED, recipe=run.summary["recipe"])
         return Found(**about, **_unfinished(folder))
     except (ConfigError, OSError, KeyError, TypeError) as error:
@@ -129,11 +133,13 @@ def _saved_recipe(folder: Path) -> str | None:
 
 
 def labels(runs: Iterable[Run]) -> dict[Path, str]:
-    """By folder: the method with the settings in which it differs from other runs of the same recipe."""
-    by_recipe: dict[str, list[Run]] = {}
+    """By folder: the method with the settings in which it differs from others that it can be compared with."""
+    comparable: dict[tuple[str, str, str], list[Run]] = {}
     for run in runs:
-        by_recipe.setdefault(run.summary["recipe"], []).append(run)
-    return {run.folder: label for alike in by_recipe.values() for label, same in grouped(alike).items() for run in same}
+        comparable.setdefault((run.summary["recipe"], run.metric, run.split), []).append(run)
+    return {
+        run.folder: label for alike in comparable.values() for label, same in grouped(alike).items() for run in same
+    }
 
 
 def shares(runs: list[Run]) -> dict[Path, float | None]:

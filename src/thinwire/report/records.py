@@ -9,7 +9,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 from thinwire.errors import ConfigError, DamagedError
-from thinwire.files import parse_json, raw_lines_of, read_json
+from thinwire.files import parse_json, raw_blocks_of, read_json
+from thinwire.report.steps import Block
 from thinwire.schema import ANY, COUNT, FIGURE, NUMBER, POSITIVE, TEXT, wrong
 
 _SENT = {"slow_bytes": NUMBER, "by_purpose": {str: {"slow_bytes?": NUMBER}}}
@@ -35,11 +36,15 @@ _RECORDS = {
         "before": COUNT,
         "layers": {str: {"stability": FIGURE, "similarity": FIGURE}},
     },
+    "spectra": {"step": COUNT, "layers": {str: [FIGURE]}},
+    "agreement": {"step": COUNT, "ratio": (None, FIGURE), "layers": {str: FIGURE}},
+    "event": {"step": COUNT, "event": TEXT},
+    "save": {"step": COUNT},
+    "resume": {"step": COUNT, "lost_steps?": COUNT},
 }
 """By kind; other kinds need only have one."""
 _REMEDY = "restore it, or run again with `--overwrite`"
 _LONGEST_LABEL = 500
-_STEP = b'{"kind": "step", '
 
 UNDER_WAY = "under_way"
 """In the summary of a run that has not finished, made from its records."""
@@ -97,11 +102,12 @@ def read_records(path: Path, *kinds: str) -> list[dict[str, Any]]:
 def _records(path: Path, kinds: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     # Most lines are of steps: where they are not asked for, it is enough that they begin and end as a record does.
     skips = bool(kinds) and "step" not in kinds
-    for number, line in enumerate(raw_lines_of(path), start=1):
-        if skips and line.startswith(_STEP) and line.endswith(b"}\n"):
-            continue
-        if line.endswith(b"\n"):
-            yield parse_record(path, number, line.decode("utf-8", errors="replace"))
+    before = 0
+    for text in raw_blocks_of(path):
+        block = Block(text)
+        for place, line in block.others() if skips else block.lines():
+            yield parse_record(path, before + place + 1, line.decode("utf-8", errors="replace"))
+        before += len(block.ends)
 
 
 def parse_record(path: Path, number: int, line: str) -> dict[str, Any]:
@@ -186,7 +192,8 @@ def _label(summary: dict[str, Any], differing: set[str], peers: list[dict[str, A
     """The method, the fields in which its configs differ, and the optimizer if it differs."""
     method, config = summary["method"], summary["config"]
     own = ",".join(f"{name}={show(config[name])}" for name in config if name in differing)
-    return method + (f":{own}" if own else "") + _optimizer_note(summary, peers)
+    link = f" at {summary.get('link') or 'unshaped'}" if len({peer.get("link") for peer in peers}) > 1 else ""
+    return method + (f":{own}" if own else "") + _optimizer_note(summary, peers) + link
 
 
 def _optimizer_note(summary: dict[str, Any], peers: list[dict[str, Any]]) -> str:
@@ -249,15 +256,17 @@ def _mean_ratio(runs: list[Run], measured: list[Run]) -> float | None:
 
 def share_of_baseline(run: Run, measured: list[Run]) -> float | None:
     """Against the measured all-reduce run of the same seed if there is one, else against estimated bytes."""
-    whole = _measured_for(run, measured)
+    base = baseline_of(run, measured)
+    whole = base.counted_bytes if base else 0
     return run.counted_bytes / whole if whole else run.summary["traffic_vs_allreduce_fp32"]
 
 
-def _measured_for(run: Run, measured: list[Run]) -> float | None:
-    """Bytes all-reduce sent with the same seed and steps; of several such runs, the one with the same layout."""
+def baseline_of(run: Run, measured: list[Run]) -> Run | None:
+    """All-reduce with the same seed and steps; of several such runs, the one with the same layout, or side by side."""
     alike = [other for other in measured if all(_same(run, other, field) for field in ("seed", "steps"))]
-    nearest = max(alike, key=lambda other: _same(run, other, "nodes"), default=None)
-    return nearest.counted_bytes if nearest else None
+    return max(
+        alike, key=lambda other: (_same(run, other, "nodes"), run.folder.parent == other.folder.parent), default=None
+    )
 
 
 def _same(run: Run, other: Run, field: str) -> bool:

@@ -38,6 +38,8 @@ def fit(
     model: bool = True,
     stability: int | None = None,
     stability_back: int = 1,
+    spectra: bool = False,
+    command: list[str] | None = None,
 ) -> dict[str, Any]:
     """Train `recipe` with the method of `config` and write records, summary and model to `out`; collective.
 
@@ -49,18 +51,20 @@ def fit(
     stops after that step; the summary then says only that. A request to stop does the same, and the summary has it in
     `stopped_by`; `thinwire.stopping.on_signals` makes signals such requests. Without `model` the finished model is
     not written. With `stability`, rank 0 compares its bases every N steps with those of `stability_back` comparisons
-    before; a resumed run starts over.
+    before; a resumed run starts over. With `spectra`, rank 0 records singular values at each evaluation. `command` is
+    what to type to train this again, for the summary.
 
     A recipe with patience returns to its best epoch at the end.
     """
     join()
     run = prepare(recipe, config, Path(out), seed, data, resume, overwrite)
-    run.keep = keep
+    run.keep, run.spectra, run.command = keep, spectra, command
     with closing(run.recorder):
         if stability and run.replica.topology.rank == 0:
             run.watch = Stability(run.replica, stability, stability_back, step=run.replica.step)
         run.note_precision()
         note_start(run)
+        run.note_resume()
         run.note_ranks()
         run.replica.traffic.times.on_work = partial(note_work, run)
         return _train(run, min(until or recipe.steps, recipe.steps), save_every, write=model)
@@ -145,6 +149,8 @@ def _evaluate(run: Run, *, finished: bool = False, validate: bool = False) -> di
         trainable=sum(p.numel() for p in replica.parameters() if p.requires_grad),
         time=replica.traffic.split,
     )
+    if not finished:
+        run.note_spectra()
     return figures
 
 
@@ -176,6 +182,7 @@ def _conclude(run: Run, before: dict[str, float], *, write: bool) -> dict[str, A
     summary["precision"] = run.recipe.precision_name(run.device)
     summary |= {} if run.best is None else {"best_epoch": run.best}
     summary["spent"] = run.spent.table()
+    summary |= {} if run.command is None else {"command": run.command}
     if run.replica.topology.rank == 0:
         note_work(run, "writing the model" if write else "writing the summary")
         write_result(run.out, summary, partial(_write_model, run, small if write else None, summary))

@@ -16,6 +16,7 @@ from thinwire.files import lines_of, on_file, parse_json, refuse_link
 from thinwire.schema import COUNT, wrong
 
 log = logging.getLogger("thinwire")
+_A_STEP = '{"kind": "step", '
 
 
 class Recorder:
@@ -31,9 +32,11 @@ class Recorder:
         self._unwritten = b""
         self._refused = False
         self._waiting: dict[str, Any] | None = None
+        self.lost_steps = 0
+        """Steps after `keep_until` that the file had."""
         if active:
             refuse_link(path)
-            kept = _lines_until(path, keep_until)
+            kept, self.lost_steps = _lines_until(path, keep_until)
             with on_file(path):
                 path.write_text("".join(kept), encoding="utf-8")
             self._file = FileIO(path, "a")
@@ -97,16 +100,18 @@ def _pending(value: Any) -> Any:
     return _Pending(value) if value.is_cuda else value.item()
 
 
-def _lines_until(path: Path, step: int) -> list[str]:
+def _lines_until(path: Path, step: int) -> tuple[list[str], int]:
+    """The lines up to this step, and how many steps come after it."""
     # A killed run may leave half a line; it is always later than the last checkpoint.
     if step == 0 or not path.is_file():
-        return []
+        return [], 0
     kept = []
-    for number, line in enumerate(lines_of(path), 1):
+    lines = lines_of(path)
+    for number, line in enumerate(lines, 1):
         if not line.endswith("\n") or _step(path, number, line) > step:
-            break
+            return kept, sum(other.startswith(_A_STEP) for other in (line, *lines))
         kept.append(line)
-    return kept
+    return kept, 0
 
 
 def _step(path: Path, number: int, line: str) -> int:

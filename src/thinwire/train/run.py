@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from thinwire.attaching import attach
 from thinwire.comm.topology import place
 from thinwire.errors import ConfigError, DamagedError
+from thinwire.factor.spectrum import spectra
 from thinwire.factor.stability import Stability
 from thinwire.files import read_json
 from thinwire.manifest import verify
@@ -61,6 +62,10 @@ class Run:
     """When work was last recorded."""
     watch: Stability | None = None
     """Compares the bases, on rank 0."""
+    spectra: bool = False
+    """Whether rank 0 records singular values at each evaluation."""
+    command: list[str] | None = None
+    """The words of the command line that train this again, if there was one."""
     started: float = dataclasses.field(default_factory=time.monotonic)
     decompositions: int = 0
     """Decompositions recorded so far."""
@@ -120,6 +125,17 @@ class Run:
         """Record each comparison of the bases."""
         if self.watch and (record := self.watch.update(self.replica.step)):
             self.recorder.write("stability", **record)
+
+    def note_spectra(self) -> None:
+        """Record the singular values of each layer."""
+        if self.spectra and self.replica.topology.rank == 0:
+            self.recorder.write("spectra", step=self.replica.step, layers=spectra(self.replica))
+
+    def note_resume(self) -> None:
+        """Record that the run goes on from a save, and how many steps are taken again."""
+        if step := self.replica.step:
+            lost = self.recorder.lost_steps
+            self.recorder.write("resume", step=step, lost_steps=lost, wall_s=round(self.wall_s, 3))
 
     def lost_patience(self, figures: dict[str, float]) -> bool:
         """Whether the validation loss has not fallen for as many epochs as the recipe's patience."""
@@ -235,6 +251,7 @@ def prepare(
         spent=TimeSplit(replica.traffic, saved.get("evaluating_s", 0.0)),
         earlier_s=saved.get("wall_s", 0.0),
         decompositions=noted,
+        averages=replica.agreement.averages if replica.agreement is not None else 0,
         events=len(replica.events),
         counts=Counts.of(saved.get("counts", {})),
         best=saved.get("best"),

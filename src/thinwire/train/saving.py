@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from thinwire import saves
-from thinwire.errors import ConfigError, SaveError
+from thinwire.errors import ConfigError, SaveError, one_line
 from thinwire.stopping import Stop
 from thinwire.train import checkpoint, folder
 from thinwire.train.run import Run
@@ -63,6 +63,7 @@ def _begin(run: Run, place: Path) -> None:
 
 
 def _started(run: Run, place: Path) -> saves.Save:
+    run.recorder.write("save", step=run.replica.step, wall_s=round(run.wall_s, 3))
     run.recorder.flush()  # a resumed run keeps the lines up to its save
     position = {
         "step": run.replica.step,
@@ -93,5 +94,6 @@ def _tidy(out: Path, keep: int, step: int, best: Path | None) -> None:
 
 
 def _report(run: Run, error: SaveError) -> None:
+    run.recorder.write("event", step=run.replica.step, event="save failed", reason=one_line(error))
     if run.replica.topology.rank == 0:
         log.warning("%s; training goes on", error)

@@ -10,28 +10,30 @@ import time
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from thinwire.errors import ConfigError
 from thinwire.files import on_file, refuse_link
-from thinwire.report.page.data import collect
-from thinwire.report.records import Run
+from thinwire.report.page.data import Content, collect
 
 NAME = "report.html"
-_INLINED = ("uplot.css", "page.css", "uplot.js", "charts.js", "page.js")
+_STYLES = ("uplot.css", "page.css")
+_SCRIPTS = ("charts.js", "pareto.js", "curves.js", "bars.js", "layers.js", "timeline.js", "page.js")
 _MARK = '<meta name="generator" content="thinwire report">'
 _START_BYTES = 2048
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
-def write_page(runs: list[Run], folder: Path, *, problems: Sequence[str] = (), live: str = "") -> Path:
-    """Write `report.html` about these runs into `folder`; `problems` are sentences on runs that cannot be shown.
+def write_page(content: Content, folder: Path, data: dict[str, Any] | None = None, *, live: str = "") -> Path:
+    """Write `report.html` into `folder`; `data` is what `collect` returned, if it has been called already.
 
     `live` is a `live_part`, for a page that is written again while runs go on.
     """
     path = folder / NAME
     _refuse_other(path)
-    data = collect(runs, problems, folder)
-    title = ", ".join(dict.fromkeys(run.summary["recipe"] for run in runs)) or folder.resolve().name
+    data = data or collect(content, folder)
+    recipes = [run.summary["recipe"] for run in content.runs] + [bench["recipe"] for bench in content.benches]
+    title = ", ".join(dict.fromkeys(recipes)) or folder.resolve().name
     parts = {
         "live": live,
         "title": html.escape(f"{title}: Thinwire report"),
@@ -40,7 +42,9 @@ def write_page(runs: list[Run], folder: Path, *, problems: Sequence[str] = (), l
         "hidden": "" if data["problems"] else "hidden",
         "data": as_json(data),
         "license": html.escape(_file("uplot-license.txt")),
-        **{name.replace(".", "_"): _file(name) for name in _INLINED},
+        "uplot": _file("uplot.js"),
+        "styles": "\n".join(map(_file, _STYLES)),
+        "scripts": "\n".join(map(_file, _SCRIPTS)),
     }
     # In one pass: what is put in is not searched again.
     text = _filled("page.html", parts)

@@ -1,9 +1,17 @@
 "use strict";
-// Texts and charts, for page.js. Names come from files of anybody: they are only ever set as text, never as HTML.
+// Texts and charts, for the other scripts. Names come from files of anybody: they are only ever set as text, never as HTML.
 const thinwire = (() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const COLOURS = ["#4878cf", "#e07b39", "#3f9b63", "#cc4c56", "#8a6fc4", "#94714f", "#cf6fae", "#858d94", "#b29a2e"];
+  const DASHES = [[], [8, 4], [2, 4], [10, 4, 2, 4]];
   const HEIGHT = 240;
   const LEAST_WIDTH = 240;
+  const labels = [...new Set(data.runs.map((run) => run.label))];
   let charts = [];
+
+  const colour = (label) => COLOURS[labels.indexOf(label) % COLOURS.length];
+  const dash = (label) => DASHES[Math.floor(labels.indexOf(label) / COLOURS.length) % DASHES.length];
+  const words = (run) => run.label + ", seed " + run.seed;
 
   function element(tag, properties = {}, ...children) {
     const made = Object.assign(document.createElement(tag), properties);
@@ -11,6 +19,8 @@ const thinwire = (() => {
     return made;
   }
 
+  const note = (text) => element("p", { className: "note", textContent: text });
+  const heading = (text) => element("h2", { textContent: text });
   const digits = (value, count) => Number(value.toPrecision(count)).toLocaleString("en", { maximumSignificantDigits: count });
   const compact = (value) => value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 });
   const dashed = (value, show) => (value === null || value === undefined ? "–" : show(value));
@@ -23,16 +33,35 @@ const thinwire = (() => {
     return bytes.toFixed(1) + " TB";
   }
 
+  const duration = (s) => (s < 1e-3 ? digits(1e6 * s, 3) + " µs" : s < 1 ? digits(1e3 * s, 3) + " ms" : digits(s, 3) + " s");
+
   function figure(metric, value) {
     if (value === null) return "–";
     if (metric === "accuracy") return (100 * value).toFixed(2) + " %";
     return metric === "perplexity" ? value.toFixed(2) : digits(value, 4);
   }
 
+  // As on an axis: no more digits than are needed.
+  const short = (metric) => (value) => (metric === "accuracy" ? digits(100 * value, 4) + " %" : digits(value, 4));
+
   function swatch(of, block = false) {
     const made = element("span", { className: block ? "swatch block" : "swatch" });
     made.style[block ? "background" : "borderTopColor"] = of;
     return made;
+  }
+
+  function legend(names) {
+    return element("ul", { className: "legend" }, ...names.map((label) => {
+      const line = swatch(colour(label));
+      if (dash(label).length) line.style.borderTopStyle = "dashed";
+      return element("li", {}, line, label);
+    }));
+  }
+
+  function spreads(values, ratio = 20) {
+    const known = values.filter((value) => value !== null && value !== undefined);
+    const least = known.reduce((a, b) => Math.min(a, b), Infinity);
+    return known.length > 1 && least > 0 && known.reduce((a, b) => Math.max(a, b)) > ratio * least;
   }
 
   // Charts.
@@ -46,6 +75,12 @@ const thinwire = (() => {
     return values.map((value) => (value !== null && first.includes(Number(value.toExponential(3).split("e")[0])) ? value : null));
   }
 
+  // The next smaller 1, 2 or 5 times a power of ten: marks of a logarithmic axis are counted from its beginning.
+  function below(value) {
+    const power = 10 ** Math.floor(Math.log10(value));
+    return power * [5, 2, 1].find((first) => first * power <= value * 1.0001);
+  }
+
   function axis(show, logarithmic) {
     const filter = (chart, values) => (logarithmic ? fewer(values) : values);
     const line = { stroke: css("--line"), width: 1, filter };
@@ -53,25 +88,29 @@ const thinwire = (() => {
     return { values, filter, stroke: css("--soft"), font: "12px system-ui, sans-serif", grid: line, ticks: line };
   }
 
+  const axes = (x, y) => [{ ...axis(x.show, x.log), size: 32, space: 60 }, { ...axis(y.show, y.log), size: 62 }];
+
   // `series` are { name, look }, `tables` their [xs, ys]; `x` and `y` say how values are shown.
   function draw(parent, title, series, tables, x, y) {
     if (!tables.some((table) => table[0].length)) return;
-    const readout = element("p", { className: "readout note" });
-    const place = element("div");
-    parent.append(element("div", { className: "chart" }, element("h3", { textContent: title }), place, readout));
     const options = {
-      width: LEAST_WIDTH,
-      height: HEIGHT,
-      scales: { x: { time: false, distr: x.log ? 3 : 1, range: x.range }, y: { distr: y.log ? 3 : 1 } },
-      axes: [{ ...axis(x.show, x.log), size: 32, space: 60 }, { ...axis(y.show, y.log), size: 62 }],
+      scales: { x: { time: false, distr: x.log ? 3 : 1, range: x.range }, y: { distr: y.log ? 3 : 1, range: y.range } },
+      axes: axes(x, y),
       series: [{}, ...series.map((one, i) => ({
         width: 1.6, spanGaps: true, points: { show: tables[i][0].length < 3 }, ...one.look, label: "",
       }))],
-      legend: { show: false },
-      cursor: { points: { size: 7 } },
-      hooks: { setCursor: [(chart) => { readout.textContent = underCursor(chart, series, x, y); }] },
     };
-    charts.push({ chart: new uPlot(options, uPlot.join(tables), place), place });
+    place(parent, title, options, uPlot.join(tables), (chart) => underCursor(chart, series, x, y));
+  }
+
+  // A chart, and below it a line on what the mouse points at.
+  function place(parent, title, options, values, describe, height = HEIGHT) {
+    const readout = element("p", { className: "readout note" });
+    const inside = element("div");
+    parent.append(element("div", { className: "chart" }, title ? element("h3", { textContent: title }) : null, inside, readout));
+    const usual = { width: LEAST_WIDTH, height, legend: { show: false }, cursor: { points: { size: 7 } } };
+    const hooks = { ...options.hooks, setCursor: [(chart) => { readout.textContent = describe(chart); }] };
+    charts.push({ chart: new uPlot({ ...usual, ...options, hooks }, values, inside), inside, height });
   }
 
   // The nearest curve under the mouse, in words.
@@ -92,13 +131,23 @@ const thinwire = (() => {
 
   // When all are in their places: a column is narrower with others beside it.
   function fit() {
-    charts.forEach(({ chart, place }) => chart.setSize({ width: Math.max(LEAST_WIDTH, place.clientWidth), height: HEIGHT }));
+    charts.forEach((one) => {
+      const width = Math.max(LEAST_WIDTH, one.inside.clientWidth);
+      if (one.chart) one.chart.setSize({ width, height: one.height });
+      else one.paint(width);
+    });
   }
 
+  // What is not of uPlot: `paint` is called with the width there is.
+  const keep = (inside, paint) => charts.push({ inside, paint });
+
   function forget() {
-    charts.forEach(({ chart }) => chart.destroy());
+    charts.forEach(({ chart }) => chart && chart.destroy());
     charts = [];
   }
 
-  return { compact, dashed, digits, draw, element, figure, fit, forget, size, swatch };
+  return {
+    COLOURS, axes, below, colour, compact, css, dash, dashed, data, digits, draw, duration, element, figure, fit, forget, heading,
+    keep, labels, legend, note, place, short, size, spreads, swatch, words,
+  };
 })();

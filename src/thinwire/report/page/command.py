@@ -7,7 +7,16 @@ from typing import Any
 
 
 def command(summary: dict[str, Any]) -> str:
-    """What the summary has of it: every setting of the method, but no data, optimizer, `--rate`, `--with` or own file."""
+    """The command as it was given, on as many workers; if the run was not started by one, what comes nearest."""
+    given = summary.get("command")
+    if not (isinstance(given, list) and given and all(isinstance(word, str) for word in given)):
+        return _rebuilt(summary)
+    workers = ["--workers", str(summary["world_size"])] if "world_size" in summary else []
+    return shlex.join(["thinwire", *given, *workers])
+
+
+def _rebuilt(summary: dict[str, Any]) -> str:
+    """Every setting of the method, but no data, optimizer, `--rate`, `--with` or own file."""
     words = ["thinwire", "run", summary["recipe"], "--method", summary["method"], "--seed", summary["seed"]]
     optional = {
         "--workers": summary.get("world_size"),

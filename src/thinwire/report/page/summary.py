@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from thinwire.report.page.pareto import BETTER_HIGH, BETTER_LOW, comparable
 from thinwire.report.records import BASELINE, Run, compare, is_measured_baseline
 from thinwire.report.tables import figure, size
 
-_BETTER_HIGH = ("accuracy",)
-_BETTER_LOW = ("perplexity", "mse", "mae", "loss")
 _MOST_SENTENCES = 8
 _SAME_SIZE = 1.005
 """Compression up to which a model counts as of the same size."""
@@ -18,10 +17,7 @@ _SAME_SIZE = 1.005
 
 def sentences(runs: list[Run]) -> list[str]:
     """For each recipe, metric and split what its methods sent, lost and won."""
-    alike: dict[tuple[str, str, str], list[Run]] = {}
-    for run in runs:
-        alike.setdefault((run.summary["recipe"], run.metric, run.split), []).append(run)
-    return [sentence for own in alike.values() for sentence in _of_recipe(own)]
+    return [sentence for own in comparable(runs).values() for sentence in _of_recipe(own)]
 
 
 def _of_recipe(runs: list[Run]) -> list[str]:
@@ -82,9 +78,9 @@ def _reached(row: dict[str, Any], base: dict[str, Any] | None) -> str:
 
 
 def _direction(metric: str, change: float) -> str:
-    if metric in _BETTER_HIGH:
+    if metric in BETTER_HIGH:
         return "gained" if change > 0 else "lost"
-    if metric in _BETTER_LOW:
+    if metric in BETTER_LOW:
         return "is worse by" if change > 0 else "is better by"
     return "is higher by" if change > 0 else "is lower by"
 
@@ -114,7 +110,7 @@ def _result(row: dict[str, Any]) -> str:
 def _picked(rows: list[dict[str, Any]]) -> Iterable[tuple[str, dict[str, Any]]]:
     """Of many rows those that somebody would look for; a row that is several of them is mentioned once."""
     metric = rows[0]["metric"]
-    sign = -1 if metric in _BETTER_HIGH else 1
+    sign = -1 if metric in BETTER_HIGH else 1
     best = min(rows, key=lambda row: sign * row[f"{metric}_mean"])
     least = min(rows, key=lambda row: row["slow_bytes_mean"])
     smallest = max(rows, key=lambda row: row["compression_mean"] or 0.0)
