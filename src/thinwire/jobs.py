@@ -17,6 +17,7 @@ from thinwire.errors import ConfigError, Stopped, unknown
 from thinwire.failures import as_worker
 from thinwire.files import read_json
 from thinwire.launch import HostSpec, inside_job, launch, workers_per_host
+from thinwire.loggers import chosen
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, model_without_values, named
 from thinwire.report.records import read_run
@@ -88,6 +89,10 @@ class Job:
     """Steps between measurements of the bases."""
     stability_back: int = 1
     """Measurements between the two states that are compared."""
+    log: tuple[str, ...] = ()
+    """Trackers that show the run, as NAME or NAME:PLACE."""
+    log_every: int | None = None
+    """Steps between two that trackers show."""
     first_step: bool = False
     """Take only the first step, and write its measurements to `out`."""
     hosts: tuple[HostSpec, ...] = (HostSpec(),)
@@ -121,7 +126,7 @@ class Job:
 
     def check(self, *, data: bool = True) -> None:
         """Raise for anything invalid that one process can detect; without `data` the data folder is not read."""
-        _ = self.trained, self.config
+        _ = self.trained, self.config, chosen(self.log)
         if not inside_job():
             each = workers_per_host(self.workers, self.hosts)
             arrange(0, [rank // each for rank in range(self.workers)], self.config.group_size)
@@ -179,6 +184,7 @@ class Job:
             model=self.model,
             stability=self.stability,
             stability_back=self.stability_back,
+            loggers=chosen(self.log, self.log_every),
         )
 
     def finished(self) -> dict[str, Any] | None:
@@ -216,10 +222,12 @@ class Job:
             "--weight-decay": self.weight_decay,
             "--stability": self.stability,
             "--stability-back": self.stability_back,
+            "--log-every": self.log_every,
         }
         for flag, value in optional.items():
             words += [] if value is None else [flag, str(value)]
-        for flag, texts in {"--set": self.settings, "--rate": self.rate, "--with": self.arguments}.items():
+        lists = {"--set": self.settings, "--rate": self.rate, "--with": self.arguments, "--log-to": self.log}
+        for flag, texts in lists.items():
             words += [word for text in texts for word in (flag, text)]
         flags = {"--resume": self.resume, "--overwrite": self.overwrite}
         flags |= {"--no-model": not self.model, "--first-step": self.first_step, "--validate": self.validate}

@@ -125,6 +125,12 @@ class Times:
         """Steps taken, including one in progress."""
         return self.steps + self._in_step
 
+    @property
+    def elapsed(self) -> float:
+        """Seconds so far, in all phases."""
+        so_far = sum(mine.whole.seconds for name, mine in self._phases.items() if name)
+        return so_far + time.perf_counter() - self._entered
+
     def enter(self, phase: str) -> None:
         """Charge the time since the last change to the phase that ends."""
         now = time.perf_counter()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,12 @@ from torch import Tensor, nn
 
 from thinwire.comm.topology import join
 from thinwire.factor.stability import Stability
+from thinwire.loggers import Logger, chosen
 from thinwire.saves import remove
 from thinwire.train import checkpoint
 from thinwire.train.batcher import Batch
 from thinwire.train.folder import CHECKPOINTS, best_epochs
+from thinwire.train.logged import logged
 from thinwire.train.run import Run, prepare
 from thinwire.train.saving import save_and_wait, save_best, save_checkpoint, settle, stopping
 from thinwire.train.summary import summarise, write_model, write_result
@@ -36,6 +40,7 @@ def fit(
     model: bool = True,
     stability: int | None = None,
     stability_back: int = 1,
+    loggers: Sequence[str | Logger] = (),
 ) -> dict[str, Any]:
     """Train `recipe` with the method of `config` and write records, summary and model to `out`; collective.
 
@@ -49,8 +54,12 @@ def fit(
     not written. With `stability`, rank 0 compares its bases every N steps with those of `stability_back` comparisons
     before; a resumed run starts over.
 
+    `loggers` are names of trackers ("tensorboard", "wandb:PROJECT"), loggers of `thinwire.loggers`, or functions that
+    take a record; rank 0 calls them (docs/logging.md).
+
     A recipe with patience returns to its best epoch at the end.
     """
+    found = chosen(loggers)
     join()
     run = prepare(recipe, config, Path(out), seed, data, resume, overwrite)
     run.keep = keep
@@ -58,8 +67,10 @@ def fit(
         if stability and run.replica.topology.rank == 0:
             run.watch = Stability(run.replica, stability, stability_back, step=run.replica.step)
         run.note_precision()
-        run.note_ranks()
-        return _train(run, min(until or recipe.steps, recipe.steps), save_every, write=model)
+        with logged(run, found) as summary:
+            run.note_ranks()
+            summary |= _train(run, min(until or recipe.steps, recipe.steps), save_every, write=model)
+        return summary
 
 
 def _train(run: Run, last: int, save_every: int | None, *, write: bool) -> dict[str, Any]:
@@ -112,7 +123,8 @@ def train_step(run: Run, batch: Batch) -> Tensor:
     run.note_agreement()
     run.note_events()
     loss = loss.detach()
-    run.recorder.write("step", step=run.replica.step, phase=phase, loss=loss, lr=rate, **_bytes_so_far(run))
+    more = functools.partial(run.numbers, phase)
+    run.recorder.write("step", more, step=run.replica.step, phase=phase, loss=loss, lr=rate, **_bytes_so_far(run))
     return loss
 
 
@@ -127,6 +139,7 @@ def _evaluate(run: Run, *, finished: bool = False, validate: bool = False) -> di
             figures["validation_loss"] = task.figures(unseen)["loss"]
     run.recorder.write(
         "evaluation",
+        replica.numbers,
         step=replica.step,
         phase=replica.phase,
         model=model,
