@@ -3,7 +3,7 @@
 A logger is a function of one argument, a record: a dict with its `kind`. The first is "begin", the last is "end".
 """
 
-from thinwire.loggers.chosen import NAMES, chosen
+from thinwire.loggers.choice import NAMES, chosen
 from thinwire.loggers.fanout import Logger, Loggers
 from thinwire.loggers.own_loop import Log
 from thinwire.loggers.to_mlflow import MLflow

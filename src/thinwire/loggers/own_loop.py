@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from thinwire.loggers.arriving import Arriving
-from thinwire.loggers.chosen import chosen
+from thinwire.loggers.choice import chosen
 from thinwire.loggers.fanout import Logger, Loggers
 from thinwire.loggers.tracker import FILE
 from thinwire.replica import Replica
