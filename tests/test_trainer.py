@@ -114,7 +114,7 @@ def compared(rank: int, workers: int, names: list[str], folder: Path) -> dict[st
             "by hand": by_hand(rank, workers, WAYS[name], folder / name),
             "evaluated": [row["eval_loss"] for row in logged if "eval_loss" in row],
             "losses": [row["loss"] for row in logged if "loss" in row],
-            "sent": [row["sent_bytes"] for row in logged],
+            "sent": [row["slow_bytes"] for row in logged],
             "ranks": ranks,
         }
         trainer.train()  # from there on

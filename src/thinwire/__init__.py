@@ -9,6 +9,7 @@ from thinwire.config.faults import Faults
 from thinwire.ema import EMA
 from thinwire.errors import ConfigError, DisagreementError, DivergedError, SaveError, ThinwireError
 from thinwire.factor.stability import Stability
+from thinwire.loggers import Log
 from thinwire.methods.base import Method
 from thinwire.methods.registry import register
 from thinwire.replica import Replica
@@ -32,6 +33,7 @@ __all__ = [
     "DivergedError",
     "Faults",
     "LocalSGD",
+    "Log",
     "Method",
     "Nesterov",
     "OneBit",

@@ -17,6 +17,7 @@ from thinwire.errors import ConfigError, Stopped, unknown
 from thinwire.failures import as_worker
 from thinwire.files import read_json
 from thinwire.launch import HostSpec, inside_job, launch, workers_per_host
+from thinwire.loggers import chosen
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, model_without_values, named
 from thinwire.report.records import read_run
@@ -90,6 +91,10 @@ class Job:
     """Measurements between the two states that are compared."""
     spectra: bool = False
     """Whether to record singular values at each evaluation."""
+    log: tuple[str, ...] = ()
+    """Trackers that show the run, as NAME or NAME:PLACE."""
+    log_every: int | None = None
+    """Steps between two that trackers show."""
     first_step: bool = False
     """Take only the first step, and write its measurements to `out`."""
     hosts: tuple[HostSpec, ...] = (HostSpec(),)
@@ -123,7 +128,7 @@ class Job:
 
     def check(self, *, data: bool = True) -> None:
         """Raise for anything invalid that one process can detect; without `data` the data folder is not read."""
-        _ = self.trained, self.config
+        _ = self.trained, self.config, chosen(self.log)
         if not inside_job():
             each = workers_per_host(self.workers, self.hosts)
             arrange(0, [rank // each for rank in range(self.workers)], self.config.group_size)
@@ -183,6 +188,7 @@ class Job:
             stability_back=self.stability_back,
             spectra=self.spectra,
             command=self.description(),
+            loggers=chosen(self.log, self.log_every),
         )
 
     def finished(self) -> dict[str, Any] | None:
@@ -205,9 +211,11 @@ class Job:
     def words(self) -> list[str]:
         """The command line of one worker."""
         optional = {"--save-every": self.save_every, "--keep": self.keep, "--until": self.until}
+        optional |= {"--log-every": self.log_every}
+        trackers = [word for text in self.log for word in ("--log-to", text)]
         flags = {"--resume": self.resume, "--overwrite": self.overwrite}
         flags |= {"--no-model": not self.model, "--first-step": self.first_step}
-        return [*self.description(), "--out", str(self.out), *_options(optional), *_given(flags), "--quiet"]
+        return [*self.description(), "--out", str(self.out), *_options(optional), *trackers, *_given(flags), "--quiet"]
 
     def description(self) -> list[str]:
         """The command line without how many workers there are, where they write, and how often they save."""

@@ -4,6 +4,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ class Replica(nn.Module):
         self._shows_merged = False
         self._earlier = {"allreduce_fp32": 0, "ideal_fp32": 0}  # a world of another size may have taken the first steps
         self._earlier_steps = 0
+        self._usual: tuple[Topology, float] | None = None
         self._save: Save | None = None
         self._recompiles = Recompilations()
         self.averages: list[nn.Module] = []
@@ -338,6 +340,11 @@ class Replica(nn.Module):
         return "finished" if self._finished else self._method.phase
 
     @property
+    def phases(self) -> tuple[str, ...]:
+        """Every name that `phase` may have."""
+        return (*self._method.phases, "finished")
+
+    @property
     def step(self) -> int:
         """Steps taken."""
         return self._method.step
@@ -414,6 +421,23 @@ class Replica(nn.Module):
             "parameters": _count(self.module),
         }
 
+    def numbers(self) -> dict[str, float]:
+        """What a tracker may show of this worker: bytes, shares, phase and rank; not collective, and does not wait.
+
+        `traffic_vs_allreduce_fp32` is missing where nothing would be sent, `mean_rank` while no layer is factored.
+        """
+        sent, usual = self.traffic.slow_bytes, self.baseline()["allreduce_fp32"]
+        ranks = (self.finished_ranks if self._finished else self.ranks()).values()
+        found = {
+            "phase_number": self.phases.index(self.phase),
+            "slow_bytes": sent,
+            "wire_share": self.traffic.wire_share,
+        }
+        found |= (
+            {"traffic_vs_allreduce_fp32": (sent - self.traffic.slow_bytes_for("evaluate")) / usual} if usual else {}
+        )
+        return found | ({"mean_rank": fmean(ranks)} if ranks else {})
+
     def mean_traffic(self) -> Ledger:
         """The ledger as the mean over nodes; collective."""
         return self._method.wire.node_mean()
@@ -421,12 +445,19 @@ class Replica(nn.Module):
     def baseline(self, step: int | None = None) -> dict[str, int]:
         """Slow bytes per node that fp32 all-reduce, and an ideal one, would have sent so far, or by a later `step`."""
         steps = (self.step if step is None else step) - self._earlier_steps
-        usual = round(steps * step_of_allreduce(self.module, self.topology, self._trained))
+        usual = round(steps * self._step_of_allreduce)
         ideal = steps * step_of_ideal(self.topology, self._trained)
         return {
             "allreduce_fp32": self._earlier["allreduce_fp32"] + usual,
             "ideal_fp32": self._earlier["ideal_fp32"] + ideal,
         }
+
+    @property
+    def _step_of_allreduce(self) -> float:
+        """Counted once per topology: it asks every node, and trackers want it often."""
+        if self._usual is None or self._usual[0] is not self.topology:
+            self._usual = self.topology, step_of_allreduce(self.module, self.topology, self._trained)
+        return self._usual[1]
 
     # Steps.
 

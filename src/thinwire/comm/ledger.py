@@ -98,6 +98,12 @@ class Ledger:
         return self._total("slow").calls
 
     @property
+    def wire_share(self) -> float:
+        """The share of the time so far in which this worker waited for the wire; a GPU's last steps may be missing."""
+        waited = sum(entry.seconds for entry in self._entries.values())
+        return waited / elapsed if (elapsed := self.times.elapsed) else 0.0
+
+    @property
     def by_phase(self) -> dict[str, dict[str, float]]:
         """Totals of each phase, and the kernel's where an interface is watched."""
         table = self._by(0)

@@ -138,6 +138,12 @@ class Times:
         """Seconds of the method's own work after steps, without waiting and decomposing; of a CPU only."""
         return sum(mine.after_steps.seconds for mine in self._phases.values())
 
+    @property
+    def elapsed(self) -> float:
+        """Seconds so far, in all phases."""
+        so_far = sum(mine.whole.seconds for name, mine in self._phases.items() if name)
+        return so_far + time.perf_counter() - self._entered
+
     def enter(self, phase: str) -> None:
         """Charge the time since the last change to the phase that ends."""
         now = time.perf_counter()

@@ -8,6 +8,8 @@ import click
 
 from thinwire.errors import ConfigError, unknown
 from thinwire.files import read_json
+from thinwire.loggers import NAMES
+from thinwire.loggers.tracker import EVERY
 from thinwire.train.optimizers import OPTIMIZERS
 
 DIR = click.Path(path_type=Path, file_okay=False)
@@ -43,6 +45,16 @@ of_training = [
     click.option("--with", "arguments", multiple=True, metavar="NAME=VALUE", help="For the recipe's function."),
     data,
     settings,
+    click.option(
+        *("--log", "--log-to"),  # torchrun takes `--log`, also behind the module's name, for an option of its own
+        "log",
+        multiple=True,
+        metavar="NAME[:PLACE]",
+        help=f"Show the run in {', '.join(NAMES)}; --log-to under torchrun.",
+    ),
+    click.option(
+        "--log-every", type=click.IntRange(1), metavar="N", help=f"Show every N-th step there; default: {EVERY}."
+    ),
 ]
 """What a run is, besides its method and its seed."""
 

@@ -122,7 +122,7 @@ def _search(recipe: str, flags: dict[str, Any]) -> Search:
     chosen = variant(flags["method"], flags["settings"], known.scheduled)
     folder = flags["out"] or Path("runs") / f"tune-{known.name}-{chosen.folder}"
     names = ("group_size", "steps", "epochs", "batch_size", "optimizer", "lr", "weight_decay", "rate", "arguments")
-    given = {name: flags[name] for name in (*names, "data", "eval_every", "save_every", "seed")}
+    given = {name: flags[name] for name in (*names, "data", "eval_every", "save_every", "seed", "log", "log_every")}
     job = Job(
         recipe=recipe,
         method=chosen.method,

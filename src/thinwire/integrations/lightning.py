@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
@@ -132,6 +133,13 @@ class ThinwireStrategy(DDPStrategy):
         if self.is_global_zero and beside(Path(filepath)).is_dir():
             remove(beside(Path(filepath)))
         super().remove_checkpoint(filepath)
+
+
+class ThinwireNumbers(Callback):
+    """Logs the replica's numbers with Lightning's own loggers: `Trainer(callbacks=[ThinwireNumbers()], …)`."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pl_module.log_dict(trainer.strategy.replica.numbers())
 
 
 def beside(checkpoint: Path) -> Path:

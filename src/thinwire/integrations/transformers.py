@@ -88,9 +88,9 @@ class ThinwireTrainer(Trainer):
             return super().evaluation_loop(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """With what has left this node so far."""
-        sent = {"sent_bytes": self.replica.traffic.slow_bytes} if self.replica is not None else {}
-        super().log(logs | sent, *args, **kwargs)
+        """With the replica's numbers."""
+        numbers = self.replica.numbers() if self.replica is not None else {}
+        super().log(logs | numbers, *args, **kwargs)
 
     @property
     def _attached(self) -> Replica:

@@ -10,8 +10,11 @@ from pathlib import Path
 from thinwire import saves
 from thinwire.errors import ConfigError
 from thinwire.files import refuse_link
+from thinwire.loggers.to_tensorboard import SUFFIX as EVENTS_SUFFIX
+from thinwire.loggers.tracker import FILE as TRACKERS
 
-_FILES = ("records.jsonl", "summary.json", "stability.png", "ranks.png")
+_FILES = ("records.jsonl", "summary.json", "stability.png", "ranks.png", TRACKERS)
+_EVENTS = f"events.out.tfevents.*{EVENTS_SUFFIX}"
 CHECKPOINTS = "checkpoint"
 """The folder of a run's saves."""
 _SAVE = re.compile(r"(step|best)-\d+(\.old|\.writing|\.removed)?")
@@ -33,6 +36,7 @@ def of_a_run(out: Path) -> list[Path]:
     if not out.is_dir():
         return []
     found = [out / name for name in _FILES if (out / name).is_file()]
+    found += [path for path in sorted(out.glob(_EVENTS)) if path.is_file() and not path.is_symlink()]
     if any((out / MODEL / name).exists() for name in MODEL_FILES):
         found.append(out / MODEL)
     checkpoints = out / CHECKPOINTS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 
 from thinwire.comm.topology import join
 from thinwire.factor.stability import Stability
+from thinwire.loggers import Logger, chosen
 from thinwire.saves import remove
 from thinwire.train import checkpoint
 from thinwire.train.batcher import Batch
 from thinwire.train.folder import CHECKPOINTS, best_epochs
+from thinwire.train.logged import logged
 from thinwire.train.notes import note_start, note_work, so_far
 from thinwire.train.run import Run, prepare
 from thinwire.train.saving import save_and_wait, save_best, save_checkpoint, settle, stopping
@@ -40,6 +43,7 @@ def fit(
     stability_back: int = 1,
     spectra: bool = False,
     command: list[str] | None = None,
+    loggers: Sequence[str | Logger] = (),
 ) -> dict[str, Any]:
     """Train `recipe` with the method of `config` and write records, summary and model to `out`; collective.
 
@@ -54,8 +58,12 @@ def fit(
     before; a resumed run starts over. With `spectra`, rank 0 records singular values at each evaluation. `command` is
     what to type to train this again, for the summary.
 
+    `loggers` are names of trackers ("tensorboard", "wandb:PROJECT"), loggers of `thinwire.loggers`, or functions that
+    take a record; rank 0 calls them (docs/logging.md).
+
     A recipe with patience returns to its best epoch at the end.
     """
+    found = chosen(loggers)
     join()
     run = prepare(recipe, config, Path(out), seed, data, resume, overwrite)
     run.keep, run.spectra, run.command = keep, spectra, command
@@ -64,10 +72,12 @@ def fit(
             run.watch = Stability(run.replica, stability, stability_back, step=run.replica.step)
         run.note_precision()
         note_start(run)
-        run.note_resume()
-        run.note_ranks()
         run.replica.traffic.times.on_work = partial(note_work, run)
-        return _train(run, min(until or recipe.steps, recipe.steps), save_every, write=model)
+        with logged(run, found) as summary:
+            run.note_resume()
+            run.note_ranks()
+            summary |= _train(run, min(until or recipe.steps, recipe.steps), save_every, write=model)
+        return summary
 
 
 def _train(run: Run, last: int, save_every: int | None, *, write: bool) -> dict[str, Any]:
@@ -124,7 +134,8 @@ def train_step(run: Run, batch: Batch) -> Tensor:
     run.note_agreement()
     run.note_events()
     loss = loss.detach()
-    run.recorder.write("step", step=run.replica.step, phase=phase, loss=loss, lr=rate, **so_far(run))
+    more = partial(run.numbers, phase)
+    run.recorder.write("step", more, step=run.replica.step, phase=phase, loss=loss, lr=rate, **so_far(run))
     return loss
 
 
@@ -140,6 +151,7 @@ def _evaluate(run: Run, *, finished: bool = False, validate: bool = False) -> di
             figures["validation_loss"] = task.figures(unseen)["loss"]
     run.recorder.write(
         "evaluation",
+        replica.numbers,
         step=replica.step,
         phase=replica.phase,
         model=model,

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from thinwire.errors import DamagedError
 from thinwire.files import lines_of, on_file, parse_json, refuse_link
+from thinwire.loggers.arriving import Arriving
+from thinwire.loggers.fanout import Loggers
 from thinwire.schema import COUNT, wrong
 
 log = logging.getLogger("thinwire")
 _A_STEP = '{"kind": "step", '
+
+_ADDED = "for loggers"
 
 
 class Recorder:
@@ -27,11 +29,13 @@ class Recorder:
     """
 
     def __init__(self, path: Path, *, active: bool, keep_until: int = 0) -> None:
+        self.loggers = Loggers()
+        """They see each line too, and more."""
         self._path = path
         self._file: FileIO | None = None
         self._unwritten = b""
         self._refused = False
-        self._waiting: dict[str, Any] | None = None
+        self._arriving = Arriving(self._deliver)
         self.lost_steps = 0
         """Steps after `keep_until` that the file had."""
         if active:
@@ -41,22 +45,21 @@ class Recorder:
                 path.write_text("".join(kept), encoding="utf-8")
             self._file = FileIO(path, "a")
 
-    def write(self, kind: str, **values: Any) -> None:
-        """One line; values may be tensors of one number."""
-        if self._file is None:
-            return
-        self.flush()
-        self._waiting = {"kind": kind} | {name: _pending(value) for name, value in values.items()}
-        if not any(isinstance(value, _Pending) for value in self._waiting.values()):
-            self.flush()
+    def write(self, kind: str, more: Callable[[], dict[str, Any]] | None = None, **values: Any) -> None:
+        """One line; values may be tensors of one number. `more` is for loggers, and not in the line."""
+        if self._file is not None:
+            added = more() if more is not None and self.loggers else {}
+            self._arriving.put({"kind": kind, **values, _ADDED: added})
 
     def flush(self) -> None:
         """Write the pending line."""
-        if self._file is not None and self._waiting is not None:
-            arrived = {n: v.number() if isinstance(v, _Pending) else v for n, v in self._waiting.items()}
-            self._unwritten += (json.dumps(arrived) + "\n").encode()
-            self._waiting = None
-            self._append()
+        self._arriving.flush()
+
+    def _deliver(self, record: dict[str, Any]) -> None:
+        added = record.pop(_ADDED)
+        self._unwritten += (json.dumps(record) + "\n").encode()
+        self._append()
+        self.loggers.write(record | added)
 
     def _append(self) -> None:
         """Write as much as the disk takes; half a line is continued by the rest of it."""
@@ -77,27 +80,6 @@ class Recorder:
             self._file = None
             if lost := self._unwritten.count(b"\n"):
                 log.warning("the last %d lines of %s could not be written", lost, self._path)
-
-
-class _Pending:
-    """A number being copied from a GPU to pinned memory."""
-
-    def __init__(self, value: Tensor) -> None:
-        self._here = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(
-            value.detach(), non_blocking=True
-        )
-        self._arrived = torch.cuda.Event()
-        self._arrived.record()
-
-    def number(self) -> float:
-        self._arrived.synchronize()
-        return self._here.item()
-
-
-def _pending(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return _Pending(value) if value.is_cuda else value.item()
 
 
 def _lines_until(path: Path, step: int) -> tuple[list[str], int]:

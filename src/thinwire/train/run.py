@@ -83,6 +83,8 @@ class Run:
     """Checkpoints that are kept."""
     writing: Save | None = None
     """The save that is being written."""
+    resumed: bool = False
+    """Whether it continues from a save."""
 
     def note_ranks(self) -> None:
         """Record the ranks after each decomposition; a plan can use them."""
@@ -120,6 +122,10 @@ class Run:
             self.shape = shape
             self.counts.update(replica)
         self.counts.count(together=replica.in_sync, full=not replica.ranks())
+
+    def numbers(self, phase: str) -> dict[str, float]:
+        """The replica's, in a record about this phase."""
+        return self.replica.numbers() | {"phase_number": self.replica.phases.index(phase)}
 
     def note_stability(self) -> None:
         """Record each comparison of the bases."""
@@ -255,6 +261,7 @@ def prepare(
         events=len(replica.events),
         counts=Counts.of(saved.get("counts", {})),
         best=saved.get("best"),
+        resumed=bool(saved),
         recorder=Recorder(out / "records.jsonl", active=rank == 0, keep_until=saved.get("step", 0)),
     )
 
