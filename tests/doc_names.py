@@ -1,8 +1,8 @@
 """What the Python of the documentation takes for granted: a model, an optimizer, batches, tiny ones."""
 
+import os
 import re
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,12 +14,13 @@ import thinwire
 from pages import ROOT
 
 _PASS = r"\1optimizer.zero_grad()\n\1loss_fn(replica(x), y).backward()"
-STEPS = 60
+STEPS = 120
 
 
 def runnable(code: str) -> str:
     """A line of dots is a pass through the model; a length left open, and one of thousands of steps, are short."""
     code = re.sub(r"^( *)…$", _PASS, code, flags=re.MULTILINE).replace("total_steps=…", f"total_steps={STEPS}")
+    code = code.replace("steps=300", "steps=300, generations=1")
     return re.sub(r"total_steps=(10_000|2000|1000)\b", f"total_steps={STEPS}", code).replace("warmup=200", "warmup=4")
 
 
@@ -48,7 +49,9 @@ def names(page: str, rank: int) -> dict[str, Any]:
 
 def _your_loop(given: dict[str, Any]) -> dict[str, Any]:
     matrices = [p for p in given["model"].parameters() if p.ndim == 2]
-    torch.save(given["model"].state_dict(), "pretrained.pt")
+    own = f"pretrained-{os.getpid()}.pt"
+    torch.save(given["model"].state_dict(), own)
+    os.replace(own, "pretrained.pt")  # whole at any time: others write it too
 
     def train(model: nn.Module, optimizer: Any, batches: Any) -> None:
         for x, y in batches:
@@ -57,7 +60,6 @@ def _your_loop(given: dict[str, Any]) -> dict[str, Any]:
             optimizer.zero_grad()
 
     return {
-        "replica": None if "EMA" not in given else given["replica"],
         "hidden_matrices": matrices,
         "everything_else": [p for p in given["model"].parameters() if p.ndim != 2],
         "evaluate": lambda replica: 0.0,
@@ -88,23 +90,18 @@ def _optimizers(given: dict[str, Any]) -> dict[str, Any]:
     return {"pytorch_optimizer": pytorch_optimizer}
 
 
+def _daso(given: dict[str, Any]) -> dict[str, Any]:
+    return {"epochs": 6, "loader": given["loader"][: STEPS // 6]}
+
+
 def _ab(given: dict[str, Any]) -> dict[str, Any]:
     return {"validation_loss_is_flat": False}
 
 
-def _trainer(given: dict[str, Any]) -> dict[str, Any]:
-    from accelerate import Accelerator
-    from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
-
-    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 32, "n_positions": 16}
-    rows = [{"input_ids": row, "labels": row} for row in torch.randint(32, (64, 16)).tolist()]
-    quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "use_cpu": True}
-    arguments = TrainingArguments("out", per_device_train_batch_size=1, max_steps=STEPS, **quiet)
-    words = {"arguments": arguments, "data": rows, "Accelerator": Accelerator}
-    return words | {"gpt": GPT2LMHeadModel(GPT2Config(**sizes))}
-
-
 def _small_models(given: dict[str, Any]) -> dict[str, Any]:
+    images = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 900, 10))
+    example = torch.zeros(2, 3, 32, 32)
+    thinwire.compress(images, rank=4, example=example, keep_first=False, keep_last=False).save("small")
     return {"pixels": torch.zeros(1, 3, 32, 32, dtype=torch.uint8), "loader": given["loader"][:2]}
 
 
@@ -114,7 +111,6 @@ _OF_PAGES = {
     "docs/extending.md": _extending,
     "docs/optimizers.md": _optimizers,
     "docs/methods/ab.md": _ab,
-    "docs/hugging-face.md": _trainer,
+    "docs/methods/daso.md": _daso,
     "docs/small-models.md": _small_models,
 }
-_ = SimpleNamespace

@@ -15,7 +15,8 @@ from shell_lines import commands, tiny
 from test_docs import at_a_users  # noqa: F401  (a fixture)
 from thinwire.cli import main
 
-WORKERS = 2
+ALONE = ("docs/tuning.md", "docs/small-models.md")
+"""Pages whose Python is not of workers, or starts them itself."""
 
 
 def python_of(page: Path) -> list[list[Block]]:
@@ -47,7 +48,7 @@ WITH_PYTHON = [name(page) for page in PAGES if python_of(page)]
 
 @pytest.mark.parametrize("page", slow_but(["README.md"], WITH_PYTHON))
 def test_python_runs(page: str, tmp_path: Path) -> None:
-    gang.run(execute, WORKERS, page, str(tmp_path))
+    gang.run(execute, 1 if page in ALONE else 2, page, str(tmp_path))
 
 
 def commands_of(page: Path) -> list[list[str]]:
