@@ -64,7 +64,7 @@ def test_commands_are_understood(page: Path) -> None:
 def _check(command: Command, place: str, *, whole: bool = True) -> None:
     try:
         check(command)
-    except click.MissingParameter:
+    except (click.MissingParameter, click.BadOptionUsage):
         assert not whole, f"{place}: {command.text!r} lacks an argument"
     except Exception as error:
         raise AssertionError(f"{place}: {command.text!r} is not understood: {error}") from error
