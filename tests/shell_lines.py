@@ -1,11 +1,12 @@
 """Commands of the documentation, taken apart and checked without running them."""
 
 import dataclasses
+import itertools
 import re
 import shlex
 import tomllib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import click
 
@@ -17,8 +18,12 @@ from thinwire.tuning.objective import parse_objective
 from thinwire.tuning.presets import chosen_space
 
 PLACEHOLDERS = {
-    **{"METHOD": "ab", "gossip": "ab", "RECIPE": "digits", "S": "0", "N": "100"},
-    **{"FILE.py:FUNCTION": "my_model.py:build"},
+    "METHOD": "ab",
+    "gossip": "ab",
+    "RECIPE": "digits",
+    "FILE.py:FUNCTION": "my_model.py:build",
+    "S": "0",
+    "N": "100",
 }
 """What readers put something of their own in place of."""
 _STARTERS = ("sudo", "srun", "mpirun", "torchrun")
@@ -121,7 +126,7 @@ def check_thinwire(words: list[str]) -> None:
     if methods is None:
         return
     same = {key: value for key, value in given.items() if key in _OURS and value is not None}
-    for own in variants(methods, given["settings"] if "settings" in given else (), recipe.scheduled):
+    for own in variants(methods, given.get("settings", ()), recipe.scheduled):
         job = Job(recipe=given["recipe"], method=own.method, settings=own.settings, out=Path("runs/none"), **same)
         job.check(data=False)
 
@@ -144,19 +149,25 @@ def _check_extras(text: str) -> None:
         assert set(extras.split(",")) <= set(project["optional-dependencies"]), text
 
 
+_SIZES: dict[str, list[str]] = {
+    "run": ["--steps", "120"],
+    "compare": ["--steps", "120", "--seeds", "1"],
+    "plan": ["--steps", "120", "--compute", "20ms"],
+    "tune": ["--steps", "300", "--generations", "1"],
+    **{name: [] for name in ("list", "runs", "report", "export", "doctor")},
+}
+
+
 def tiny(words: list[str]) -> list[str] | None:
-    """The same command over a few steps, if it needs nothing that is not here."""
-    sizes: dict[str, Any] = {
-        "run": ["--steps", "60"],
-        "compare": ["--steps", "60", "--seeds", "1"],
-        "plan": ["--steps", "60", "--compute", "20ms"],
-        "tune": ["--steps", "60", "--generations", "2"],
-        **dict.fromkeys(("list", "report", "runs", "export", "doctor"), []),
-    }
-    needs = {"--data", "DIR", "propulate"}
-    if words[0] not in sizes or needs & {*words} or (words[0] == "tune" and "optuna" not in words):
+    """The same command over a few steps, if it needs nothing that is not here: no data, no MPI, no minutes."""
+    if words[0] not in _SIZES or {"--data", "shakespeare"} & {*words} or (words[0] == "tune" and "optuna" not in words):
         return None
-    if words[0] in ("run", "plan") and "--config" not in words and "digits" not in words:
-        return None  # shakespeare takes minutes
-    extra = [] if "--help" in words or "--config" in words else sizes[words[0]]
-    return [*words, *extra]
+    if any(":" in word and ".py" in word for word in words):  # the reader's own recipe or model
+        return None
+    return [*words, *([] if {"--help", "--config"} & {*words} else _SIZES[words[0]])]
+
+
+def reads(words: list[str]) -> list[Path]:
+    """Runs that the command begins with; what it writes comes after --out."""
+    named = [word for before, word in itertools.pairwise(words) if word.startswith("runs/") and before != "--out"]
+    return [Path(word) for word in named]
