@@ -94,10 +94,6 @@ def _daso(given: dict[str, Any]) -> dict[str, Any]:
     return {"epochs": 6, "loader": given["loader"][: STEPS // 6]}
 
 
-def _ab(given: dict[str, Any]) -> dict[str, Any]:
-    return {"validation_loss_is_flat": False}
-
-
 def _small_models(given: dict[str, Any]) -> dict[str, Any]:
     images = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 900, 10))
     example = torch.zeros(2, 3, 32, 32)
@@ -110,7 +106,6 @@ _OF_PAGES = {
     "docs/faults.md": _faults,
     "docs/extending.md": _extending,
     "docs/optimizers.md": _optimizers,
-    "docs/methods/ab.md": _ab,
     "docs/methods/daso.md": _daso,
     "docs/small-models.md": _small_models,
 }
