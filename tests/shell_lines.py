@@ -145,7 +145,7 @@ def _check_script(command: Command) -> None:
 
 def _check_extras(text: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    for extras in re.findall(r"(?:thinwire|['"]\.)\[([\w,]+)\]", text):
+    for extras in re.findall(r"(?:thinwire|\W\.)\[([\w,]+)\]", text):
         assert set(extras.split(",")) <= set(project["optional-dependencies"]), text
 
 
