@@ -1,8 +1,9 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
+DOCS_STAMP := .venv-docs/.installed
 
-.PHONY: setup demo test test-slow test-all check clean
+.PHONY: setup demo test test-slow test-all check docs clean
 
 setup: $(STAMP)
 
@@ -35,6 +36,19 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(DOCS_STAMP)
+	# Copied in the repository's layout, so that links between pages are the same here and there.
+	rm -rf build/docs build/site && mkdir -p build/docs
+	git ls-files -coz --exclude-standard -- README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs benchmarks examples | xargs -0 cp --parents -t build/docs
+	sed -i -E 's/^<!-- api: (.+) -->$$/::: \1/' build/docs/docs/api.md
+	.venv-docs/bin/zensical build --strict --clean --config-file mkdocs.yml
+	@echo "open build/site/index.html"
+
+$(DOCS_STAMP): docs/requirements.txt
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	touch $@
+
 clean:
-	rm -rf .venv build dist runs .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-docs build dist runs .pytest_cache .ruff_cache .mypy_cache
 	find . -name '__pycache__' -o -name '*.egg-info' | xargs rm -rf
