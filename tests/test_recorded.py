@@ -55,9 +55,9 @@ def test_saves_and_resumes_are_recorded(tmp_path):
     _trained(out, "--save-every", "5", "--resume")
     records = read_records(out / "records.jsonl", "save", "resume")
     assert [(record["kind"], record["step"]) for record in records] == [
-        *(("save", 5), ("save", 10), ("resume", 12), ("save", 15))
+        *(("save", 5), ("save", 10), ("save", 12), ("resume", 12), ("save", 15))
     ]
-    assert records[2]["lost_steps"] == 2
+    assert records[3]["lost_steps"] == 2
     averages = [record["step"] for record in read_records(out / "records.jsonl", "agreement")]
     assert len(averages) == len(set(averages))
     (run,) = data_of(out / "report.html")["runs"]

@@ -40,6 +40,7 @@ def _write_run(
             record = {"kind": "evaluation", "step": 10 * i, "phase": "train", "model": "world"}
             record |= {metric: accuracy * (1 - 0.5**i), "loss": 0.5**i}
             record |= {"slow_bytes": slow * i // 10 + evaluate, "evaluate_bytes": evaluate, "ranks": {}}
+            record |= {"wall_s": 1.2 * i}
             file.write(json.dumps(record) + "\n")
         file.write(json.dumps(record | {"model": "finished"}) + "\n")
 
