@@ -168,10 +168,12 @@ def test_twelve_rows_fit_a_hundred_columns(twelve):
 
 def test_twelve_lines_are_told_apart_and_bytes_are_logarithmic_where_they_spread(twelve, monkeypatch):
     figures = []
-    monkeypatch.setattr(plots, "two_panels", lambda made=plots.two_panels: figures.append(made()) or figures[-1])
+    monkeypatch.setattr(plots, "blank", lambda *size, made=plots.blank: figures.append(made(*size)) or figures[-1])
     runs = read_runs(twelve)
     draw(runs, compare(runs), twelve / "comparison.png")
-    picture, (_, over_bytes) = figures[0]
+    picture = figures[0]
+    _, over_bytes, over_time = picture.axes
+    assert over_time.get_xlabel() == "seconds"
     looks = {(line.get_color(), line.get_linestyle()) for line in over_bytes.get_lines()}
     assert len(looks) == 12
     (legend,) = picture.legends
@@ -180,7 +182,7 @@ def test_twelve_lines_are_told_apart_and_bytes_are_logarithmic_where_they_spread
     _write_run(twelve / "t", "topk", 0, slow=1_000_000, accuracy=0.9)
     runs = read_runs(twelve)
     draw(runs, compare(runs), twelve / "comparison.png")
-    assert [axes.get_xscale() for axes in figures[1][1]] == ["linear", "log"]
+    assert [axes.get_xscale() for axes in figures[1].axes] == ["linear", "log", "linear"]
     frame = picture.get_window_extent()
     assert legend.get_window_extent().width <= frame.width
 
