@@ -317,13 +317,9 @@ class Terminal:
 
 
 @pytest.mark.slow
-def test_a_run_on_a_terminal_and_whoever_watches_it(tmp_path):
+def test_a_run_on_a_terminal(tmp_path):
     out = tmp_path / "run"
     run = Terminal("run", "digits", "--method", "ab", "--workers", 2, "--steps", 60, "--set", "every=5", "--out", out)
-    until(lambda: run.read() and (out / "records.jsonl").exists(), "the first record")
-    watched = Terminal("watch", tmp_path)
-    words = [sys.executable, "-m", "thinwire", "watch", str(tmp_path)]
-    quietly = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert run.code() == 0
     for what in ("╭─ ab seed 0, digits on 2 workers", "of fp32 DDP", "steps/s", "samples/s", "finishing: "):
         assert what in run.text, run.text
@@ -340,9 +336,20 @@ def test_a_run_on_a_terminal_and_whoever_watches_it(tmp_path):
     for record in records:
         progress.update(record)
     assert progress.share == pytest.approx(summary["traffic_vs_allreduce_fp32"], rel=0.01)
-    # The folder holds several runs as far as anybody knows: both would wait for another one.
-    until(lambda: watched.read() and "digits on 2 workers" in watched.text, "the panel of the watcher")
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_watching_quietly(tmp_path):
+    write(tmp_path / "run", start(), taken(1))  # and never ends
+    watched = Terminal("watch", tmp_path)
+    words = [sys.executable, "-m", "thinwire", "watch", str(tmp_path)]
+    piped = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    until(lambda: watched.read() and "╭─ run, digits on 4 workers" in watched.text, "the panel")
+    assert piped.stdout is not None
+    said = piped.stdout.readline()
     os.kill(watched.pid, signal.SIGINT)
-    quietly.send_signal(signal.SIGINT)
+    piped.send_signal(signal.SIGINT)
     assert watched.code() == 0 and "Traceback" not in watched.text and "Aborted" not in watched.text
-    assert quietly.communicate(timeout=LIMIT_S)[0].count(ESCAPE) == 0 and quietly.returncode == 0
+    said += piped.communicate(timeout=LIMIT_S)[0]
+    assert piped.returncode == 0 and said.startswith("run  groups  step 1/600")
+    assert ESCAPE not in said and "Traceback" not in said and "Aborted" not in said
