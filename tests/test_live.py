@@ -12,8 +12,10 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from rich.console import Console
 
@@ -22,6 +24,8 @@ from test_report import _write_run
 from thinwire.cli import main
 from thinwire.comm.times import Clock, Times
 from thinwire.commands import watch as watching
+from thinwire.commands.doing import Doing
+from thinwire.compress import compress
 from thinwire.report import followed
 from thinwire.report.followed import Followed, FollowedRun
 from thinwire.report.live import Lines, in_place
@@ -278,6 +282,21 @@ def test_work_after_steps_is_without_waiting_and_decomposing():
     again = Times(Clock())
     again.load_state(times.state())
     assert again.after_steps == pytest.approx(times.after_steps)
+
+
+def test_long_work_has_single_lines_where_there_is_no_terminal(capsys):
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
+    far: list[tuple[str, int, int]] = []
+    with Doing(Console(file=io.StringIO())) as doing:
+
+        def report(*parts: Any) -> None:
+            far.append(parts)  # type: ignore[arg-type]
+            doing.update(*parts)
+
+        compress(model, rank=2, report=report)
+        doing.update("writing")
+    assert far == [("decomposing layers", done, 2) for done in range(2)]  # the first and the last layer stay
+    assert capsys.readouterr().err == "decomposing layers …\nwriting …\n"
 
 
 # Real runs on a terminal.
