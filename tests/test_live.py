@@ -12,8 +12,10 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from rich.console import Console
 
@@ -22,6 +24,8 @@ from test_report import _write_run
 from thinwire.cli import main
 from thinwire.comm.times import Clock, Times
 from thinwire.commands import watch as watching
+from thinwire.commands.doing import Doing
+from thinwire.compress import compress
 from thinwire.report import followed
 from thinwire.report.followed import Followed, FollowedRun
 from thinwire.report.live import Lines, in_place
@@ -280,6 +284,21 @@ def test_work_after_steps_is_without_waiting_and_decomposing():
     assert again.after_steps == pytest.approx(times.after_steps)
 
 
+def test_long_work_has_single_lines_where_there_is_no_terminal(capsys):
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
+    far: list[tuple[str, int, int]] = []
+    with Doing(Console(file=io.StringIO())) as doing:
+
+        def report(*parts: Any) -> None:
+            far.append(parts)  # type: ignore[arg-type]
+            doing.update(*parts)
+
+        compress(model, rank=2, report=report)
+        doing.update("writing")
+    assert far == [("decomposing layers", done, 2) for done in range(2)]  # the first and the last layer stay
+    assert capsys.readouterr().err == "decomposing layers …\nwriting …\n"
+
+
 # Real runs on a terminal.
 
 
@@ -317,13 +336,9 @@ class Terminal:
 
 
 @pytest.mark.slow
-def test_a_run_on_a_terminal_and_whoever_watches_it(tmp_path):
+def test_a_run_on_a_terminal(tmp_path):
     out = tmp_path / "run"
     run = Terminal("run", "digits", "--method", "ab", "--workers", 2, "--steps", 60, "--set", "every=5", "--out", out)
-    until(lambda: run.read() and (out / "records.jsonl").exists(), "the first record")
-    watched = Terminal("watch", tmp_path)
-    words = [sys.executable, "-m", "thinwire", "watch", str(tmp_path)]
-    quietly = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert run.code() == 0
     for what in ("╭─ ab seed 0, digits on 2 workers", "of fp32 DDP", "steps/s", "samples/s", "finishing: "):
         assert what in run.text, run.text
@@ -340,9 +355,20 @@ def test_a_run_on_a_terminal_and_whoever_watches_it(tmp_path):
     for record in records:
         progress.update(record)
     assert progress.share == pytest.approx(summary["traffic_vs_allreduce_fp32"], rel=0.01)
-    # The folder holds several runs as far as anybody knows: both would wait for another one.
-    until(lambda: watched.read() and "digits on 2 workers" in watched.text, "the panel of the watcher")
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_watching_quietly(tmp_path):
+    write(tmp_path / "run", start(), taken(1))  # and never ends
+    watched = Terminal("watch", tmp_path)
+    words = [sys.executable, "-m", "thinwire", "watch", str(tmp_path)]
+    piped = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    until(lambda: watched.read() and "╭─ run, digits on 4 workers" in watched.text, "the panel")
+    assert piped.stdout is not None
+    said = piped.stdout.readline()
     os.kill(watched.pid, signal.SIGINT)
-    quietly.send_signal(signal.SIGINT)
+    piped.send_signal(signal.SIGINT)
     assert watched.code() == 0 and "Traceback" not in watched.text and "Aborted" not in watched.text
-    assert quietly.communicate(timeout=LIMIT_S)[0].count(ESCAPE) == 0 and quietly.returncode == 0
+    said += piped.communicate(timeout=LIMIT_S)[0]
+    assert piped.returncode == 0 and said.startswith("run  groups  step 1/600")
+    assert ESCAPE not in said and "Traceback" not in said and "Aborted" not in said

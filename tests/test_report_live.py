@@ -61,7 +61,7 @@ def test_the_page_follows_a_run_and_is_plain_when_it_has_ended(tmp_path):
     try:
         text = until(lambda: page.is_file() and page.read_text(), "the first page")
         assert "location.reload()" in text and re.search(r"Written at \d\d:\d\d:\d\d, \d{4}-", text)
-        assert "ab-seed0  groups  step 50/600" in text
+        assert "ab-seed0, groups, step 50/600" in text
         assert [each["name"] for each in _data(page)["runs"]] == ["allreduce-seed0"]
         write(run, evaluated(50))
         until(lambda: len(_data(page)["runs"]) == 2, "the run's first evaluation")

@@ -77,13 +77,14 @@ class Followed:
         self._looked = -_LOOK_EVERY_S
 
     def refresh(self) -> list[FollowedRun]:
-        """Look for new runs and read what is new of all that have not ended; the newest first."""
+        """Look for new runs, and read what is new of those that have not finished and of the newest; that is first."""
         if time.monotonic() - self._looked > _LOOK_EVERY_S:
             self._look()
-        for run in self._runs.values():
-            if run.end != FINISHED:
+        runs = sorted(self._runs.values(), key=lambda run: (-(run.written or 0.0), str(run.folder)))
+        for run in runs:
+            if run is runs[0] or run.end != FINISHED:
                 run.refresh()
-        return sorted(self._runs.values(), key=lambda run: (-(run.written or 0.0), str(run.folder)))
+        return runs
 
     def _look(self) -> None:
         self._looked = time.monotonic()

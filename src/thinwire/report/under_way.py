@@ -40,4 +40,4 @@ def in_words(run: FollowedRun) -> str:
     quiet_s = 0.0 if run.written is None else time.time() - run.written
     if run.written is not None and is_silent(run.progress, quiet_s):
         return f"{run.progress.title}: {silence(run.written, quiet_s)}"
-    return line(run.progress)
+    return line(run.progress).replace("  ", ", ")  # a browser shows several spaces as one
