@@ -4,8 +4,8 @@
     python benchmarks/report_size.py --runs 10 --steps 10000
 
 Writes runs with as many records of steps, an evaluation every 1,000 of them, and ranks and stability of 24 layers.
-Then the whole command runs in a process of its own: start, table, pictures and page. Needs 200 MB per million steps in a
-temporary folder.
+Then the whole command runs in a process of its own: start, table, pictures and page. Needs 200 MB per million steps in
+a temporary folder.
 """
 
 import argparse
