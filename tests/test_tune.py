@@ -382,6 +382,9 @@ def test_a_killed_search_goes_on_where_it_was(tmp_path: Path) -> None:
     assert occupied.returncode == 2 and "`--resume` to continue it" in occupied.stderr
     done = tune(tmp_path / "out", *words, "--resume", engine="optuna")
     assert not done.returncode, done.stderr
+    (tmp_path / "out" / "report.html").unlink()
+    told = tune(tmp_path / "out", *words, "--resume", "--json", engine="optuna")
+    assert len(json.loads(told.stdout)["trials"]) == 4 and (tmp_path / "out" / "report.html").is_file()
     after = read_trials(tmp_path / "out")
     assert len(after) == 4 and all(t.has_ended for t in after)
     assert all(after[i].codes == codes for i, (_, codes) in enumerate(before.values()))

@@ -13,6 +13,9 @@ from thinwire.report import Run, draw
 from thinwire.report.heatmap import draw_stability
 from thinwire.report.ranks import draw_ranks
 
+_MOST_RUNS = 40
+"""Runs up to which each has pictures of its layers."""
+
 Draw = Callable[[], Path | None]
 
 
@@ -21,6 +24,7 @@ def of_comparison(runs: list[Run], rows: list[dict[str, Any]], folder: Path, *, 
     picture = folder / "comparison.png"
     # A link to a run elsewhere is read, and nothing is written there.
     own = [run for run in runs if run.folder == folder or not run.folder.is_symlink()]
+    own = own if len(own) <= _MOST_RUNS else []  # each takes a second, and the page shows them
     found = drawn([partial(_curves, runs, rows, picture), *_stability(own), *(partial(draw_ranks, r) for r in own)])
     if silent:
         return

@@ -32,11 +32,12 @@ def draw(runs: list[Run], rows: list[dict[str, Any]], path: Path) -> None:
     refuse_link(path)
     over_steps, over_bytes, over_time = (figure := blank(14, 4.4)).subplots(1, 3, sharey=True)
     by_label = grouped(runs)
+    points = {run.folder: _points(run) for run in runs}
     for stroke, row in zip(strokes(len(rows)), rows):
-        own = by_label[row["label"]]
-        _curve(over_steps, own, "step", 1, stroke, row["label"])
-        _curve(over_bytes, own, "counted_bytes", 1e6, stroke, _legend_text(row))
-        _curve(over_time, own, "wall_s", 1, stroke, f"{row['label']} ({row['wall_s_mean'] or 0:.0f} s)")
+        own = [points[run.folder] for run in by_label[row["label"]]]
+        _curve(over_steps, [p[:, [0, 3]] for p in own], 1, stroke, row["label"])
+        _curve(over_bytes, [p[:, [1, 3]] for p in own], 1e6, stroke, _legend_text(row))
+        _curve(over_time, [p[:, [2, 3]] for p in own], 1, stroke, f"{row['label']} ({row['wall_s_mean'] or 0:.0f} s)")
     metric, crowded = rows[0]["metric"], len(rows) > _MOST_INSIDE
     captions = {over_steps: "steps", over_bytes: "slow-link bytes per node (MB)", over_time: _seconds(rows)}
     for axes, below in captions.items():
@@ -51,7 +52,7 @@ def draw(runs: list[Run], rows: list[dict[str, Any]], path: Path) -> None:
         from matplotlib.ticker import PercentFormatter
 
         over_steps.yaxis.set_major_formatter(PercentFormatter(1.0))
-    _frame(over_steps, runs, metric)
+    _frame(over_steps, np.concatenate([p[:, 3] for p in points.values()]), metric)
     figure.suptitle(f"{rows[0]['recipe']}: {metric} over steps, slow-link bytes and time")
     figure.savefig(path)
 
@@ -127,9 +128,8 @@ def _logarithmic(axes: Axes, least: float) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def _curve(axes: Axes, runs: list[Run], across: str, unit: float, stroke: dict[str, Any], label: str) -> None:
-    points = [_points(run, across) for run in runs]
-    points = [p for p in points if len(p)]
+def _curve(axes: Axes, found: list[np.ndarray], unit: float, stroke: dict[str, Any], label: str) -> None:
+    points = [p for p in found if len(p)]
     if not points:
         return
     shortest = min(len(p) for p in points)
@@ -141,8 +141,10 @@ def _curve(axes: Axes, runs: list[Run], across: str, unit: float, stroke: dict[s
     axes.plot(mean[:, 0] / unit, mean[:, 1], **stroke, linewidth=2, marker=marker, markersize=3, label=label)
 
 
-def _points(run: Run, across: str) -> np.ndarray:
-    return np.array([(r[across], r[run.metric]) for r in run.evaluations()], dtype=float).reshape(-1, 2)
+def _points(run: Run) -> np.ndarray:
+    """Step, bytes, seconds and metric of each evaluation."""
+    found = [(r["step"], r["counted_bytes"], r["wall_s"], r[run.metric]) for r in run.evaluations()]
+    return np.array(found, dtype=float).reshape(-1, 4)
 
 
 def dress(axes: Axes, below: str, beside: str, *, legend: bool = True) -> None:
@@ -156,9 +158,8 @@ def dress(axes: Axes, below: str, beside: str, *, legend: bool = True) -> None:
         axes.legend(frameon=False, loc="best")
 
 
-def _frame(axes: Axes, runs: list[Run], metric: str) -> None:
+def _frame(axes: Axes, values: np.ndarray, metric: str) -> None:
     """Limit the y axis to where most evaluations are: the first ones may be far off."""
-    values = np.concatenate([_points(run, "step")[:, 1] for run in runs])
     if len(values) < 8:
         return
     if metric == "accuracy":

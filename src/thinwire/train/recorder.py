@@ -87,7 +87,7 @@ def _lines_until(path: Path, step: int) -> tuple[list[str], int]:
     # A killed run may leave half a line; it is always later than the last checkpoint.
     if step == 0 or not path.is_file():
         return [], 0
-    kept = []
+    kept: list[str] = []
     lines = lines_of(path)
     for number, line in enumerate(lines, 1):
         if not line.endswith("\n") or _step(path, number, line) > step:
