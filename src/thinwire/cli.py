@@ -27,6 +27,7 @@ from thinwire.commands.export import export
 from thinwire.commands.fields import WithFields
 from thinwire.commands.netbench import netbench
 from thinwire.commands.plan import plan
+from thinwire.commands.plot import plot
 from thinwire.commands.report import page, report, write_report
 from thinwire.commands.runs import runs
 from thinwire.commands.showing import closing_line, print_summary, shown
@@ -245,6 +246,7 @@ main.add_command(demo)
 main.add_command(doctor)
 main.add_command(export)
 main.add_command(plan)
+main.add_command(plot)
 main.add_command(netbench)
 main.add_command(report)
 main.add_command(runs)

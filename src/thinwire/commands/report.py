@@ -51,7 +51,7 @@ def report(folders: tuple[Path, ...], out: Path | None, figures: str | None, liv
     place = out or folders[0]
     place.mkdir(parents=True, exist_ok=True)
     under_way = keep_up(folders, place, quiet=as_json) if live else []
-    content = _read(folders, may_be_empty=live)
+    content = read_content(folders, may_be_empty=live)
     for problem in content.problems:
         click.echo(printable(f"thinwire: left out: {problem}"), err=True)
     if not content.runs and live:  # Ctrl-C before the first one ended
@@ -60,7 +60,7 @@ def report(folders: tuple[Path, ...], out: Path | None, figures: str | None, liv
     write_report(place, content, as_json=as_json, figures=figures)
 
 
-def _read(folders: Iterable[Path], *, may_be_empty: bool = False) -> Content:
+def read_content(folders: Iterable[Path], *, may_be_empty: bool = False) -> Content:
     """The finished runs, the baseline first, and sentences on the others; else an error if none has finished."""
     folders = tuple(folders)
     benches = {folder: bench for folder in folders if (bench := read_bench(folder))}
@@ -134,6 +134,6 @@ def page_of(places: Iterable[Path], folder: Path, *, silent: bool) -> None:
 def page_of_bench(folder: Path, *, silent: bool) -> None:
     """The page of what netbench measured."""
     try:
-        page(_read([folder]), folder, silent=silent)
+        page(read_content([folder]), folder, silent=silent)
     except (ThinwireError, OSError) as error:  # the figures are written already
         click.echo(f"thinwire: no report: {one_line(error)}", err=True)
