@@ -25,10 +25,9 @@ from thinwire.jobs import Job, variant
 from thinwire.plan.links import Links
 from thinwire.recipes import named
 from thinwire.report.tables import figure
-from thinwire.tuning.api import ENGINES, Execution, Result, begin, run_trials
+from thinwire.tuning.api import ENGINES, Execution, Result, begin, run_trials, search_for
 from thinwire.tuning.by_propulate import Evolution, check_installed, in_mpi, world
-from thinwire.tuning.objective import parse_objective
-from thinwire.tuning.presets import PRESETS, chosen_space
+from thinwire.tuning.presets import PRESETS
 from thinwire.tuning.results import BEST, draw_importance, finished
 from thinwire.tuning.search import Limits, Search
 
@@ -129,8 +128,6 @@ def _search(recipe: str, flags: dict[str, Any]) -> Search:
         settings=chosen.settings,
         out=folder,
         workers=flags["workers_per_trial"],
-        validate=True,
-        model=False,
         **{name: value for name, value in given.items() if value is not None},
     )
     limits = Limits(
@@ -141,17 +138,14 @@ def _search(recipe: str, flags: dict[str, Any]) -> Search:
     if flags["bandwidth"]:
         rate, wait = units.bits_per_second(flags["bandwidth"]), units.seconds(flags["latency"])
         links = Links(bandwidth=rate, latency=wait)
-    metric = known.task.metric
-    return Search(
-        folder=folder,
-        job=job,
-        space=chosen_space(flags["space"], chosen.method),
-        objective=parse_objective(flags["objective"] or metric, metric),
+    return search_for(
+        job,
+        space=flags["space"],
+        objective=flags["objective"],
         limits=limits,
         links=links,
         compute=units.seconds(flags["compute"]) if flags["compute"] else None,
         stops_early=not flags["no_early_stopping"],
-        seed=flags["seed"],
     )
 
 

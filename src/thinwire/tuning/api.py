@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from thinwire.tuning.objective import parse_objective
 from thinwire.tuning.presets import chosen_space
 from thinwire.tuning.results import best_config, finished, front, importance, write_results
 from thinwire.tuning.search import Limits, Search
-from thinwire.tuning.space import Space, space_of
+from thinwire.tuning.space import space_of
 from thinwire.tuning.trial import Trial
 
 ENGINES = ("propulate", *SAMPLERS)
@@ -80,26 +80,14 @@ def tune(
     `thinwire.jobs.Job`, such as steps=200 or settings=("wire=int2",). With Propulate, all ranks of an MPI world call
     this. The options of `thinwire tune` say more.
     """
-    metric = Job(recipe=recipe, method=method, out=Path(out), **run).trained.task.metric
-    search = Search(
-        folder=Path(out),
-        job=Job(
-            recipe=recipe,
-            method=method,
-            out=Path(out),
-            workers=workers_per_trial,
-            seed=seed,
-            validate=True,
-            model=False,
-            **run,
-        ),
-        space=_space(space, method),
-        objective=parse_objective(objective or metric, metric),
+    search = search_for(
+        Job(recipe=recipe, method=method, out=Path(out), workers=workers_per_trial, seed=seed, **run),
+        space=space,
+        objective=objective,
         limits=Limits(search=float("inf") if time_limit is None else time_limit, trial=trial_limit),
         links=links,
         compute=compute,
         stops_early=early_stopping,
-        seed=seed,
     )
     evolution = Evolution(islands=islands, generations=generations, migration=migration, pollination=pollination)
     return perform(
@@ -107,8 +95,17 @@ def tune(
     )
 
 
-def _space(space: str | Mapping[str, Any] | None, method: str) -> Space:
-    return chosen_space(space, method) if space is None or isinstance(space, str) else space_of(space)
+def search_for(job: Job, *, space: str | Mapping[str, Any] | None, objective: str | None, **more: Any) -> Search:
+    """The search in a job's folder, with its seed; `more` are fields of `Search`."""
+    metric = job.trained.task.metric
+    return Search(
+        folder=job.out,
+        job=replace(job, validate=True, model=False),
+        space=chosen_space(space, job.method) if space is None or isinstance(space, str) else space_of(space),
+        objective=parse_objective(objective or metric, metric),
+        seed=job.seed,
+        **more,
+    )
 
 
 def begin(search: Search, execution: Execution) -> int:

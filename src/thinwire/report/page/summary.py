@@ -40,8 +40,11 @@ def _what_was_run(runs: list[Run], rows: list[dict[str, Any]]) -> str:
     seeds = sorted({len(row["seeds"]) for row in rows})
     counts = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
     each = f", {counts} seeds each" if seeds[-1] > 1 else ""
+    links = {row["link"] for row in rows}
+    over = f", links of {rows[0]['link']}" if len(links) == 1 and rows[0]["link"] else ""
     what = f"{len(runs)} finished {_plural('run', len(runs))} of {rows[0]['recipe']}"
-    return f"{what}: {len(rows)} {_plural('method or setting', len(rows))}{each}{counted}, {rows[0]['split']} data."
+    settings = _plural("method or setting", len(rows))
+    return f"{what}: {len(rows)} {settings}{each}{counted}{over}, {rows[0]['split']} data."
 
 
 def _plural(word: str, count: int) -> str:
@@ -49,7 +52,7 @@ def _plural(word: str, count: int) -> str:
 
 
 def _of_row(row: dict[str, Any], base: dict[str, Any] | None) -> str:
-    parts = [_sent(row), _reached(row, base)]
+    parts = [_sent(row), *_took(row, base), _reached(row, base)]
     if smaller := _smaller(row["compression_mean"]):
         parts.append(smaller)
     return f"{row['label']} {', '.join(parts[:-1])}{',' if len(parts) > 2 else ''} and {parts[-1]}."
@@ -60,6 +63,14 @@ def _sent(row: dict[str, Any]) -> str:
     return (
         f"sent {sent} per node" if share is None else f"sent {percent(share)} of all-reduce's bytes ({sent} per node)"
     )
+
+
+def _took(row: dict[str, Any], base: dict[str, Any] | None) -> list[str]:
+    """Seconds, where links are slow and known: elsewhere the same methods may take other times."""
+    seconds, link = row["wall_s_mean"], row["link"]
+    if base is None or link is None or base["link"] != link or not (seconds and base["wall_s_mean"]):
+        return []
+    return [f"took {seconds:.0f} s where all-reduce took {base['wall_s_mean']:.0f} s"]
 
 
 def _reached(row: dict[str, Any], base: dict[str, Any] | None) -> str:
