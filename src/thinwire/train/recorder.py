@@ -45,7 +45,7 @@ class Recorder:
                 path.write_text("".join(kept), encoding="utf-8")
             self._file = FileIO(path, "a")
 
-    def write(self, kind: str, more: Callable[[], dict[str, Any]] | None = None, **values: Any) -> None:
+    def write(self, kind: str, more: Callable[[], dict[str, Any]] | None = None, /, **values: Any) -> None:
         """One line; values may be tensors of one number. `more` is for loggers, and not in the line."""
         if self._file is not None:
             added = more() if more is not None and self.loggers else {}
