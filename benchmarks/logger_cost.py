@@ -1,12 +1,13 @@
 """What loggers cost, against the steps of the same run, by processor time.
 
-Trains digits on one worker with each logger that is installed. The same records are then handed to it once more, and
-the processor time of this process, with all threads that a tracker has started, is divided by that of the steps. The
-time by the clock that its calls and the replica's numbers held up the run is beside it. Processes that wandb starts
+Trains digits on one worker with each logger that is installed. Its steps are then handed to it many times
+more, and the processor time of that, with all threads that a tracker has started, is divided by that of the steps. The
+share of the clock that its calls and the replica's numbers took of the run is beside it. Processes that wandb starts
 are in neither.
 """
 
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,8 +24,11 @@ from thinwire.replica import Replica
 from thinwire.train import fit
 
 TARGET = "<= 0.01"
-BATCHES = {64: 100, 256: 50}
+BATCHES = {64: 60, 256: 30}
 """Examples per step, the recipe's own first, and steps."""
+
+TIMES, SETTLE_S = 30, 2.0
+"""How often steps are handed over again, and what is left then to a tracker's threads."""
 
 
 class Timed:
@@ -49,7 +53,7 @@ def main() -> None:
     given = arguments(
         __doc__,
         every={"type": int, "default": 10, "help": "steps between two that are shown"},
-        runs={"type": int, "default": 3, "help": "runs of each logger and recipe"},
+        blocks={"type": int, "default": 7, "help": "blocks of steps that a figure is the median of"},
         only={"default": ",".join(NAMES), "help": "names of loggers, separated by commas"},
     )
     os.environ.setdefault("WANDB_MODE", "offline")
@@ -69,26 +73,23 @@ def _figures(given: Any, folder: Path) -> Iterator[Figure]:
             except thinwire.ConfigError as error:
                 print(error)
                 continue
-            count = 2 if given.quick else given.runs
-            runs = [_run(batch, 30 if given.quick else steps, name, given.every, folder) for _ in range(count)]
+            run = _run(batch, 12 if given.quick else steps, name, given.every, folder)
+            blocks = _processor_seconds(name, given.every, run["records"], 2 if given.quick else given.blocks)
             yield figure(
                 f"digits, batch {batch}: {name}, every {given.every}",
-                [run["processor"] for run in runs],
+                [(spent + run["numbers"]) / run["processor"] for spent in blocks],
                 TARGET,
                 **{
-                    "by the clock": f"{_mean(runs, 'clock'):.4f}",
-                    "of which numbers": f"{_mean(runs, 'numbers'):.4f}",
-                    "a step": f"{1000 * _mean(runs, 'step'):.1f} ms of the processor",
-                    "begin and end": f"{_mean(runs, 'outside'):.1f} s",
+                    "per step": f"{1e6 * statistics.median(blocks) / run['steps']:.0f} µs",
+                    "and the replica's numbers": f"{1e6 * run['numbers'] / run['steps']:.0f} µs",
+                    "of": f"{1000 * run['processor'] / run['steps']:.1f} ms",
+                    "share by the clock": f"{run['clock']:.4f}",
+                    "begin and end": f"{run['outside']:.1f} s",
                 },
             )
 
 
-def _mean(runs: list[dict[str, float]], name: str) -> float:
-    return sum(run[name] for run in runs) / len(runs)
-
-
-def _run(batch: int, steps: int, name: str, every: int, folder: Path) -> dict[str, float]:
+def _run(batch: int, steps: int, name: str, every: int, folder: Path) -> dict[str, Any]:
     (logger,) = chosen([name], every)
     timed, numbers, marks = Timed(logger), _TimedNumbers(), list[tuple[float, float]]()
 
@@ -101,38 +102,45 @@ def _run(batch: int, steps: int, name: str, every: int, folder: Path) -> dict[st
         fit(recipe, thinwire.LocalSGD(every=8), out=out, model=False, loggers=[timed, mark])
     clock, processor = (last - first for first, last in zip(marks[0], marks[-1], strict=True))
     return {
-        "clock": (timed.seconds + numbers.seconds) / clock,
-        "numbers": numbers.seconds / clock,
-        "processor": (_processor_seconds(name, every, timed.records) + numbers.seconds) / processor,
-        "step": processor / (steps - 1),
+        "records": timed.records,
+        "steps": len(marks) - 1,
+        "processor": processor,
+        "numbers": numbers.processor,
+        "clock": (timed.seconds + numbers.clock) / clock,
         "outside": timed.outside,
     }
 
 
-def _processor_seconds(name: str, every: int, records: list[dict[str, Any]]) -> float:
-    """Of this process, all threads, for the same records; a run without them is taken off."""
-    spent = []
-    for chosen_records in (records, [records[0], records[-1]]):
-        loggers = Loggers(chosen([name], every))
+def _processor_seconds(name: str, every: int, records: list[dict[str, Any]], blocks: int) -> list[float]:
+    """Of this process, all threads, for the steps of a run; they are handed over many times, so that it shows."""
+    first, *between, last = records
+    steps = [record for record in between if record["kind"] == "step"]
+    loggers, spent, done = Loggers(chosen([name], every)), [], 0
+    loggers.write(first)
+    for _ in range(1 + blocks):
         start = time.process_time()
-        for record in chosen_records:
-            loggers.write(record)
-        spent.append(time.process_time() - start)
-    return spent[0] - spent[1]
+        for record in TIMES * steps:
+            done += 1
+            loggers.write(record | {"step": done})
+        time.sleep(SETTLE_S)
+        spent.append((time.process_time() - start) / TIMES)
+    loggers.write(last)
+    return spent[1:]  # the first one warms up
 
 
 class _TimedNumbers:
-    """The seconds that `replica.numbers()` takes inside."""
+    """The seconds that `replica.numbers()` takes inside, by the clock and of the processor."""
 
-    seconds = 0.0
+    clock = processor = 0.0
 
     def __enter__(self) -> None:
         self.before = Replica.numbers
 
         def numbers(replica: Replica) -> dict[str, float]:
-            start = time.perf_counter()
+            clock, processor = time.perf_counter(), time.thread_time()
             found = self.before(replica)
-            self.seconds += time.perf_counter() - start
+            self.clock += time.perf_counter() - clock
+            self.processor += time.thread_time() - processor
             return found
 
         Replica.numbers = numbers  # type: ignore[method-assign]

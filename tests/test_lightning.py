@@ -70,7 +70,7 @@ def fitted(rank: int, workers: int, config: Any, folder: Path, resume: bool = Fa
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from thinwire.integrations.lightning import ThinwireStrategy
+    from thinwire.integrations.lightning import ThinwireNumbers, ThinwireStrategy
 
     warnings.simplefilter("ignore")
     model = module()
@@ -82,7 +82,7 @@ def fitted(rank: int, workers: int, config: Any, folder: Path, resume: bool = Fa
         max_steps=STEPS,
         accumulate_grad_batches=2,
         gradient_clip_val=1.0,
-        callbacks=[keep],
+        callbacks=[keep, ThinwireNumbers()],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -92,6 +92,7 @@ def fitted(rank: int, workers: int, config: Any, folder: Path, resume: bool = Fa
     )
     saved = str(folder / f"step={EPOCH}.ckpt") if resume else None
     trainer.fit(model, loader(rank, workers), loader(rank, workers), ckpt_path=saved)
+    assert trainer.callback_metrics["slow_bytes"] > 0 and 0 < trainer.callback_metrics["traffic_vs_allreduce_fp32"] < 2
     return model, trainer.callback_metrics["missed"]
 
 

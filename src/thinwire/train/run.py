@@ -99,7 +99,9 @@ class Run:
             self.averages = found.averages
             layers = {name: round(ratio, 4) for name, ratio in found.ratios.items()}
             late = self.replica.waits.latest
-            more = {"late": {"group": late.group, "seconds": round(late.seconds, 4)}} if late is not None else {}
+            more: dict[str, Any] = (
+                {"late": {"group": late.group, "seconds": round(late.seconds, 4)}} if late is not None else {}
+            )
             self.recorder.write("agreement", step=self.replica.step, ratio=found.ratio, layers=layers, **more)
 
     def note_events(self) -> None:
