@@ -14,8 +14,8 @@ from rich.console import Console
 from thinwire.commands import options, pictures
 from thinwire.errors import ConfigError, ThinwireError, one_line, printable
 from thinwire.files import refuse_link
-from thinwire.report import compare as compare_runs
 from thinwire.report import Run, table
+from thinwire.report import compare as compare_runs
 from thinwire.report.figures import FORMATS, write_figures
 from thinwire.report.folders import FINISHED, Found, look, run_folders
 from thinwire.report.page import write_page
