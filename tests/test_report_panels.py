@@ -22,7 +22,6 @@ from thinwire.cli import main
 from thinwire.commands.report import page_of_bench
 from thinwire.report.page.pareto import front
 
-
 ACROSS = ("steps", "bytes", "time")
 
 
