@@ -22,6 +22,8 @@ from thinwire.cli import main
 from thinwire.commands.report import page_of_bench
 from thinwire.report.page.pareto import front
 
+ACROSS = ("steps", "bytes", "time")
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -184,15 +186,31 @@ def test_a_damaged_netbench_is_named(bench, capsys):
 # Figures.
 
 
-@pytest.mark.parametrize("kind", [pytest.param("png", marks=pytest.mark.slow), "svg"])
-def test_each_chart_is_a_file_for_a_paper(kind, folder):
+def _figures(folder: Path, kind: str) -> set[str]:
     pytest.importorskip("matplotlib")
-    add_panels(folder / "ab-seed0", "a")
     result = CliRunner().invoke(main, ["report", str(folder), "--figures", kind])
     assert result.exit_code == 0, result.output
-    names = {path.name for path in (folder / "figures").iterdir()}
-    wanted = ["pareto", "accuracy-over-bytes", "loss-over-steps", "bytes-by-purpose", "divergence", "ranks-ab-seed0"]
-    wanted += ["stability-ab-seed0", "spectra-ab-seed0", "agreement-ab-seed0"]
-    assert {f"{name}.{kind}" for name in wanted} <= names
     starts = {"png": b"\x89PNG", "svg": b"<?xml"}
-    assert all(path.read_bytes().startswith(starts[kind]) for path in (folder / "figures").iterdir())
+    written = list((folder / "figures").iterdir())
+    assert all(path.suffix == f".{kind}" and path.read_bytes().startswith(starts[kind]) for path in written)
+    return {path.stem for path in written}
+
+
+def test_charts_are_files_for_a_paper(tmp_path):
+    for method, slow in (("allreduce", 100), ("ab", 9)):
+        write_run(tmp_path / method, method, 0, slow=slow, accuracy=0.9)
+        (tmp_path / method / "records.jsonl").unlink()
+    wanted = {
+        "pareto",
+        "bytes-by-purpose",
+        "bytes-by-link",
+        *(f"{a}-over-{b}" for a in ("accuracy", "loss") for b in ACROSS),
+    }
+    assert _figures(tmp_path, "svg") == wanted
+
+
+@pytest.mark.slow
+def test_layers_are_files_for_a_paper(folder):
+    add_panels(folder / "ab-seed0", "a")
+    layers = {f"{name}-ab-seed0" for name in ("ranks", "stability", "spectra", "agreement")}
+    assert {"pareto", "divergence", *layers} <= _figures(folder, "png")

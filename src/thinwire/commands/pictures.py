@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
 from thinwire.report import Run, draw
 from thinwire.report.heatmap import draw_stability
 from thinwire.report.ranks import draw_ranks
 
-_MOST_RUNS = 40
+_MOST_RUNS = 20
 """Runs up to which each has pictures of its layers."""
 
 Draw = Callable[[], Path | None]
 
 
-def of_comparison(runs: list[Run], rows: list[dict[str, Any]], folder: Path, *, silent: bool) -> None:
-    """The curves side by side, the stability of bases, and the ranks, for runs that recorded them."""
+def of_comparison(
+    runs: list[Run],
+    rows: list[dict[str, Any]],
+    folder: Path,
+    *,
+    silent: bool,
+    known: Mapping[Path, np.ndarray] | None = None,
+) -> None:
+    """The curves side by side, the stability of bases, and the ranks, for runs that recorded them.
+
+    `known` are evaluations that have been read already.
+    """
     picture = folder / "comparison.png"
     # A link to a run elsewhere is read, and nothing is written there.
     own = [run for run in runs if run.folder == folder or not run.folder.is_symlink()]
     own = own if len(own) <= _MOST_RUNS else []  # each takes a second, and the page shows them
-    found = drawn([partial(_curves, runs, rows, picture), *_stability(own), *(partial(draw_ranks, r) for r in own)])
+    found = drawn(
+        [partial(_curves, runs, rows, picture, known), *_stability(own), *(partial(draw_ranks, r) for r in own)]
+    )
     if silent:
         return
     ranks = [path for path in found if path.name == "ranks.png"]
@@ -59,8 +72,8 @@ def drawn(pictures: Iterable[Draw], what: str = "picture") -> list[Path]:
     return found
 
 
-def _curves(runs: list[Run], rows: list[dict[str, Any]], path: Path) -> Path:
-    draw(runs, rows, path)
+def _curves(runs: list[Run], rows: list[dict[str, Any]], path: Path, known: Mapping[Path, np.ndarray] | None) -> Path:
+    draw(runs, rows, path, known)
     return path
 
 

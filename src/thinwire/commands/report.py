@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 from rich.console import Console
 
 from thinwire.commands import options, pictures
 from thinwire.commands.report_live import keep_up
 from thinwire.errors import ConfigError, ThinwireError, one_line, printable
 from thinwire.files import refuse_link
+from thinwire.report import Run, table
 from thinwire.report import compare as compare_runs
-from thinwire.report import table
 from thinwire.report.figures import FORMATS, write_figures
 from thinwire.report.folders import FINISHED, Found, look, run_folders
 from thinwire.report.page import write_page
@@ -103,25 +104,45 @@ def write_report(folder: Path, content: Content, *, as_json: bool, figures: str 
         # Without a terminal the width is unknown, and a cut-off figure would be lost.
         wide = Console()
         Console(width=None if wide.is_terminal else 100).print(table(rows))
-    pictures.of_comparison(content.runs, rows, folder, silent=as_json)
-    page(content, folder, silent=as_json, figures=figures)
+    written, data = _written(content, folder)
+    pictures.of_comparison(content.runs, rows, folder, silent=as_json, known=_evaluations(content.runs, data))
+    _say(written, data, folder, silent=as_json, figures=figures)
 
 
-def page(content: Content, folder: Path, *, silent: bool, figures: str | None = None) -> None:
+def page(content: Content, folder: Path, *, silent: bool) -> None:
     """Write `report.html` and print its path; if it cannot be written, a line says why and nothing is lost."""
+    _say(*_written(content, folder), folder, silent=silent)
+
+
+def _written(content: Content, folder: Path) -> tuple[list[Path], dict[str, Any]]:
+    """The page, if it could be written, and what is in it."""
     data: dict[str, Any] = {}
 
     def write() -> Path:
         data.update(collect(content, folder))
         return write_page(content, folder, data)
 
-    for path in pictures.drawn([write], "report"):
+    return pictures.drawn([write], "report"), data
+
+
+def _evaluations(runs: list[Run], data: dict[str, Any]) -> dict[Path, np.ndarray]:
+    """Step, bytes and metric of runs whose records are whole: a long run's need not be read again."""
+    found = {}
+    for run, shown in zip(runs, data.get("runs", ()), strict=False):
+        curve = shown["curves"]["metric"]
+        if not shown["problems"] and None not in (*curve["mb"], *curve["y"]):
+            found[run.folder] = np.array([curve["step"], [1e6 * mb for mb in curve["mb"]], curve["y"]], dtype=float).T
+    return found
+
+
+def _say(written: list[Path], data: dict[str, Any], folder: Path, *, silent: bool, figures: str | None = None) -> None:
+    for path in written:
         if not silent:
             click.echo(f"report: {path}")
     if figures and data:
-        written = write_figures(data, folder / _FIGURES, figures)
+        charts = write_figures(data, folder / _FIGURES, figures)
         if not silent:
-            click.echo(f"figures: {len(written)} files in {folder / _FIGURES}")
+            click.echo(f"figures: {len(charts)} files in {folder / _FIGURES}")
 
 
 def page_of(places: Iterable[Path], folder: Path, *, silent: bool) -> None:

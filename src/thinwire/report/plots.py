@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +28,18 @@ _LARGE = 20
 """Ratio of most to least bytes from which their axis is logarithmic."""
 
 
-def draw(runs: list[Run], rows: list[dict[str, Any]], path: Path) -> None:
-    """Write a PNG with one curve per row, the mean over seeds, and the seeds as thin lines."""
+def draw(
+    runs: list[Run], rows: list[dict[str, Any]], path: Path, known: Mapping[Path, np.ndarray] | None = None
+) -> None:
+    """Write a PNG with one curve per row, the mean over seeds, and the seeds as thin lines.
+
+    `known` are evaluations by folder, as rows of step, bytes and metric, of runs whose records need not be read again.
+    """
     refuse_link(path)
     over_steps, over_bytes, over_time = (figure := blank(14, 4.4)).subplots(1, 3, sharey=True)
     by_label = grouped(runs)
-    points = {run.folder: _points(run) for run in runs}
+    known = known or {}
+    points = {run.folder: known[run.folder] if run.folder in known else _points(run) for run in runs}
     for stroke, row in zip(strokes(len(rows)), rows):
         own = [points[run.folder] for run in by_label[row["label"]]]
         _curve(over_steps, [p[:, [0, 3]] for p in own], 1, stroke, row["label"])

@@ -50,7 +50,7 @@ def collect(content: Content, top: Path) -> dict[str, Any]:
             _about(run, labelled[run.folder])
             | _compared(run, runs, names)
             | {"name": names[run.folder], "curves": curves(run, records), "timeline": timeline(run, records)}
-            | {"layers": of_layers(run, records, len(runs))}
+            | {"layers": of_layers(run, records, len(runs)), "problems": len(records.problems)}
         )
     said = [sentence for bench in content.benches for sentence in netbench.sentences(bench)]
     points: list[dict[str, Any]] = []
