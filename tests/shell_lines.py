@@ -150,8 +150,8 @@ def _check_extras(text: str) -> None:
 
 
 _SIZES: dict[str, list[str]] = {
-    "run": ["--steps", "120", "--workers", "2"],
-    "compare": ["--steps", "120", "--workers", "2", "--seeds", "1"],
+    "run": ["--steps", "120", "--workers", "2", "--overwrite"],
+    "compare": ["--steps", "120", "--workers", "2", "--seeds", "1", "--overwrite"],
     "plan": ["--steps", "120", "--compute", "20ms"],
     **{name: [] for name in ("list", "runs", "report", "export", "doctor")},
 }

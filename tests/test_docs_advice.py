@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from doc_pages import ROOT, blocks
+from doc_pages import ROOT, blocks, prose
 from thinwire.cli import main
 from thinwire.methods.registry import METHODS
 
+RESULTS = ROOT / "docs" / "results.md"
 NAMES = {entry.config.__name__: name for name, entry in METHODS.items()}
 KEEPING_SHAPE = ["localsgd", "daso", "powersgd"]
 """Others of which a model keeps its shape."""
@@ -64,3 +65,17 @@ def test_a_plan_agrees_on_slow_links(rate: str) -> None:
     assert found["recommendation"]["best"]["method"] == smaller
     assert found["recommendation"]["closest"]["method"] == exact
     assert max(speedups.keys() - {smaller}, key=lambda method: speedups[method]) == same_shape
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/which-method.md"])
+def test_figures_are_those_of_the_benchmarks(page: str) -> None:
+    """Differences with their spread, and one part in so many, stand in the pages that measured them."""
+    measured = "\n".join(path.read_text(encoding="utf-8") for path in [*(ROOT / "benchmarks").rglob("*.md"), RESULTS])
+    text = prose(ROOT / page)
+    spreads = re.findall(r"[−+]?\d+\.\d+ ± \d+\.\d+", text)
+    assert spreads, "no figures with a spread"
+    assert [spread for spread in spreads if spread.lstrip("+") not in measured] == []
+    for part in re.findall(r"\b1/(\d+(?:\.\d+)?)", text):
+        share = 1 / float(part)
+        forms = [rf"\b{part} times", rf"\b{part} : 1", rf"\b{share:.4f}", rf"\b{share:.3f}", rf"\b{part}0? : 1"]
+        assert any(re.search(form, measured) for form in forms), f"1/{part} is in no benchmark"
