@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,9 @@ def logged(run: Run, given: Sequence[Logger]) -> Iterator[dict[str, Any]]:
         return
     loggers = run.recorder.loggers = Loggers(given)
     config = run.identity | {"world_size": run.replica.topology.world_size}
+    start = time.monotonic()
     begin(loggers, run.replica, run.out, config, resumed=run.resumed)
+    run.started += time.monotonic() - start  # seconds for some trackers, and not the run's
     try:
         yield summary
     finally:
