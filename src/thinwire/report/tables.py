@@ -13,6 +13,8 @@ from rich.text import Text
 _LABEL_WIDTH = 30
 _CAPTION = "Slow-link bytes per node, without evaluation; compared with fp32 all-reduce as run here, and an ideal one."
 
+_TRAINED = " Trained at end: parameters that still had gradients, of the full model's."
+
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """One row per method and config; bytes and ratios exclude evaluation."""
@@ -20,9 +22,9 @@ def table(rows: list[dict[str, Any]]) -> Table:
     title = f"{rows[0]['recipe']}, {rows[0]['split']} data, {len(rows[0]['seeds'])} seed{'s' if several else ''}"
     if link := rows[0].get("link"):
         title += f", links of {link}"
-    out = Table(title=Text(title), caption=_CAPTION, box=SIMPLE_HEAD)
-    out.add_column("method", overflow="fold")
     frozen = any((row.get("trainable_share_mean") or 1.0) < 1.0 for row in rows)
+    out = Table(title=Text(title), caption=_CAPTION + (_TRAINED if frozen else ""), box=SIMPLE_HEAD)
+    out.add_column("method", overflow="fold")
     trained = ["trained\nat end"] if frozen else []
     for heading in (metric, "slow\nlink", "vs all-\nreduce", "vs\nideal", *trained, "compres-\nsion", "wall"):
         out.add_column(Text(heading), justify="right", no_wrap=True)
