@@ -281,7 +281,7 @@ def _check_size(count: int, workers: int) -> None:
 def _check_root() -> None:
     if os.geteuid():
         raise ConfigError(
-            "hosts on this machine are network namespaces, which need root: use sudo, "
+            "creating hosts on this machine, which are network namespaces, needs root: run it with sudo, "
             "or in a container with CAP_SYS_ADMIN and CAP_NET_ADMIN"
         )
 

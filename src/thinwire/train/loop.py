@@ -71,9 +71,9 @@ def fit(
         if stability and run.replica.topology.rank == 0:
             run.watch = Stability(run.replica, stability, stability_back, step=run.replica.step)
         run.note_precision()
-        note_start(run)
         run.replica.traffic.times.on_work = partial(note_work, run)
         with logged(run, found) as summary:
+            note_start(run)
             run.note_resume()
             run.note_ranks()
             summary |= _train(run, min(until or recipe.steps, recipe.steps), save_every, write=model)
