@@ -127,7 +127,7 @@ def _scale(axes: Axes, across: list[float], name: str) -> None:
     if name in ("bytes", "share"):
         axes.set_yscale("log")
     if name == "accuracy":
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=1))
 
 
 def _grids(found: Places, over: list[str], show: list[str], runs: list[Run]) -> Figure:
