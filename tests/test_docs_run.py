@@ -1,4 +1,4 @@
-"""Python and commands of the documentation, run with tiny sizes."""
+"""Python and commands of the documentation, run with tiny sizes; of a sweep, a part of the pages."""
 
 import os
 import shutil
@@ -11,6 +11,7 @@ import gang
 import small
 from doc_names import names, runnable
 from doc_pages import PAGES, ROOT, Block, blocks, name
+from every_method import chosen
 from shell_lines import commands, reads, tiny
 from test_docs import at_a_users  # noqa: F401  (a fixture)
 from thinwire.cli import main
@@ -47,7 +48,7 @@ WITH_PYTHON = [name(page) for page in PAGES if python_of(page)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", WITH_PYTHON)
+@pytest.mark.parametrize("page", chosen(WITH_PYTHON))
 def test_python_runs(page: str, tmp_path: Path) -> None:
     gang.run(execute, 1 if page in ALONE else 2, page, str(tmp_path))
 
@@ -68,7 +69,7 @@ WITH_COMMANDS = [name(page) for page in PAGES if page.parts[-3:-2] != ("benchmar
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", WITH_COMMANDS)
+@pytest.mark.parametrize("page", chosen(WITH_COMMANDS))
 @pytest.mark.usefixtures("at_a_users")
 def test_commands_run(page: str) -> None:
     shutil.rmtree("runs")  # commands make their own
