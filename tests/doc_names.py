@@ -77,6 +77,11 @@ def _faults(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _logging(given: dict[str, Any]) -> dict[str, Any]:
+    replica = thinwire.attach(given["model"], given["optimizer"], thinwire.AllReduce())
+    return {"replica": replica, "loss": torch.tensor(1.0), "accuracy": 0.5}
+
+
 def _extending(given: dict[str, Any]) -> dict[str, Any]:
     sys.path.append(str(ROOT / "examples"))
     from gossip import Gossip
@@ -104,6 +109,7 @@ def _small_models(given: dict[str, Any]) -> dict[str, Any]:
 _OF_PAGES = {
     "docs/your-loop.md": _your_loop,
     "docs/faults.md": _faults,
+    "docs/logging.md": _logging,
     "docs/extending.md": _extending,
     "docs/optimizers.md": _optimizers,
     "docs/methods/daso.md": _daso,
