@@ -126,12 +126,13 @@ def _written(content: Content, folder: Path) -> tuple[list[Path], dict[str, Any]
 
 
 def _evaluations(runs: list[Run], data: dict[str, Any]) -> dict[Path, np.ndarray]:
-    """Step, bytes and metric of runs whose records are whole: a long run's need not be read again."""
+    """Step, bytes, seconds and metric of runs whose records are whole: a long run's need not be read again."""
     found = {}
     for run, shown in zip(runs, data.get("runs", ()), strict=False):
         curve = shown["curves"]["metric"]
-        if not shown["problems"] and None not in (*curve["mb"], *curve["y"]):
-            found[run.folder] = np.array([curve["step"], [1e6 * mb for mb in curve["mb"]], curve["y"]], dtype=float).T
+        if not shown["problems"] and None not in (*curve["mb"], *curve["s"], *curve["y"]):
+            columns = curve["step"], [1e6 * mb for mb in curve["mb"]], curve["s"], curve["y"]
+            found[run.folder] = np.array(columns, dtype=float).T
     return found
 
 

@@ -33,7 +33,8 @@ def draw(
 ) -> None:
     """Write a PNG with one curve per row, the mean over seeds, and the seeds as thin lines.
 
-    `known` are evaluations by folder, as rows of step, bytes and metric, of runs whose records need not be read again.
+    `known` are evaluations by folder, as rows of step, bytes, seconds and metric, of runs whose records need not be
+    read again.
     """
     refuse_link(path)
     over_steps, over_bytes, over_time = (figure := blank(14, 4.4)).subplots(1, 3, sharey=True)
