@@ -136,6 +136,18 @@ def test_the_picture_beside_the_page_is_drawn_from_its_curves(folder):
         assert known[run.folder] == pytest.approx(np.array(read, dtype=float), rel=1e-5)  # the page rounds
 
 
+def test_recipes_have_tables_of_their_own(folder):
+    write_run(folder / "other", "allreduce", 0, slow=77, accuracy=0.5, recipe="letters")
+    write_run(folder / "words", "ab", 0, slow=77, accuracy=9.0, metric="perplexity", recipe="words")
+    said = CliRunner().invoke(main, ["report", str(folder)])
+    assert said.exit_code == 0
+    for recipe in ("digits", "letters", "words"):
+        assert f"{recipe}, test data" in said.output
+    rows = {(row["recipe"], row["label"]): row for row in json.loads((folder / "comparison.json").read_text())}
+    assert rows["letters", "allreduce"]["accuracy_mean"] == 0.5 and len(rows["digits", "allreduce"]["seeds"]) == 2
+    assert "no comparison.png" in said.output and not (folder / "comparison.png").exists()
+
+
 def test_hostile_names_are_text(tmp_path):
     for method in ("allreduce", HOSTILE):
         place = tmp_path / f"m{len(method)}"

@@ -168,6 +168,7 @@ def dress(axes: Axes, below: str, beside: str, *, legend: bool = True) -> None:
 
 def _frame(axes: Axes, values: np.ndarray, metric: str) -> None:
     """Limit the y axis to where most evaluations are: the first ones may be far off."""
+    values = values[np.isfinite(values)]  # a run that diverged must not cost the others their picture
     if len(values) < 8:
         return
     if metric == "accuracy":
