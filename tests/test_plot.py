@@ -47,6 +47,16 @@ def test_curves_are_means_over_seeds(batches: Path) -> None:
     assert cell["compression"].mean == 2.0 and cell["seconds"].mean == 12.0
 
 
+def test_what_changes_with_a_size_does_not_break_its_curve(tmp_path: Path) -> None:
+    for batch in (32, 64):
+        config, more = {"total_steps": 6400 // batch}, {"batch": batch, "length": 6400 // batch, "steps": 6400 // batch}
+        write_run(tmp_path / str(batch), "ab", 0, slow=10, accuracy=0.9, config=config, **more)
+    assert {over: len(places(read_runs(tmp_path), [over], ["accuracy"])) for over in ("batch", "steps")} == {
+        "batch": 1,
+        "steps": 1,
+    }
+
+
 def test_two_settings_make_a_grid_and_leave_the_label(grid: Path) -> None:
     found = places(read_runs(grid), ["every", "overlap"], ["accuracy", "bytes"])
     assert list(found) == ["daso"]

@@ -122,6 +122,26 @@ def test_the_baseline_has_the_same_steps_and_if_it_can_the_same_layout(tmp_path)
     assert ratios["localsgd"] == 0.9  # as it reckoned itself
 
 
+def test_runs_of_other_sizes_are_not_seeds_of_the_same_thing(tmp_path):
+    sizes = {"world_size": 2, "batch": 64, "length": 100}
+    for name, other in {"a": {}, "b": {"length": 1000}, "c": {"batch": 128}, "d": {"world_size": 4}}.items():
+        _write_run(tmp_path / name, "allreduce", 0, slow=1000, accuracy=0.9, **(sizes | other))
+    _write_run(tmp_path / "again", "allreduce", 1, slow=1000, accuracy=0.8, **sizes)
+    assert {row["label"]: row["seeds"] for row in compare(read_runs(tmp_path))} == {
+        "allreduce, 2 workers, batch 64, 100 steps": [0, 1],
+        "allreduce, 2 workers, batch 64, 1,000 steps": [0],
+        "allreduce, 2 workers, batch 128, 100 steps": [0],
+        "allreduce, 4 workers, batch 64, 100 steps": [0],
+    }
+
+
+def test_a_run_that_diverged_costs_the_others_no_picture(folder):
+    _write_run(folder / "nan", "localsgd", 0, slow=1000, accuracy=float("nan"))
+    runs = read_runs(folder)
+    draw(runs, compare(runs), folder / "comparison.png")
+    assert (folder / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_another_optimizer_than_the_usual_one_is_in_the_label(tmp_path):
     for seed in (0, 1):
         _write_run(tmp_path / f"usual{seed}", "ab-paper", seed, slow=9, accuracy=0.9)

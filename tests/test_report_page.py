@@ -6,12 +6,14 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 import thinwire
 from pages import HOSTILE, add_records, data_of, page_of, said_in, write_comparison, write_run
 from thinwire.cli import main
+from thinwire.commands.report import _evaluations
 from thinwire.errors import ConfigError
 from thinwire.jobs import method_config
 from thinwire.report import read_run, read_runs
@@ -118,6 +120,32 @@ def test_curves_purposes_and_ranks_are_those_of_the_records(folder):
     assert ranks["layers"] == {"a": [44, 4], "b": [8, 8]} and ranks["end"] == 100
     assert [other["layers"]["ranks"] for other in data["runs"] if other is not run] == [None] * 5
     assert data["problems"] == []
+
+
+def test_the_picture_beside_the_page_is_drawn_from_its_curves(folder):
+    said = CliRunner().invoke(main, ["report", str(folder)])
+    assert (
+        said.exit_code == 0
+        and "no picture" not in said.output
+        and f"picture: {folder / 'comparison.png'}" in said.output
+    )
+    runs = read_runs(folder)
+    known = _evaluations(runs, data_of(folder / "report.html"))
+    for run in runs:
+        read = [(r["step"], r["counted_bytes"], r["wall_s"], r["accuracy"]) for r in run.evaluations()]
+        assert known[run.folder] == pytest.approx(np.array(read, dtype=float), rel=1e-5)  # the page rounds
+
+
+def test_recipes_have_tables_of_their_own(folder):
+    write_run(folder / "other", "allreduce", 0, slow=77, accuracy=0.5, recipe="letters")
+    write_run(folder / "words", "ab", 0, slow=77, accuracy=9.0, metric="perplexity", recipe="words")
+    said = CliRunner().invoke(main, ["report", str(folder)])
+    assert said.exit_code == 0
+    for recipe in ("digits", "letters", "words"):
+        assert f"{recipe}, test data" in said.output
+    rows = {(row["recipe"], row["label"]): row for row in json.loads((folder / "comparison.json").read_text())}
+    assert rows["letters", "allreduce"]["accuracy_mean"] == 0.5 and len(rows["digits", "allreduce"]["seeds"]) == 2
+    assert "no comparison.png" in said.output and not (folder / "comparison.png").exists()
 
 
 def test_hostile_names_are_text(tmp_path):

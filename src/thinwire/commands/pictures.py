@@ -22,7 +22,7 @@ Draw = Callable[[], Path | None]
 
 def of_comparison(
     runs: list[Run],
-    rows: list[dict[str, Any]],
+    tables: list[list[dict[str, Any]]],
     folder: Path,
     *,
     silent: bool,
@@ -30,17 +30,19 @@ def of_comparison(
 ) -> None:
     """The curves side by side, the stability of bases, and the ranks, for runs that recorded them.
 
-    `known` are evaluations that have been read already.
+    Curves of several tables, which cannot be compared, are only in the page. `known` are evaluations that have been
+    read already.
     """
     picture = folder / "comparison.png"
     # A link to a run elsewhere is read, and nothing is written there.
     own = [run for run in runs if run.folder == folder or not run.folder.is_symlink()]
     own = own if len(own) <= _MOST_RUNS else []  # each takes a second, and the page shows them
-    found = drawn(
-        [partial(_curves, runs, rows, picture, known), *_stability(own), *(partial(draw_ranks, r) for r in own)]
-    )
+    curves = [partial(_curves, runs, rows, picture, known) for rows in tables] if len(tables) == 1 else []
+    found = drawn([*curves, *_stability(own), *(partial(draw_ranks, r) for r in own)])
     if silent:
         return
+    if not curves:
+        click.echo("no comparison.png: runs of several recipes, metrics or splits are compared in report.html")
     ranks = [path for path in found if path.name == "ranks.png"]
     for path in found:
         if path not in ranks:

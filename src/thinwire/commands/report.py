@@ -19,7 +19,7 @@ from thinwire.files import refuse_link
 from thinwire.report import Run, table
 from thinwire.report import compare as compare_runs
 from thinwire.report.figures import FORMATS, write_figures
-from thinwire.report.folders import FINISHED, Found, look, run_folders
+from thinwire.report.folders import FINISHED, Found, comparable, look, run_folders
 from thinwire.report.page import write_page
 from thinwire.report.page.data import Content, collect
 from thinwire.report.page.netbench import read_bench
@@ -95,7 +95,8 @@ def _in_words(found: Found) -> str:
 
 def write_report(folder: Path, content: Content, *, as_json: bool, figures: str | None = None) -> None:
     """Print the table and write `comparison.json`, the pictures and the page."""
-    rows = compare_runs(content.runs)
+    tables = [compare_runs(alike) for alike in comparable(content.runs)]
+    rows = [row for own in tables for row in own]
     refuse_link(folder / "comparison.json")
     (folder / "comparison.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     if as_json:
@@ -103,9 +104,9 @@ def write_report(folder: Path, content: Content, *, as_json: bool, figures: str 
     else:
         # Without a terminal the width is unknown, and a cut-off figure would be lost.
         wide = Console()
-        Console(width=None if wide.is_terminal else 100).print(table(rows))
+        Console(width=None if wide.is_terminal else 100).print(*map(table, tables), sep="\n")
     written, data = _written(content, folder)
-    pictures.of_comparison(content.runs, rows, folder, silent=as_json, known=_evaluations(content.runs, data))
+    pictures.of_comparison(content.runs, tables, folder, silent=as_json, known=_evaluations(content.runs, data))
     _say(written, data, folder, silent=as_json, figures=figures)
 
 
@@ -131,8 +132,8 @@ def _evaluations(runs: list[Run], data: dict[str, Any]) -> dict[Path, np.ndarray
     for run, shown in zip(runs, data.get("runs", ()), strict=False):
         curve = shown["curves"]["metric"]
         if not shown["problems"] and None not in (*curve["mb"], *curve["s"], *curve["y"]):
-            sent = [1e6 * mb for mb in curve["mb"]]
-            found[run.folder] = np.array([curve["step"], sent, curve["s"], curve["y"]], dtype=float).T
+            columns = curve["step"], [1e6 * mb for mb in curve["mb"]], curve["s"], curve["y"]
+            found[run.folder] = np.array(columns, dtype=float).T
     return found
 
 

@@ -132,14 +132,17 @@ def _saved_recipe(folder: Path) -> str | None:
     return None
 
 
+def comparable(runs: Iterable[Run]) -> list[list[Run]]:
+    """Runs that can be compared with each other: of one recipe, metric and split."""
+    found: dict[tuple[str, str, str], list[Run]] = {}
+    for run in runs:
+        found.setdefault((run.summary["recipe"], run.metric, run.split), []).append(run)
+    return list(found.values())
+
+
 def labels(runs: Iterable[Run]) -> dict[Path, str]:
     """By folder: the method with the settings in which it differs from others that it can be compared with."""
-    comparable: dict[tuple[str, str, str], list[Run]] = {}
-    for run in runs:
-        comparable.setdefault((run.summary["recipe"], run.metric, run.split), []).append(run)
-    return {
-        run.folder: label for alike in comparable.values() for label, same in grouped(alike).items() for run in same
-    }
+    return {run.folder: label for alike in comparable(runs) for label, same in grouped(alike).items() for run in same}
 
 
 def shares(runs: list[Run]) -> dict[Path, float | None]:

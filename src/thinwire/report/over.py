@@ -48,12 +48,18 @@ def places(runs: list[Run], over: list[str], show: list[str]) -> Places:
     if not having:
         raise ConfigError(f"no run has {' and '.join(over)}, choose from: {', '.join(sorted(_settings(runs)))}")
     found: Places = {}
-    for label, alike in grouped(having, ignoring=set(over)).items():
+    for label, alike in grouped(having, ignoring=_changing(over)).items():
         at: dict[tuple[float, ...], list[Run]] = {}
         for run in alike:
             at.setdefault(tuple(_setting(run, name) or 0.0 for name in over), []).append(run)
         found[label] = {place: {name: _cell(figures[name], own) for name in show} for place, own in sorted(at.items())}
     return found
+
+
+def _changing(over: list[str]) -> set[str]:
+    """The settings, and those that change with them: with a larger batch, as many epochs have fewer steps."""
+    sizes = {"world_size", "batch", "steps", "total_steps"}
+    return {*over, *(sizes if (sizes | {*_COUNTED}) & {*over} else ())}
 
 
 def draw_over(runs: list[Run], over: list[str], show: list[str], path: Path) -> Places:

@@ -33,7 +33,8 @@ def draw(
 ) -> None:
     """Write a PNG with one curve per row, the mean over seeds, and the seeds as thin lines.
 
-    `known` are evaluations by folder, as rows of step, bytes, seconds and metric, of runs that have been read already.
+    `known` are evaluations by folder, as rows of step, bytes, seconds and metric, of runs whose records need not be
+    read again.
     """
     refuse_link(path)
     over_steps, over_bytes, over_time = (figure := blank(14, 4.4)).subplots(1, 3, sharey=True)
@@ -167,6 +168,7 @@ def dress(axes: Axes, below: str, beside: str, *, legend: bool = True) -> None:
 
 def _frame(axes: Axes, values: np.ndarray, metric: str) -> None:
     """Limit the y axis to where most evaluations are: the first ones may be far off."""
+    values = values[np.isfinite(values)]  # a run that diverged must not cost the others their picture
     if len(values) < 8:
         return
     if metric == "accuracy":

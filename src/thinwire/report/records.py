@@ -45,6 +45,7 @@ _RECORDS = {
 """By kind; other kinds need only have one."""
 _REMEDY = "restore it, or run again with `--overwrite`"
 _LONGEST_LABEL = 500
+_SIZES = {"world_size": "{} workers", "batch": "batch {}", "steps": "{:,} steps"}
 
 UNDER_WAY = "under_way"
 """In the summary of a run that has not finished, made from its records."""
@@ -170,7 +171,7 @@ def compare(runs: list[Run]) -> list[dict[str, Any]]:
 
 
 def grouped(runs: list[Run], ignoring: Set[str] = frozenset()) -> dict[str, list[Run]]:
-    """Runs that differ only in their seed, or in fields to ignore, by a distinctive label."""
+    """Runs that differ only in their seed, or in settings to ignore, by a distinctive label."""
     peers: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         peers.setdefault(run.summary["method"], []).append(run.summary)
@@ -178,8 +179,24 @@ def grouped(runs: list[Run], ignoring: Set[str] = frozenset()) -> dict[str, list
     groups: dict[str, list[Run]] = {}
     for run in runs:
         method = run.summary["method"]
-        groups.setdefault(_label(run.summary, differing[method], peers[method]), []).append(run)
+        label = _label(run.summary, differing[method], peers[method]) + _sizes(run.summary, peers[method], ignoring)
+        groups.setdefault(label, []).append(run)
     return groups
+
+
+def _sizes(summary: dict[str, Any], peers: list[dict[str, Any]], ignoring: Set[str]) -> str:
+    """Workers, batch and length where they differ: such runs are not seeds of the same thing."""
+    own, others = _lengths(summary), [_lengths(peer) for peer in peers]
+    told = {name for name in own if name not in ignoring and len({other[name] for other in others}) > 1}
+    # The steps of a method that has to know them are in its settings.
+    told -= {"steps"} if "total_steps" in summary["config"] else set()
+    return "".join(f", {_SIZES[name].format(own[name])}" for name in _SIZES if name in told and own[name] is not None)
+
+
+def _lengths(summary: dict[str, Any]) -> dict[str, Any]:
+    # A run with patience may have ended before the steps it was to take.
+    sizes = {name: summary.get(name) for name in _SIZES}
+    return sizes | {"steps": summary.get("length") or summary.get("steps")}
 
 
 def _differing(configs: list[dict[str, Any]]) -> set[str]:

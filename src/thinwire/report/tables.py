@@ -19,7 +19,8 @@ _TRAINED = " Trained at end: parameters that still had gradients, of the full mo
 def table(rows: list[dict[str, Any]]) -> Table:
     """One row per method and config; bytes and ratios exclude evaluation."""
     metric, several = rows[0]["metric"], max(len(row["seeds"]) for row in rows) > 1
-    title = f"{rows[0]['recipe']}, {rows[0]['split']} data, {len(rows[0]['seeds'])} seed{'s' if several else ''}"
+    seeds = len(set(rows[0]["seeds"]))  # a seed may have been run twice
+    title = f"{rows[0]['recipe']}, {rows[0]['split']} data, {seeds} seed{'s' if seeds > 1 else ''}"
     if link := rows[0].get("link"):
         title += f", links of {link}"
     frozen = any((row.get("trainable_share_mean") or 1.0) < 1.0 for row in rows)

@@ -37,7 +37,7 @@ def _of_recipe(runs: list[Run]) -> list[str]:
 def _what_was_run(runs: list[Run], rows: list[dict[str, Any]]) -> str:
     workers = sorted({run.summary["world_size"] for run in runs if "world_size" in run.summary})
     counted = f", on {' or '.join(map(str, workers))} {_plural('worker', workers[-1])}" if workers else ""
-    seeds = sorted({len(row["seeds"]) for row in rows})
+    seeds = sorted({len(set(row["seeds"])) for row in rows})
     counts = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
     each = f", {counts} seeds each" if seeds[-1] > 1 else ""
     links = {row["link"] for row in rows}
