@@ -14,7 +14,7 @@ from thinwire.report import Run, draw
 from thinwire.report.heatmap import draw_stability
 from thinwire.report.ranks import draw_ranks
 
-_MOST_RUNS = 20
+_MOST_RUNS = 6
 """Runs up to which each has pictures of its layers."""
 
 Draw = Callable[[], Path | None]
