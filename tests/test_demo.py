@@ -60,7 +60,7 @@ def test_without_root_the_demo_plans_for_real_links(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(demo, "why_not", lambda: "it needs root")
     result = CliRunner().invoke(main, ["demo", "--steps", "100", "--out", str(tmp_path / "demo")])
     assert result.exit_code == 0, result.output
-    assert "is this machine's memory, and not slow: it needs root." in result.output
+    assert "is this machine's memory, and not slow: it needs root." in " ".join(result.output.split())
     rows = {
         line.split()[0]: line.split()
         for line in result.output.partition("Planned for real links")[2].splitlines()

@@ -21,6 +21,10 @@ from thinwire.plan.workloads import of_recipe
 
 _RECIPE, _METHODS, _WORKERS = "digits", "allreduce,allreduce:wire=int8,ab", 2
 _RATES = (100e6, 1e9)
+_ABOUT = (
+    "A small CNN learns handwritten digits on two nodes, three times: with fp32 all-reduce, which is what DDP does; with "
+    "all-reduce in int8; and with AB, which trains the nodes apart and factors the weights. That takes two minutes."
+)
 
 
 @click.command()
@@ -35,12 +39,8 @@ def demo(context: click.Context, link: str, steps: int | None, out: Path, overwr
     The link needs root. Without it the methods are compared all the same, and a plan says how long they would take.
     """
     reason = why_not()
-    click.echo("A small CNN learns handwritten digits on two nodes: with fp32 all-reduce, as DDP does it, with all-")
-    click.echo("reduce in int8, and with AB, which trains nodes apart and factors the weights. About two minutes.")
-    if reason:
-        click.echo(f"The link between them is this machine's memory, and not slow: {reason}.\n")
-    else:
-        click.echo(f"The link between them is shaped to {link}.\n")
+    link_is = f"this machine's memory, and not slow: {reason}" if reason else f"shaped to {link}"
+    click.echo(click.wrap_text(f"{_ABOUT} The link between the nodes is {link_is}.", 100) + "\n")
     compare = context.find_root().command.get_command(context, "compare")  # type: ignore[attr-defined]
     given = {"methods": _METHODS, "workers": _WORKERS, "steps": steps, "out": out, "overwrite": overwrite}
     context.invoke(compare, recipe=_RECIPE, link=None if reason else link, **given)
