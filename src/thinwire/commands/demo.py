@@ -23,7 +23,7 @@ _RECIPE, _METHODS, _WORKERS = "digits", "allreduce,allreduce:wire=int8,ab", 2
 _RATES = (100e6, 1e9)
 _ABOUT = (
     "A small CNN learns handwritten digits on two nodes, three times: with fp32 all-reduce, which is what DDP does; "
-    "with all-reduce in int8; and with AB, which trains the nodes apart and factors the weights. That takes two minutes."
+    "with all-reduce in int8; and with AB, which trains the nodes apart and factors the weights. It takes two minutes."
 )
 
 
