@@ -21,11 +21,13 @@ from thinwire.plan.workloads import of_recipe
 
 _RECIPE, _METHODS, _WORKERS = "digits", "allreduce,allreduce:wire=int8,ab", 2
 _RATES = (100e6, 1e9)
+_LEAST_STEPS = 96
+"""AB factors after three quarters of its steps, and needs the 24 of one round after that."""
 
 
 @click.command()
 @click.option("--link", default="100Mbit", show_default=True, metavar="RATE", help="Of each node.")
-@click.option("--steps", type=click.IntRange(1), metavar="N", help="Steps instead of the recipe's.")
+@click.option("--steps", type=click.IntRange(_LEAST_STEPS), metavar="N", help="Steps instead of the recipe's.")
 @click.option("--out", type=options.DIR, default=Path("runs/demo"), show_default=True, help="Where to write.")
 @options.overwrite
 @click.pass_context
@@ -34,6 +36,7 @@ def demo(context: click.Context, link: str, steps: int | None, out: Path, overwr
 
     The link needs root. Without it the methods are compared all the same, and a plan says how long they would take.
     """
+    units.bits_per_second(link)  # an error before anything is said
     reason = why_not()
     click.echo("A small CNN learns handwritten digits on two nodes: with fp32 all-reduce, as DDP does it, with all-")
     click.echo("reduce in int8, and with AB, which trains nodes apart and factors the weights. About two minutes.")
