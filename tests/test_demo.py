@@ -10,6 +10,7 @@ from selection import needs_root
 from thinwire.cli import main
 from thinwire.commands import demo
 from thinwire.errors import ConfigError
+from thinwire.jobs import Job, variants
 from thinwire.netbench import hosts
 from thinwire.netbench.linked import nodes_for
 from thinwire.units import bits_per_second
@@ -33,6 +34,20 @@ def test_a_rate_that_is_none_is_refused_before_any_work(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 2 and "'fast' is not a valid rate" in result.output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [("--steps=95", "95 is not in the range x>=96"), ("--link=fast", "a valid")]
+)
+def test_the_demo_refuses_what_cannot_work_before_it_says_anything(tmp_path: Path, given: str, said: str) -> None:
+    result = CliRunner().invoke(main, ["demo", given, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2 and said in result.output and "A small CNN" not in result.output
+
+
+def test_the_least_steps_of_the_demo_are_enough_for_all_its_methods(tmp_path: Path) -> None:
+    base = Job(recipe=demo._RECIPE, method="", out=tmp_path, workers=2, steps=demo._LEAST_STEPS)
+    for variant in variants(demo._METHODS, ()):
+        assert base.of(variant).config
 
 
 @pytest.mark.slow

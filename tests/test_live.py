@@ -249,8 +249,29 @@ def test_watch_follows_until_the_run_has_ended(tmp_path, monkeypatch):
     assert first.startswith("run  groups  step 1/600") and last == "run: stopped and saved after step 2"
 
 
+def test_watch_says_that_it_waits_for_a_first_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(watching, "EVERY_S", 0.01)
+    stopped = {"kind": "stopped", "step": 1, "steps": 600}
+    later = threading.Timer(0.5, lambda: write(tmp_path, start(), taken(1), stopped))
+    later.start()
+    result = CliRunner().invoke(main, ["watch", str(tmp_path)])
+    later.join()
+    first, *_, last = result.output.splitlines()
+    assert first == "no run yet; waiting for one, Ctrl-C ends" and last.endswith("stopped and saved after step 1")
+    assert result.output.count("no run yet") == 1
+
+
 def test_watch_of_a_finished_run_ends_at_once_and_of_no_folder_is_an_error(tmp_path):
-    _write_run(tmp_path / "run", "ab", 0, slow=6000, accuracy=0.9, traffic_vs_allreduce_fp32=0.01, wall_s=42.0)
+    _write_run(
+        tmp_path / "run",
+        "ab",
+        0,
+        slow=6000,
+        accuracy=0.9,
+        traffic_vs_allreduce_fp32=0.01,
+        wall_s=42.0,
+        spent={"computing": 42.0, "finishing": 9.0},
+    )
     ended = CliRunner().invoke(main, ["watch", str(tmp_path / "run")]).output
     assert ended == "run: accuracy 90.00 %, slow link 6.0 kB, 1.0 % of fp32 DDP, 42 s\n"
     missing = CliRunner().invoke(main, ["watch", str(tmp_path / "none")])

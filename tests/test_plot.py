@@ -11,7 +11,7 @@ from test_report import _write_run as write_run
 from thinwire.cli import main
 from thinwire.errors import ConfigError
 from thinwire.report import read_runs
-from thinwire.report.over import places
+from thinwire.report.over import _curves, _grids, places
 
 
 @pytest.fixture
@@ -62,6 +62,32 @@ def test_two_settings_make_a_grid_and_leave_the_label(grid: Path) -> None:
     assert list(found) == ["daso"]
     assert list(found["daso"]) == [(1, 0), (1, 1), (4, 0), (4, 1), (4, 4)]
     assert found["daso"][(4.0, 1.0)]["bytes"].mean == pytest.approx(2.5)
+
+
+def test_a_grid_of_figures_that_no_run_has_is_empty(tmp_path: Path) -> None:
+    for every in (1, 4):
+        more = {"config": {"every": every, "overlap": 0}, "traffic_vs_allreduce_fp32": None}  # one worker
+        write_run(tmp_path / str(every), "daso", 0, slow=0, accuracy=float("nan"), **more)
+    words = ["plot", str(tmp_path), "--over", "every,overlap", "--out", str(tmp_path / "grid.png")]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "grid.png").is_file()
+
+
+def test_a_method_that_sent_nothing_is_on_the_axis(batches: Path) -> None:
+    runs = read_runs(batches)
+    panels = _curves(places(runs, ["batch"], ["bytes"]), "batch", ["bytes"], runs).axes
+    assert [axes.get_yscale() for axes in panels] == ["log"]
+    write_run(batches / "none", "topk", 0, slow=0, accuracy=0.9, batch=32)
+    runs = read_runs(batches)
+    panels = _curves(places(runs, ["batch"], ["bytes"]), "batch", ["bytes"], runs).axes
+    assert [axes.get_yscale() for axes in panels] == ["linear"]
+
+
+def test_figures_that_are_all_the_same_can_be_read(grid: Path) -> None:
+    runs = read_runs(grid)
+    (axes,) = _grids(places(runs, ["every", "overlap"], ["accuracy"]), ["every", "overlap"], ["accuracy"], runs).axes
+    assert {text.get_color() for text in axes.texts} == {"white"}  # on dark cells
 
 
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])

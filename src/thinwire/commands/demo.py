@@ -21,6 +21,8 @@ from thinwire.plan.workloads import of_recipe
 
 _RECIPE, _METHODS, _WORKERS = "digits", "allreduce,allreduce:wire=int8,ab", 2
 _RATES = (100e6, 1e9)
+_LEAST_STEPS = 96
+"""AB factors after three quarters of its steps, and needs the 24 of one round after that."""
 _ABOUT = (
     "A small CNN learns handwritten digits on two nodes, three times: with fp32 all-reduce, which is what DDP does; "
     "with all-reduce in int8; and with AB, which trains the nodes apart and factors the weights. It takes two minutes."
@@ -29,7 +31,7 @@ _ABOUT = (
 
 @click.command()
 @click.option("--link", default="100Mbit", show_default=True, metavar="RATE", help="Of each node.")
-@click.option("--steps", type=click.IntRange(1), metavar="N", help="Steps instead of the recipe's.")
+@click.option("--steps", type=click.IntRange(_LEAST_STEPS), metavar="N", help="Steps instead of the recipe's.")
 @click.option("--out", type=options.DIR, default=Path("runs/demo"), show_default=True, help="Where to write.")
 @options.overwrite
 @click.pass_context
@@ -38,6 +40,7 @@ def demo(context: click.Context, link: str, steps: int | None, out: Path, overwr
 
     The link needs root. Without it the methods are compared all the same, and a plan says how long they would take.
     """
+    units.bits_per_second(link)  # an error before anything is said
     reason = why_not()
     link_is = f"this machine's memory, and not slow: {reason}" if reason else f"shaped to {link}"
     click.echo(click.wrap_text(f"{_ABOUT} The link between the nodes is {link_is}.", 100) + "\n")

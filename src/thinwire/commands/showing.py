@@ -62,8 +62,7 @@ def closing_line(title: str, summary: dict[str, Any]) -> str:
         return f"{title}: saved after step {summary['stopped_at']} of {summary['steps']}"
     metric, share = summary["metric"], summary.get("traffic_vs_allreduce_fp32")
     of_usual = "" if share is None else f", {percent(share)} of fp32 DDP"
-    # Earlier versions did not say where the time went.
-    seconds = sum(summary["spent"].values()) if "spent" in summary else summary.get("wall_s")
+    seconds = summary.get("wall_s")  # as in the table: without finishing
     lasted = "" if seconds is None else f", {duration(seconds)}"
     return f"{title}: {metric} {figure(metric, summary[metric])}, slow link {size(_sent(summary))}{of_usual}{lasted}"
 

@@ -19,6 +19,7 @@ from thinwire.report.panel import silence
 
 _MOST_PANELS = 4
 _PANEL_LINES = 8
+_NONE_YET = "no run yet; waiting for one, Ctrl-C ends"
 
 
 @click.command()
@@ -51,7 +52,7 @@ def _in_place(followed: Followed, console: Console) -> list[FollowedRun]:
 def _panels(runs: list[FollowedRun], console: Console) -> RenderableType:
     """As many as fit: those that go on, or the newest one."""
     if not runs:
-        return Text("no run yet")
+        return Text(_NONE_YET)
     going = [run for run in runs if run.end is None and not run.is_silent]
     most = max(1, min(_MOST_PANELS, (console.height - 1) // _PANEL_LINES))
     shown = (going or runs[:1])[:most]
@@ -74,10 +75,14 @@ def _in_lines(followed: Followed, console: Console) -> list[FollowedRun]:
     """Lines of the newest run that goes on; one when it falls silent."""
     lines: dict[Path, Lines] = {}
     silent: set[Path] = set()
+    waits = False
     while True:
         runs = followed.refresh()
         if followed.is_over(runs):
             return runs
+        if not runs and not waits:
+            waits = True
+            _say(console, _NONE_YET)
         for run in [run for run in runs if run.end is None][:1]:
             lines.setdefault(run.folder, Lines(run, console)).show()
             if run.is_silent and run.folder not in silent and run.written is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,13 +117,14 @@ def _curves(found: Places, over: str, show: list[str], runs: list[Run]) -> Figur
             spread = [cell.std for cell in cells] if any(cell.seeds > 1 for cell in cells) else None
             axes.errorbar(across, [c.mean for c in cells], yerr=spread, label=label, marker="o", capsize=3, **stroke)
         dress(axes, over.replace("_", " "), _AXES.get(name, name), legend=name == show[0])
-        _scale(axes, [place[0] for at in found.values() for place in at], name)
+        shown = [row[name].mean for at in found.values() for row in at.values()]
+        _scale(axes, [place[0] for at in found.values() for place in at], shown, name)
     figure.suptitle(f"{runs[0].summary['recipe']}: {', '.join(show)} over {over.replace('_', ' ')}")
     return figure
 
 
-def _scale(axes: Axes, across: list[float], name: str) -> None:
-    """Settings that double, and bytes, on logarithmic axes; ticks where there are runs."""
+def _scale(axes: Axes, across: list[float], shown: list[float], name: str) -> None:
+    """Settings that double, and bytes, on logarithmic axes, which cannot show 0; ticks where there are runs."""
     from matplotlib.ticker import NullLocator, PercentFormatter
 
     ticks = sorted(set(across))
@@ -130,7 +132,7 @@ def _scale(axes: Axes, across: list[float], name: str) -> None:
         axes.set_xscale("log")
         axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    if name in ("bytes", "share"):
+    if name in ("bytes", "share") and 0 not in shown:
         axes.set_yscale("log")
     if name == "accuracy":
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=1))
@@ -157,9 +159,10 @@ def _grids(found: Places, over: list[str], show: list[str], runs: list[Run]) -> 
 def _heat(axes: Axes, cells: list[list[Cell | None]], name: str) -> None:
     """Each cell with its figure in words; settings without a run stay empty."""
     values = [[float("nan") if cell is None else cell.mean for cell in row] for row in cells]
-    known = [value for row in values for value in row if value == value]
-    low, high = min(known), max(known)
-    axes.imshow(values, aspect="auto", cmap="viridis", vmin=low, vmax=high if high > low else low + 1)
+    known = [value for row in values for value in row if math.isfinite(value)]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    high = high if high > low else low + 1  # all the same: dark
+    axes.imshow(values, aspect="auto", cmap="viridis", vmin=low, vmax=high)
     for y, row in enumerate(values):
         for x, value in enumerate(row):
             if value == value:
