@@ -84,6 +84,15 @@ def test_unfinished_and_broken_runs_are_rows_too(runs):
         assert text in printed.output
 
 
+def test_an_unfinished_run_says_what_it_trains(tmp_path):
+    (tmp_path / "run").mkdir()
+    start = {"kind": "start", "step": 0, "recipe": "digits", "method": "ab", "seed": 3, "config": {}}
+    (tmp_path / "run" / "records.jsonl").write_text(json.dumps(start) + "\n")
+    (own,) = _listed(tmp_path)
+    assert (own["recipe"], own["method"], own["seed"], own["status"]) == ("digits", "ab", 3, "unfinished")
+    assert "ab, seed 3" in CliRunner().invoke(main, ["runs", str(tmp_path)]).output
+
+
 def test_a_folder_without_runs_and_a_missing_one(tmp_path, monkeypatch):
     told = CliRunner().invoke(main, ["runs", str(tmp_path)])
     assert told.exit_code == 0 and "no run in" in told.output and _listed(tmp_path) == []

@@ -62,7 +62,8 @@ def _row(top: Path, found: Found, named: dict[Path, str], share: dict[Path, floa
         "last_step": found.last_step,
     }
     if (run := found.run) is None:
-        return row | dict.fromkeys(("method", "seed", "metric", "result", "slow_bytes", "traffic_vs_allreduce_fp32"))
+        row |= {"method": found.method, "seed": found.seed}
+        return row | dict.fromkeys(("metric", "result", "slow_bytes", "traffic_vs_allreduce_fp32"))
     return row | {
         "last_step": run.summary.get("steps"),
         "method": named[run.folder],
@@ -86,13 +87,14 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     date = row["date"][:16].replace("T", " ")
-    if row["method"] is None:
+    method = "–" if row["method"] is None else f"{row['method']}, seed {row['seed']}"
+    if row["metric"] is None:
         at = "" if row["last_step"] is None else f", step {row['last_step']:,}"
-        return [date, row["recipe"] or "–", "–", row["status"] + at, "–", "–", "–", row["folder"]]
+        return [date, row["recipe"] or "–", method, row["status"] + at, "–", "–", "–", row["folder"]]
     return [
         date,
         row["recipe"],
-        f"{row['method']}, seed {row['seed']}",
+        method,
         row["status"],
         f"{row['metric']} {figure(row['metric'], row['result'])}",
         size(row["slow_bytes"]),

@@ -18,6 +18,7 @@ _MARKS = ("summary.json", "records.jsonl", "trial.json")
 """Files that only the folder of a run has."""
 _NOT_RUNS = ("model", "checkpoint")
 _TAIL_BYTES = 1 << 16
+_STARTED = {"recipe": TEXT, "method": TEXT, "seed": COUNT}
 _POSITION = {"identity?": {"recipe?": TEXT}}
 
 
@@ -35,6 +36,10 @@ class Found:
     last_step: int | None = None
     """Of an unfinished run, if it recorded any."""
     recipe: str | None = None
+    method: str | None = None
+    """Of an unfinished run, as its first record says."""
+    seed: int | None = None
+    """As `method`."""
     written: float = 0.0
     """When its newest file was written, in seconds since the epoch."""
 
@@ -102,7 +107,24 @@ def _unfinished(folder: Path) -> dict[str, Any]:
     if (folder / "trial.json").is_file():
         trial = read_json(folder / "trial.json", "remove its folder", {"status?": TEXT, "reason?": TEXT})
         status, note = trial.get("status", UNFINISHED), trial.get("reason", "")
-    return {"status": status, "note": note, "last_step": _last_step(folder), "recipe": _saved_recipe(folder)}
+    start = _start(folder)
+    about = {"recipe": start.get("recipe") or _saved_recipe(folder), "method": start.get("method")}
+    return {"status": status, "note": note, "last_step": _last_step(folder), **about, "seed": start.get("seed")}
+
+
+def _start(folder: Path) -> dict[str, Any]:
+    """The first record, if it says what the run trains; those of earlier versions do not."""
+    path = folder / "records.jsonl"
+    if not path.is_file():
+        return {}
+    check_file(path)
+    with path.open("rb") as file:
+        line = file.readline(_TAIL_BYTES)
+    try:
+        record = parse_json(line)
+    except ValueError:
+        return {}
+    return record if wrong(record, _STARTED) is None else {}
 
 
 def _last_step(folder: Path) -> int | None:
@@ -125,7 +147,7 @@ def _last_step(folder: Path) -> int | None:
 
 
 def _saved_recipe(folder: Path) -> str | None:
-    """Only a save says what an unfinished run trains."""
+    """In runs of earlier versions only a save says it."""
     for path in sorted(folder.glob("checkpoint/step-*/position.json"), reverse=True):
         saved = read_json(path, schema=_POSITION)
         return saved.get("identity", {}).get("recipe")
