@@ -42,7 +42,7 @@ const thinwire = (() => {
   }
 
   // As on an axis: no more digits than are needed.
-  const short = (metric) => (value) => (metric === "accuracy" ? digits(100 * value, 4) + " %" : digits(value, 4));
+  const short = (metric) => (value) => (metric === "accuracy" ? digits(100 * value, 5) + " %" : digits(value, 4));
 
   function swatch(of, block = false) {
     const made = element("span", { className: block ? "swatch block" : "swatch" });
@@ -88,7 +88,7 @@ const thinwire = (() => {
     return { values, filter, stroke: css("--soft"), font: "12px system-ui, sans-serif", grid: line, ticks: line };
   }
 
-  const axes = (x, y) => [{ ...axis(x.show, x.log), size: 32, space: 60 }, { ...axis(y.show, y.log), size: 62 }];
+  const axes = (x, y) => [{ ...axis(x.show, x.log), size: 32, space: 60 }, { ...axis(y.show, y.log), size: 76 }];
 
   // `series` are { name, look }, `tables` their [xs, ys]; `x` and `y` say how values are shown.
   function draw(parent, title, series, tables, x, y) {
