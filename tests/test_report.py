@@ -2,8 +2,10 @@ import io
 import json
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
+from thinwire.cli import main
 from thinwire.errors import ConfigError
 from thinwire.report import compare, draw, plots, read_run, read_runs, table
 from thinwire.report.ranks import draw_ranks
@@ -271,3 +273,14 @@ def test_a_line_for_the_best_epoch_of_a_run_that_looked_for_it() -> None:
     best = {"mse": 0.219, "validation_loss": 0.2, "step": 1075, "epochs_since": 3, "ended_at": {"step": 4297}}
     told = "model of step 1,075, with the lowest validation loss; trained until step 4,297"
     assert best_epoch({"best_epoch": best}) == [told] and best_epoch({"metric": "mse"}) == []
+
+
+def test_a_run_that_diverged_is_called_that(folder):
+    _write_run(folder / "lost", "topk", 0, slow=10, accuracy=float("nan"))
+    result = CliRunner().invoke(main, ["report", str(folder), "--json"])
+    assert result.exit_code == 0, result.output
+    assert "NaN" not in (folder / "comparison.json").read_text()
+    (row,) = [row for row in json.loads((folder / "comparison.json").read_text()) if row["method"] == "topk"]
+    assert row["accuracy_mean"] is None
+    assert "diverged" in CliRunner().invoke(main, ["report", str(folder)]).output
+    assert " diverged" in (folder / "report.html").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -98,9 +99,10 @@ def write_report(folder: Path, content: Content, *, as_json: bool, figures: str 
     tables = [compare_runs(alike) for alike in comparable(content.runs)]
     rows = [row for own in tables for row in own]
     refuse_link(folder / "comparison.json")
-    (folder / "comparison.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps([{name: _or_none(value) for name, value in row.items()} for row in rows], indent=2)
+    (folder / "comparison.json").write_text(text + "\n", encoding="utf-8")
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        click.echo(text)
     else:
         # Without a terminal the width is unknown, and a cut-off figure would be lost.
         wide = Console()
@@ -124,6 +126,11 @@ def _written(content: Content, folder: Path) -> tuple[list[Path], dict[str, Any]
         return write_page(content, folder, data)
 
     return pictures.drawn([write], "report"), data
+
+
+def _or_none(value: Any) -> Any:
+    """JSON has no NaN, which is what a run that diverged ends with."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _evaluations(runs: list[Run], data: dict[str, Any]) -> dict[Path, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -61,6 +62,8 @@ def _folded(label: str) -> str:
 
 def figure(metric: str, mean: float, std: float | None = None) -> str:
     """Format a metric: accuracy in percent, others as they are."""
+    if not math.isfinite(mean):
+        return "diverged"
     scale, unit = (100, " %") if metric == "accuracy" else (1, "")
     digits = 2 if metric in ("accuracy", "perplexity") else 4
     spread = "" if std is None else f" ± {scale * std:.{digits}f}"

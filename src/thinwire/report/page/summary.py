@@ -74,15 +74,17 @@ def _took(row: dict[str, Any], base: dict[str, Any] | None) -> list[str]:
 
 
 def _reached(row: dict[str, Any], base: dict[str, Any] | None) -> str:
-    if base is None:
-        return f"reached {_result(row)}"
     metric = row["metric"]
+    if base is None:
+        return f"reached {_result(row)}" if math.isfinite(row[f"{metric}_mean"]) else "diverged"
     own, other = row[f"{metric}_mean"], base[f"{metric}_mean"]
+    if not math.isfinite(own):
+        return "diverged"
+    if not math.isfinite(other):
+        return f"reached {_result(row)}"
     text = figure(metric, abs(own - other)).removesuffix(" %")
     points = f"{text} points of accuracy" if metric == "accuracy" else f"{text} of {metric}"
     against = f"{figure(metric, own)} against {figure(metric, other)}"
-    if not math.isfinite(own - other):
-        return f"reached {_result(row)}"
     if float(text) == 0:
         return f"reached the same {metric} ({against})"
     return f"{_direction(metric, own - other)} {points} ({against}{_within_seeds(row, base)})"
