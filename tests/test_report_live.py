@@ -17,6 +17,7 @@ from thinwire.commands import report_live
 from thinwire.report import followed, read_runs
 from thinwire.report.followed import FollowedRun
 from thinwire.report.page import live_part, write_page
+from thinwire.report.page.data import Content
 from thinwire.report.progress import Progress
 from thinwire.report.under_way import so_far
 
@@ -98,16 +99,16 @@ def _interrupted(_: float) -> None:
 def test_a_browser_loads_the_page_again_where_the_reader_was(tmp_path):
     for seed in range(30):
         _write_run(tmp_path / f"ab-seed{seed}", "ab", seed, slow=600, accuracy=0.9)
-    page = write_page(read_runs(tmp_path), tmp_path, live=live_part(["<b>bold</b> step 5/600"], 1))
+    page = write_page(Content(read_runs(tmp_path)), tmp_path, live=live_part(["<b>bold</b> step 5/600"], 1))
     with browser(tmp_path / "profile") as opened:
         opened.open(page, 1280)
         opened.type("#filter", "seed1")
         opened.evaluate("scrollTo(0, 300)")
-        write_page(read_runs(tmp_path), tmp_path, live=live_part(["step 6/600"], 600))
+        write_page(Content(read_runs(tmp_path)), tmp_path, live=live_part(["step 6/600"], 600))
         opened.wait("document.body?.textContent.includes('step 6/600') && scrollY === 300")
         assert opened.evaluate("document.getElementById('filter').value") == "seed1"
         assert opened.evaluate("document.querySelectorAll('#runs tbody tr').length") == 11
         assert opened.evaluate("document.querySelectorAll('#runs tbody td b').length") == 0
-        write_page([], tmp_path, live=live_part(["no run yet"], 600))
+        write_page(Content([]), tmp_path, live=live_part(["no run yet"], 600))
         opened.open(page, 1280)
         assert opened.errors() == []

@@ -18,6 +18,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
@@ -39,6 +40,7 @@ _HELD: ContextVar[tuple[int, ...]] = ContextVar("held", default=())
 
 _CLONE_NEWNET = 0x40000000
 _SIOCETHTOOL = 0x8946
+_ATTEMPTS, _PATIENCE = 500, 20  # looks at the counters, and how many before the next broadcast
 _OFFLOADS = {"TSO": (0x1E, 0x1F), "GSO": (0x23, 0x24), "GRO": (0x2B, 0x2C)}  # ETHTOOL_G… and ETHTOOL_S…
 
 
@@ -174,7 +176,7 @@ def build(hosts: Sequence[Host], switch: str) -> None:
     ports = [f"link set port{index} {state}" for state in ("up", "master wire") for index in range(len(hosts))]
     run("ip", "-n", switch, "-batch", "-", script=ports)
     for host in hosts:
-        inside(host.namespace, _announce)
+        _make_known(host, [other for other in hosts if other != host])
 
 
 def shape(hosts: Sequence[Host], switch: str, rate: float | None) -> None:
@@ -207,8 +209,23 @@ def _disable_ipv6() -> None:
         switch.write_text("1")
 
 
+def _make_known(host: Host, others: Sequence[Host]) -> None:
+    """Let the bridge learn the host's port, so that it floods nothing later: broadcast until all others have heard it.
+
+    A link that has just been set up may lose a packet.
+    """
+    before = [other.counters().received_packets for other in others]
+    for attempt in range(_ATTEMPTS):
+        if attempt % _PATIENCE == 0:
+            inside(host.namespace, _announce)
+        if all(other.counters().received_packets > count for other, count in zip(others, before, strict=True)):
+            return
+        time.sleep(0.01)
+    raise ThinwireError(f"{host.namespace} was not heard by the other hosts; its link does not work")
+
+
 def _announce() -> None:
-    """Broadcast one datagram, so that the bridge learns the port and floods nothing later."""
+    """Broadcast one datagram."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
         sender.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
         sender.sendto(b"", ("10.77.0.255", 9))

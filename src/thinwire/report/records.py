@@ -37,7 +37,7 @@ _RECORDS = {
         "layers": {str: {"stability": FIGURE, "similarity": FIGURE}},
     },
     "spectra": {"step": COUNT, "layers": {str: [FIGURE]}},
-    "agreement": {"step": COUNT, "ratio": (None, FIGURE), "layers": {str: FIGURE}},
+    "agreement": {"step": COUNT, "ratio": (None, FIGURE), "layers?": {str: FIGURE}},
     "event": {"step": COUNT, "event": TEXT},
     "save": {"step": COUNT},
     "resume": {"step": COUNT, "lost_steps?": COUNT},

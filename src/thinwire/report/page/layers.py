@@ -25,7 +25,7 @@ def of_layers(run: Run, records: Thinned, runs: int) -> dict[str, Any]:
     bases = {
         step: {name: measures["stability"] for name, measures in found.items()} for step, found in stability.items()
     }
-    agreement = {record["step"]: record["layers"] for record in records.of("agreement")}
+    agreement = {record["step"]: record.get("layers", {}) for record in records.of("agreement")}
     return {
         "ranks": _table({record["step"]: record["ranks"] for record in records.of("ranks")}, most, run),
         "stability": _table(bases, most, run),
