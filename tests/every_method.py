@@ -147,6 +147,8 @@ _LONG = (
     "DASO saves",
     "killed search",
     "odd trials",
+    "demo",
+    "tuning page",
 )
 """Single tests that take minutes and do not depend on one another."""
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from every_method import on_its_day
 from selection import needs_root
 from thinwire.cli import main
 from thinwire.commands import demo
@@ -70,6 +71,7 @@ def test_a_comparison_over_slow_links_says_so(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
+@on_its_day("demo")
 def test_without_root_the_demo_plans_for_real_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(SOURCES))
     monkeypatch.setattr(demo, "why_not", lambda: "it needs root")

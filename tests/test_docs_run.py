@@ -11,7 +11,7 @@ import gang
 import small
 from doc_names import names, runnable
 from doc_pages import PAGES, ROOT, Block, blocks, name
-from every_method import chosen
+from every_method import chosen, on_its_day
 from shell_lines import commands, reads, tiny
 from test_docs import at_a_users  # noqa: F401  (a fixture)
 from thinwire.cli import main
@@ -44,7 +44,13 @@ def execute(rank: int, page: str, folder: str) -> None:
             exec(compile(runnable(block.code), block.place, "exec"), given)
 
 
-WITH_PYTHON = [name(page) for page in PAGES if python_of(page)]
+_LONG = "docs/tuning.md"
+"""Its Python searches for a minute."""
+WITH_PYTHON = [
+    pytest.param(name(page), marks=on_its_day("tuning page")) if name(page) == _LONG else name(page)
+    for page in PAGES
+    if python_of(page)
+]
 
 
 @pytest.mark.slow
