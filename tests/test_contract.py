@@ -236,6 +236,7 @@ def in_many_buckets(rank: int, group_size: int) -> dict[str, list[Any]]:
     return found
 
 
+@pytest.mark.slow
 @worlds
 def test_buckets_are_exchanged_one_by_one(world: str) -> None:
     workers = gang.run(in_many_buckets, *WORLDS[world])

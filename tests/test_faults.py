@@ -392,7 +392,8 @@ def joins_at_the_second_try(group: int, worker: int, fails: str, *args: Any) -> 
     return trained(group, worker, *args, timeout=SHORT)
 
 
-@pytest.mark.parametrize("fails", ["opening", pytest.param("taking over", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", ["opening", "taking over"])
 def test_a_group_that_cannot_join_at_once_asks_again(fails: str) -> None:
     launchers = Launchers(joins_at_the_second_try, 3, 1, fails, "ab", {0: ("forward", 7)}, [10, 22])
     for group in (1, 2):
@@ -443,9 +444,8 @@ def test_a_group_joins_fewer_than_it_has_left(name: str) -> None:
     joined(name, 4, 10, 14, others=[3])  # where steps depend on the number of groups, all have the same one
 
 
-@pytest.mark.parametrize(
-    "name", ["plain", *(pytest.param(n, marks=pytest.mark.slow) for n in ("diloco", "allreduce", "powersgd", "ab"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "diloco", "allreduce", "powersgd", "ab"])
 def test_a_group_that_was_left_alone_is_joined(name: str) -> None:
     found = joined(name, 2, 6, 25)
     assert found[1].events[0]["groups"] == 1

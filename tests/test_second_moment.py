@@ -218,7 +218,8 @@ def distances(rank: int, tied: bool) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
 def test_averages_after_every_step_follow_all_reduce(tied: bool) -> None:
     for found in gang.run(distances, 4, tied):
         assert found["words shared"] < min(0.12, 0.4 * found["words group"])

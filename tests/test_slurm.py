@@ -128,6 +128,7 @@ def test_srun_thinwire_run(tmp_path: Path, cluster: dict[str, str]) -> None:
     assert done.stdout.count("slow link") == 1  # rank 0 alone prints
 
 
+@pytest.mark.slow
 def test_srun_python_train(tmp_path: Path, cluster: dict[str, str]) -> None:
     script = tmp_path / "train.py"
     script.write_text("""

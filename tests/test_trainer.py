@@ -166,6 +166,7 @@ def check_resumed(names: list[str], folder: Path) -> None:
             assert saved == full
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_in_the_middle_of_a_phase(tmp_path: Path) -> None:
     check_resumed(["ab"], tmp_path)
 

@@ -120,13 +120,8 @@ def skipping(group: int, worker: int, name: str) -> Trained:
     return Trained(small.model_bits(replica.finish()), batches, seen, waits)
 
 
-@pytest.mark.parametrize(
-    ("name", "workers"),
-    [
-        ("plain", 1),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("coded", 1), ("shared", 1), ("ab", 1), ("ab", 2))),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "workers"), [("plain", 1), ("coded", 1), ("shared", 1), ("ab", 1), ("ab", 2)])
 def test_a_slow_group_leaves_out_steps(name: str, workers: int) -> None:
     found = Launchers(skipping, 2, workers, name).collect()
     for seat, value in found.items():
