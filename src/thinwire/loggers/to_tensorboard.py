@@ -8,7 +8,7 @@ from typing import Any
 from thinwire.loggers.tracker import Record, Tracker, results, settings
 
 SUFFIX = ".thinwire"
-"""Of our events files, which are told from others by it."""
+"""Of the events files that are ours: others are left alone."""
 _FLUSH_S = 10
 
 

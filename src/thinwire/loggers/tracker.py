@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,16 +15,18 @@ from thinwire.schema import TEXT
 Record = dict[str, Any]
 """What happened: its kind, and values by name."""
 EVERY = 10
-"""Steps between two that are shown: one in ten costs less than 1 % of a step everywhere (benchmarks/README.md)."""
+"""Steps between two that are shown: one in ten costs less than 1 % of a step of 25 ms (benchmarks/README.md)."""
 PROJECT = "thinwire"
 FILE = "trackers.json"
 """In a run's folder: the run's id in each tracker."""
-_OF_STEPS = {"slow_bytes", "evaluate_bytes", "fast_bytes", "wall_s"}
+_SHOWN = ("step", "evaluation", "ranks", "agreement")
+"""Kinds of records whose numbers are curves."""
+_OF_STEPS = {"slow_bytes", "evaluate_bytes", "fast_bytes", "wire_s", "wall_s"}
 _OF_STEPS |= {"phase_number", "traffic_vs_allreduce_fp32", "wire_share", "mean_rank"}
 """Totals of the run, which evaluations would show a second time."""
 
 
-class Tracker:
+class Tracker(ABC):
     """A logger for one of the usual tools. Their packages are imported when the run begins."""
 
     name: ClassVar[str]
@@ -51,17 +54,17 @@ class Tracker:
         first, self._has_step = not self._has_step, True
         return first or step % self.every == 0
 
+    @abstractmethod
     def begin(self, record: Record) -> None:
         """Begin a run in the tracker, or continue the one that is being resumed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, step: int, values: dict[str, float]) -> None:
         """Show numbers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self, record: Record) -> None:
         """Show the summary and end the tracker's run."""
-        raise NotImplementedError
 
     def earlier(self, begin: Record) -> str | None:
         """The id that the run had in this tracker before it was resumed."""
@@ -82,6 +85,8 @@ class Tracker:
 def shown(record: Record) -> dict[str, float]:
     """The numbers of a record as trackers name them: train/loss, evaluation/accuracy, wire/slow_bytes, ranks/LAYER."""
     kind = record["kind"]
+    if kind not in _SHOWN:
+        return {}
     if kind == "ranks":
         return {f"ranks/{label}": rank for label, rank in record["ranks"].items()}
     numbers = {name: value for name, value in record.items() if name != "step" and _is_number(value)}

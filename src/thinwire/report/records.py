@@ -187,10 +187,10 @@ def grouped(runs: list[Run], ignoring: Set[str] = frozenset()) -> dict[str, list
 def _sizes(summary: dict[str, Any], peers: list[dict[str, Any]], ignoring: Set[str]) -> str:
     """Workers, batch and length where they differ: such runs are not seeds of the same thing."""
     own, others = _lengths(summary), [_lengths(peer) for peer in peers]
-    told = {name for name in own if name not in ignoring and len({other[name] for other in others}) > 1}
+    named = {name for name in own if name not in ignoring and len({other[name] for other in others}) > 1}
     # The steps of a method that has to know them are in its settings.
-    told -= {"steps"} if "total_steps" in summary["config"] else set()
-    return "".join(f", {_SIZES[name].format(own[name])}" for name in _SIZES if name in told and own[name] is not None)
+    named -= {"steps"} if "total_steps" in summary["config"] else set()
+    return "".join(f", {_SIZES[name].format(own[name])}" for name in _SIZES if name in named and own[name] is not None)
 
 
 def _lengths(summary: dict[str, Any]) -> dict[str, Any]:
