@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire import snapshot
+from thinwire.baseline import Baseline
 from thinwire.checks import check_cutoff
 from thinwire.comm.collectives import Wire
 from thinwire.comm.ledger import Ledger
-from thinwire.comm.replicate import step_of_allreduce, step_of_ideal
 from thinwire.comm.topology import Topology
 from thinwire.compiling import Recompilations, compile_in_place
 from thinwire.errors import SaveError, ThinwireError
@@ -71,9 +71,6 @@ class Replica(nn.Module):
         self._was_called = False
         self._state_is_known = False  # optimizers make it in their first step
         self._shows_merged = False
-        self._earlier = {"allreduce_fp32": 0, "ideal_fp32": 0}  # a world of another size may have taken the first steps
-        self._earlier_steps = 0
-        self._usual: tuple[Topology, float] | None = None
         self._save: Save | None = None
         self._recompiles = Recompilations()
         self.averages: list[nn.Module] = []
@@ -84,6 +81,7 @@ class Replica(nn.Module):
         """Layers whose `.weight` other code reads, as known when the replica was finished."""
         self._full = _count(self.module)
         self._trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+        self._baseline = Baseline(self._trained)
         # Here and not by a decorator: that would load Dynamo, seconds, with the package.
         self.forward = untraced(self.forward)  # type: ignore[method-assign]
         sign_as(self.forward, method.model)
@@ -313,8 +311,8 @@ class Replica(nn.Module):
         self._refuse_other_flags()
         self._method.wire.barrier("load()")
         self.wait_for_save()
-        self._earlier = snapshot.load(self._method, self._scaler, folder, self.averages, check=check)
-        self._earlier_steps = self.step
+        earlier = snapshot.load(self._method, self._scaler, folder, self.averages, check=check)
+        self._baseline.begin(earlier, self.step)
         self._stepping.expect_changes()
 
     # What it is doing.
@@ -444,20 +442,7 @@ class Replica(nn.Module):
 
     def baseline(self, step: int | None = None) -> dict[str, int]:
         """Slow bytes per node that fp32 all-reduce, and an ideal one, would have sent so far, or by a later `step`."""
-        steps = (self.step if step is None else step) - self._earlier_steps
-        usual = round(steps * self._step_of_allreduce)
-        ideal = steps * step_of_ideal(self.topology, self._trained)
-        return {
-            "allreduce_fp32": self._earlier["allreduce_fp32"] + usual,
-            "ideal_fp32": self._earlier["ideal_fp32"] + ideal,
-        }
-
-    @property
-    def _step_of_allreduce(self) -> float:
-        """Counted once per topology: it asks every node, and trackers want it often."""
-        if self._usual is None or self._usual[0] is not self.topology:
-            self._usual = self.topology, step_of_allreduce(self.module, self.topology, self._trained)
-        return self._usual[1]
+        return self._baseline.until(self.step if step is None else step, self.module, self.topology)
 
     # Steps.
 
@@ -504,7 +489,7 @@ class Replica(nn.Module):
 
     def _keep_baseline(self) -> None:
         """A world of another size takes the next steps."""
-        self._earlier, self._earlier_steps = self.baseline(), self.step
+        self._baseline.begin(self.baseline(), self.step)
 
     def _unrounded(self) -> torch.autocast:
         """No autocast: it would round weights that are decomposed, merged or multiplied out."""

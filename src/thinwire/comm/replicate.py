@@ -10,7 +10,6 @@ between steps. Nothing is broadcast at wrapping: workers hold the same values.
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm import process_groups
-from thinwire.comm.buckets import WIRES, by_dtype, size_of
+from thinwire.comm.buckets import WIRES, size_of
 from thinwire.comm.collectives import Wire
 from thinwire.comm.sent import Ranks, Sent
 from thinwire.comm.topology import Topology
@@ -336,20 +335,3 @@ def bucket_order(topology: Topology, members: Ranks, trained: int, buckets: int)
     """DDP's broadcast of its bucket order: one int32 per parameter plus one, then one per bucket."""
     order = topology.tree(members, 4 * (trained + 1), members[0])
     return order + topology.tree(members, 4 * buckets, members[0])
-
-
-def step_of_allreduce(model: nn.Module, topology: Topology, trained: int) -> float:
-    """Slow bytes of one step of fp32 data-parallel training, gradients and buffers, as the mean over nodes."""
-    total = 0
-    for node in topology.nodes:
-        seen_from = replace(topology, rank=node[0])
-        total += seen_from.all_reduce(topology.world, 4 * trained).slow
-        for bucket in by_dtype(model.buffers()):
-            total += seen_from.tree(topology.world, sum(size_of(b) for b in bucket), 0).slow
-    return total / len(topology.nodes)
-
-
-def step_of_ideal(topology: Topology, trained: int) -> int:
-    """What the best fp32 all-reduce between nodes sends for the same gradients, per node."""
-    nodes = len(topology.nodes)
-    return round(2 * (nodes - 1) / nodes * 4 * trained)
