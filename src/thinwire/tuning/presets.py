@@ -43,16 +43,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     "powersgd": {**_RATE, "rank": {"from": 1, "to": 32, "scale": "log"}, "warmup": _APART["warmup"]},
     "topk": {**_RATE, "density": {"from": 0.0005, "to": 0.05, "scale": "log"}, "warmup": _APART["warmup"]},
     # The dissertation's Tables A.3 and A.5. Rates there are absolute; `rate.floor` and `rate.start` are multiples of
-    # `lr`. Steps and epochs there are shares of the run here: of 125 epochs of 49 steps, and of 20 of 1,073.
+    # `lr`. Steps and epochs there are shares of the run here: of 300 epochs of 49 steps, and of 20 of 1,073.
     "minivit": {
         "lr": {"from": 5e-5, "to": 1e-3, "scale": "log"},
         "rate.floor": {"from": 0.02, "to": 5.0, "scale": "log"},
         "rate.start": {"from": 0.02, "to": 1.0, "scale": "log"},
         "rate.k_decay": {"from": 0.1, "to": 2.0},
-        "rate.warmup": {"from": 0.008, "to": 0.16},
+        "rate.warmup": {"from": 0.0033, "to": 0.067},
         "cutoff": {"from": 0.01, "to": 0.9},
-        "redecompose": {"from": 0.033, "to": 0.163},
-        "factor_at": {"from": 0.16, "to": 0.9},
+        "redecompose": {"from": 0.0137, "to": 0.068},
+        "factor_at": {"from": 0.068, "to": 0.68},
     },
     "autoformer": {
         "lr": {"from": 1e-5, "to": 5e-3, "scale": "log"},
@@ -62,7 +62,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rate.warmup": {"from": 0.1, "to": 0.5},
         "cutoff": {"from": 0.01, "to": 0.9},
         "redecompose": {"from": 0.0025, "to": 0.095},
-        "factor_at": {"from": 0.012, "to": 0.12},
+        "updates_from": {"from": 0.012, "to": 0.12},  # factors from the start: Table A.4's warm-up at full rank is off
         "keep_first": {"choices": [False, True]},
         "keep_last": {"choices": [False, True]},
     },
