@@ -185,7 +185,7 @@ def test_twelve_rows_fit_a_hundred_columns(twelve):
     text = console.file.getvalue()
     assert len(rows) == 12 and "…" not in text
     assert "diloco:every=24,outer_lr=0.7," in text and "outer_momentum=0.9 (SGD)" in text
-    assert text.count("12345 s") == 9 and text.count("2.00 : 1") == 12
+    assert text.count("3.43 h") == 9 and text.count("2.00 : 1") == 12
 
 
 def test_twelve_lines_are_told_apart_and_bytes_are_logarithmic_where_they_spread(twelve, monkeypatch):

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from every_method import on_its_day
 from thinwire.cli import main
 from thinwire.errors import ConfigError, DamagedError
 from thinwire.jobs import Job
+from thinwire.tuning.by_propulate import Pending
 from thinwire.tuning.crew import OneRank
 from thinwire.tuning.early import reason_to_stop
 from thinwire.tuning.evaluate import evaluate
@@ -24,7 +26,7 @@ from thinwire.tuning.objective import FAILED, parse_objective
 from thinwire.tuning.presets import PRESETS, chosen_space
 from thinwire.tuning.results import best_config, finished, front, importance
 from thinwire.tuning.search import Limits, Search
-from thinwire.tuning.space import as_text, read_space, space_of
+from thinwire.tuning.space import Code, as_text, read_space, space_of
 from thinwire.tuning.trial import Trial, read_trials
 
 SPACE = {
@@ -241,6 +243,29 @@ def test_a_trial_may_take_five_times_the_longest_that_finished() -> None:
     assert Limits().of_trial([30.0, 100.0]) == 500.0
     assert Limits().of_trial([1.0]) == 60.0
     assert Limits(trial=7.0).of_trial([1.0]) == 7.0
+
+
+def test_no_trial_begins_that_would_not_end_in_time(tmp_path: Path) -> None:
+    search = search_in(tmp_path)
+    for number, seconds in enumerate((20.0, 40.0, 60.0, 1000.0)):
+        status = "finished" if seconds < 1000 else "out of time"
+        trial(name=str(tmp_path / f"trial-0-0-{number:04}"), seconds=seconds, status=status).write()
+    assert search.has_time
+    search.limits = Limits(search=100.0)
+    search.began = time.monotonic() - 50
+    assert search.has_time
+    search.began = time.monotonic() - 70
+    assert not search.has_time and not search.is_over
+
+
+def test_propulate_is_asked_again_for_what_was_tried(tmp_path: Path) -> None:
+    search = search_in(tmp_path, {"every": {"from": 2, "to": 8}, "wire": {"choices": ["int2", "int8"]}})
+    search.begin({"every": 4, "wire": 1}, 0, 0, 0)
+    limits: dict[str, tuple[Code, Code]] = {"every": (2, 8), "wire": (0, 1)}
+    bred = iter([{"every": 4, "wire": 1}] * 3 + [{"every": 4, "wire": 0}])
+    assert Pending(lambda population: next(bred), limits, search.was_tried)([]) == {"every": 4, "wire": 0}
+    same = {"every": 4, "wire": 1}  # a space in which all has been tried is searched nevertheless
+    assert Pending(lambda population: same, limits, search.was_tried)([]) == same
 
 
 def test_the_front_has_what_nothing_beats() -> None:

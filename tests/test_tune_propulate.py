@@ -66,6 +66,7 @@ def test_two_islands_of_two_ranks_find_better_settings_than_chance(python: Path,
     trials = read_trials(out)
     assert [t.name for t in trials] == [f"trial-{island}-0-{i:04}" for island in (0, 1) for i in range(5)]
     assert all(t.has_ended for t in trials)
+    assert len({t.settings() for t in trials}) == len(trials)
     assert {"best.json", "pareto.json", "search.json"} <= {path.name for path in out.iterdir()}
     first = [t.figures.get("accuracy", 0.0) for t in trials if t.generation < 4][1:]  # the first has usual settings
     best = finished(trials)[0]

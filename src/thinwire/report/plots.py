@@ -12,6 +12,7 @@ from thinwire.errors import ConfigError
 from thinwire.files import refuse_link
 from thinwire.report.records import BASELINE, Run, grouped
 from thinwire.report.tables import ratio
+from thinwire.units import time
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 _COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974")
 _STYLES = ("-", "--", ":", "-.")
 _MARGIN = 0.05
-_MOST_INSIDE = 5
-"""Most curves with the legend inside the panels."""
 _LEGEND_CHARACTERS = 190
 """Width of the legend below the panels, in characters."""
 _LARGE = 20
@@ -43,19 +42,17 @@ def draw(
     points = {run.folder: known[run.folder] if run.folder in known else _points(run) for run in runs}
     for stroke, row in zip(strokes(len(rows)), rows):
         own = [points[run.folder] for run in by_label[row["label"]]]
-        _curve(over_steps, [p[:, [0, 3]] for p in own], 1, stroke, row["label"])
-        _curve(over_bytes, [p[:, [1, 3]] for p in own], 1e6, stroke, _legend_text(row))
-        _curve(over_time, [p[:, [2, 3]] for p in own], 1, stroke, f"{row['label']} ({row['wall_s_mean'] or 0:.0f} s)")
-    metric, crowded = rows[0]["metric"], len(rows) > _MOST_INSIDE
+        for axes, column, unit in ((over_steps, 0, 1.0), (over_bytes, 1, 1e6), (over_time, 2, 1.0)):
+            _curve(axes, [p[:, [column, 3]] for p in own], unit, stroke, _legend_text(row))
+    metric = rows[0]["metric"]
     captions = {over_steps: "steps", over_bytes: "slow-link bytes per node (MB)", over_time: _seconds(rows)}
     for axes, below in captions.items():
-        dress(axes, below, metric if axes is over_steps else "", legend=not crowded)
+        dress(axes, below, metric if axes is over_steps else "", legend=False)
         axes.set_xlim(left=0)
     totals = [row["slow_bytes_mean"] for row in rows]
     if _spreads(totals):
         _logarithmic(over_bytes, least=min(totals) / 1e6)
-    if crowded:
-        _legend_below(figure, over_bytes)
+    _legend_below(figure, over_bytes)
     if metric == "accuracy":
         from matplotlib.ticker import PercentFormatter
 
@@ -105,14 +102,14 @@ def strokes(count: int) -> list[dict[str, Any]]:
 
 
 def _legend_text(row: dict[str, Any]) -> str:
-    share = row["traffic_vs_allreduce_fp32"]
-    if share is None or (row["method"] == BASELINE and share == 1.0):
-        return row["label"]
-    return f"{row['label']} ({ratio(share)} of all-reduce)"
+    share, seconds = row["traffic_vs_allreduce_fp32"], row["wall_s_mean"]
+    is_usual = share is None or (row["method"] == BASELINE and share == 1.0)
+    known = ([] if is_usual else [f"{ratio(share)} of all-reduce"]) + ([] if seconds is None else [time(seconds)])
+    return f"{row['label']} ({', '.join(known)})" if known else row["label"]
 
 
 def _legend_below(figure: Figure, axes: Axes) -> None:
-    """One legend below the panels, for many curves; the figure grows by its height."""
+    """One legend below the panels, where it hides no curve; the figure grows by its height."""
     handles, labels = axes.get_legend_handles_labels()
     columns = max(1, min(3, _LEGEND_CHARACTERS // max(map(len, labels))))
     lines = -(-len(labels) // columns)

@@ -10,6 +10,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from thinwire.units import time
+
 # What the other columns leave of 100 characters.
 _LABEL_WIDTH = 30
 _CAPTION = "Slow-link bytes per node, without evaluation; compared with fp32 all-reduce as run here, and an ideal one."
@@ -47,7 +49,7 @@ def _cells(row: dict[str, Any], several: bool, frozen: bool) -> list[str]:
         ratio(row["traffic_vs_ideal_fp32"]),
         *trained,
         "–" if row["compression_mean"] is None else f"{row['compression_mean']:.2f} : 1",
-        "–" if row["wall_s_mean"] is None else f"{row['wall_s_mean']:.0f} s",
+        "–" if row["wall_s_mean"] is None else time(row["wall_s_mean"]),
     ]
 
 

@@ -31,9 +31,10 @@ def search_by_optuna(search: Search, sampler: str, trials: int, at_once: int = 1
     running: dict[Future[float], Any] = {}
     to_come = _to_come(search, study, ranges, begun, trials)
     with ThreadPoolExecutor(at_once) as pool:
-        free = list(range(at_once))
+        free, first = list(range(at_once)), True
         while True:
-            while free and not search.is_over and (coming := next(to_come, None)) is not None:
+            while free and (first or search.has_time) and (coming := next(to_come, None)) is not None:
+                first = False  # one begins in any case: a resumed search may have but little left to do
                 asked, trial = coming
                 slot = free.pop(0)
                 running[pool.submit(evaluate, search, trial, _ranks(search, slot))] = (asked, slot)

@@ -11,7 +11,7 @@ import random
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -24,6 +24,8 @@ from thinwire.tuning.search import Search
 from thinwire.tuning.space import Code
 from thinwire.tuning.trial import Trial
 
+_ATTEMPTS = 20
+"""How often Propulate is asked for settings that are new; a small space has no others in the end."""
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "PMIX_RANK")
 _MISSING = (
     "searching with Propulate needs {what}: pip install 'thinwire[tune]' in an environment of its own (Propulate pins "
@@ -151,7 +153,7 @@ def _search(search: Search, evolution: Evolution) -> None:
             own = (int(individual.island), int(individual.rank), int(individual.generation))
             trial = pending.taken(own) or search.begin(codes, *own)
         loss = evaluate(search, ranks.share(trial), ranks)
-        if ranks.share(search.is_over):
+        if not ranks.share(search.has_time):
             islands.propulator.generations = 0  # after this trial the loop of this worker ends
         return loss
 
@@ -164,7 +166,7 @@ def _search(search: Search, evolution: Evolution) -> None:
         random_init_prob=evolution.random_init,
         rng=chance,
     )
-    pending = Pending(propagator, limits)
+    pending = Pending(propagator, limits, search.was_tried)
     with tempfile.TemporaryDirectory(prefix="thinwire-tune-") as unused:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # it prints a banner
             islands = Islands(
@@ -197,24 +199,31 @@ def _limits(search: Search, name: str) -> tuple[Code, Code]:
 
 
 class Pending:
-    """Propulate's propagator, which first gives the trial that a killed search had begun, or the usual settings."""
+    """Propulate's propagator, which first gives the trial that a killed search had begun, or the usual settings.
 
-    def __init__(self, propagator: Any, limits: Mapping[str, tuple[Code, Code]]) -> None:
-        self.propagator, self.limits = propagator, limits
+    Small populations breed what they had before, above all where most parameters are choices: it is asked again then.
+    """
+
+    def __init__(
+        self, propagator: Any, limits: Mapping[str, tuple[Code, Code]], was_tried: Callable[[Mapping[str, Code]], bool]
+    ) -> None:
+        self.propagator, self.limits, self.was_tried = propagator, limits, was_tried
         self.trials: list[Trial] = []
         self.usual: Mapping[str, Code] | None = None
         self._given: list[Trial] = []
 
     def __call__(self, population: list[Any]) -> Any:
-        from propulate.population import Individual
-
         if self.trials:
             self._given.append(self.trials.pop(0))
-            return Individual(_genes(self._given[-1].codes, self.limits), dict(self.limits))
+            return _individual(self._given[-1].codes, self.limits)
         if self.usual is not None:
             codes, self.usual = self.usual, None
-            return Individual(_genes(codes, self.limits), dict(self.limits))
-        return self.propagator(population)
+            return _individual(codes, self.limits)
+        for _ in range(_ATTEMPTS):
+            bred = self.propagator(population)
+            if not self.was_tried({name: bred[name] for name in self.limits}):
+                break
+        return bred
 
     def taken(self, own: tuple[int, int, int]) -> Trial | None:
         """The begun trial that was given last, if it is this one."""
@@ -222,15 +231,15 @@ class Pending:
         return found if found and (found.island, found.worker, found.generation) == own else None
 
 
-def _genes(codes: Mapping[str, Code], limits: Mapping[str, tuple[Code, Code]]) -> dict[str, Code]:
-    """Codes of the types that Propulate checks for."""
-    return {name: type(limits[name][0])(code) for name, code in codes.items()}
+def _individual(codes: Mapping[str, Code], limits: Mapping[str, tuple[Code, Code]], **more: Any) -> Any:
+    """Codes as Propulate wants them, of the types that it checks for."""
+    from propulate.population import Individual
+
+    return Individual({name: type(limits[name][0])(code) for name, code in codes.items()}, dict(limits), **more)
 
 
 def _restore(propulator: Any, search: Search, pending: Pending, limits: Mapping[str, tuple[Code, Code]]) -> None:
     """Give the propulator of this rank what its island has evaluated before, and what its worker had begun."""
-    from propulate.population import Individual
-
     if propulator.propulate_comm is None:
         return  # not the first rank of a trial: that one informs it
     begun = search.trials()
@@ -240,9 +249,7 @@ def _restore(propulator: Any, search: Search, pending: Pending, limits: Mapping[
     for trial in own:
         if not trial.has_ended:
             continue
-        individual = Individual(
-            _genes(trial.codes, limits), dict(limits), generation=trial.generation, rank=trial.worker
-        )
+        individual = _individual(trial.codes, limits, generation=trial.generation, rank=trial.worker)
         individual.loss, individual.island, individual.current = trial.loss, trial.island, trial.worker
         individual.migration_steps, individual.migration_history = 0, str(trial.island)
         propulator.population.append(individual)

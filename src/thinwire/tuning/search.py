@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from thinwire.config.outer import Nesterov
@@ -21,7 +22,7 @@ from thinwire.train.task import describe_optimizer
 from thinwire.tuning.crew import ERRORS, LOG
 from thinwire.tuning.objective import Objective, is_lower_better
 from thinwire.tuning.space import Code, Space, Value, as_text
-from thinwire.tuning.trial import Trial, folder_name, read_trials
+from thinwire.tuning.trial import FINISHED, Trial, folder_name, read_trials
 
 FILE = "search.json"
 _FLAGS = ("lr", "weight_decay", "batch_size", "epochs", "steps", "optimizer", "group_size")
@@ -194,8 +195,21 @@ class Search:
 
     @property
     def is_over(self) -> bool:
-        """Whether no further trial may begin."""
+        """Whether no trial may go on."""
         return self.spent > self.limits.search
+
+    @property
+    def has_time(self) -> bool:
+        """Whether another trial would end in time, if it takes as long as half of those that finished."""
+        if self.limits.search == math.inf:
+            return True
+        finished = [trial.seconds for trial in self.trials() if trial.status == FINISHED]
+        return self.spent + (median(finished) if finished else 0.0) <= self.limits.search
+
+    def was_tried(self, codes: Mapping[str, Code]) -> bool:
+        """Whether a trial with the same settings was begun: it would come to the same."""
+        settings = self.space.values(codes)
+        return any(trial.values == settings for trial in self.trials())
 
 
 def remove(trial: Trial) -> None:
