@@ -180,6 +180,7 @@ def test_a_killed_worker_ends_the_run_and_other_settings_are_not_resumed(tmp_pat
     assert "it was saved with `cutoff`=0.15, this run has 0.3" in said
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_leaves_no_process_behind(tmp_path):
     out = tmp_path / "run"
     words = ["run", "digits", "--method", "allreduce", "--workers", 2, "--steps", 5000, "--out", out]

@@ -168,6 +168,7 @@ def compressed(rank: int) -> list[float]:
     return [float((end - ends[0]).abs().max()) for end in ends[1:]]
 
 
+@pytest.mark.slow
 def test_compressed_methods_compile_too() -> None:
     for gaps in gang.run(compressed, 2):
         assert max(gaps) < 1e-5

@@ -109,6 +109,7 @@ def both_ways(rank: int) -> dict[str, Any]:
     return {code: [trained(rank, early, code) for early in (True, False)] for code in ("int8", "lowrank:2", "topk:0.1")}
 
 
+@pytest.mark.slow
 def test_early_and_late_exchanges_are_the_same_bit_for_bit() -> None:
     found = gang.run(both_ways, 2)
     for code, (early, late) in found[0].items():

@@ -138,12 +138,12 @@ def part_of_the_slow(*cases: tuple[Any, ...]) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "where", "when"),
     [
-        ("coded", "backward", 3),
         ("diloco", "check", 7),
-        ("shared", "vote", 14),
-        ("allreduce", "vote", 9),
         ("ab", "cut", 16),
         *part_of_the_slow(
+            ("allreduce", "vote", 9),
+            ("coded", "backward", 3),
+            ("shared", "vote", 14),
             ("int8", "backward", 6),
             ("powersgd", "forward", 3),
             ("powersgd", "backward", 20),
@@ -314,6 +314,7 @@ def few(group: int, worker: int, deaths: dict[int, tuple[str, int]]) -> Any:
     return "went on"
 
 
+@pytest.mark.slow
 def test_with_too_few_groups_it_stops() -> None:
     found = Launchers(few, 3, 1, {2: ("forward", 5)}).collect()
     assert len(found) == 2

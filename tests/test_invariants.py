@@ -318,14 +318,12 @@ class Attention(nn.Module):
         return self.leave(hidden.mean(dim=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
         ab(keep_first=False, keep_last=False, cutoff=0.4, group_size=None),
-        pytest.param(
-            thinwire.OIALR(total_steps=24, factor_at=2, redecompose=2, cutoff=0.4, layer_fraction=1.0, keep_last=False),
-            marks=pytest.mark.slow,
-        ),
+        thinwire.OIALR(total_steps=24, factor_at=2, redecompose=2, cutoff=0.4, layer_fraction=1.0, keep_last=False),
     ],
     ids=["ab-paper", "oialr"],
 )

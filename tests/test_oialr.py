@@ -236,6 +236,7 @@ def test_optimizers_follow(make: Any, moments: str, tmp_path: Path) -> None:
     assert values(other) == values(replica) and optimizer_values(again) == optimizer_values(optimizer)
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_and_compiled_models_train_alike() -> None:
     """Two halves of a batch are the batch; `compile=` changes nothing but rounding."""
     torch.manual_seed(0)

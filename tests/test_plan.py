@@ -15,7 +15,7 @@ from torch import nn
 
 import gang
 import thinwire
-from selection import slow_but
+from selection import first_of, slow_but
 from thinwire.cli import main
 from thinwire.comm.ledger import mean_over_nodes
 from thinwire.comm.sent import Sent
@@ -569,6 +569,7 @@ def test_the_command_draws_and_tells(tiny: str, tmp_path: Path) -> None:
     assert plain["seconds_per_step"] > rounded["seconds_per_step"] > 0.005
 
 
+@pytest.mark.slow
 def test_compute_is_timed_where_inputs_are_known(tiny: str) -> None:
     told = json.loads(plan_command("--model", f"{tiny}:with_inputs", "--steps", "100", "--json"))
     assert told["compute_measured"] and [row["method"] for row in told["methods"]] == list(METHODS)
@@ -580,7 +581,7 @@ def test_inputs_may_have_names(tiny: str) -> None:
     assert told["compute_measured"]
 
 
-@pytest.mark.parametrize("method", ["ab-paper", "oialr"])
+@pytest.mark.parametrize("method", first_of(["ab-paper", "oialr"]))
 def test_a_recipe_and_the_ranks_of_its_run(method: str, tmp_path: Path) -> None:
     words = ["digits", "--steps", "30"]
     run = ["run", *words, "--method", method, "--workers", "1", "--no-model", "--quiet", "--out", str(tmp_path / "run")]

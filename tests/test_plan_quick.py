@@ -82,7 +82,7 @@ CODED = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(("ab-paper", "localsgd", "topk"), [*every_method(60), *CODED]))
+@pytest.mark.parametrize("name", slow_but(("localsgd", "topk"), [*every_method(60), *CODED]))
 def test_a_worker_stands_for_those_that_do_the_same(name: str) -> None:
     """Even nodes, ragged groups, and groups of several nodes."""
     config = {**every_method(60), **CODED}[name]
@@ -115,15 +115,9 @@ CYCLES = {
 }
 
 
-# An evaluation may fall anywhere in a cycle. Without any it is simpler: one of each method.
-_EVALUATED = [(name, 23) for name in CYCLES]
-_WHOLE = [
-    pytest.param(name, None, marks=() if name in ("ab", "localsgd", "diloco", "daso") else pytest.mark.slow)
-    for name in CYCLES
-]
-
-
-@pytest.mark.parametrize(("name", "eval_every"), [*_EVALUATED, *_WHOLE])
+# An evaluation may fall anywhere in a cycle.
+@pytest.mark.parametrize("eval_every", first_of([23, None]))
+@pytest.mark.parametrize("name", slow_but(("ab", "localsgd", "diloco, streaming", "daso, int8"), CYCLES))
 def test_cycles_count_as_if_they_were_taken(name: str, eval_every: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     method, config = CYCLES[name]
     view = Layout(workers=6, nodes=2).topology(0, None)
@@ -194,6 +188,7 @@ def _counting_steps(
     return found, len(taken)
 
 
+@pytest.mark.slow
 def test_other_numbers_of_nodes_are_as_if_planned_by_themselves() -> None:
     what = workload(steps=40, inputs=())
     configs = {name: every_method(40)[name] for name in ("ab-paper", "daso", "topk", "onebit")}

@@ -102,6 +102,7 @@ def gathered_at_once(rank: int) -> dict[str, float]:
     return {"most": most, "layers": len(replica.ranks())}
 
 
+@pytest.mark.slow
 def test_one_layer_is_whole_at_a_time() -> None:
     for found in gang.run(gathered_at_once, 4):
         assert found["layers"] > 8

@@ -71,7 +71,7 @@ def trained(rank: int, name: str, shards: bool, folder: str | None = None) -> di
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("diloco", "ab factors") else pytest.param(name, marks=pytest.mark.slow) for name in WAYS],
+    [name if name == "diloco" else pytest.param(name, marks=pytest.mark.slow) for name in WAYS],
 )
 def test_sharded_groups_train_as_groups_that_are_not(name: str, tmp_path: Path) -> None:
     plain = gang.run(trained, 4, name, False)

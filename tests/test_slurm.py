@@ -108,6 +108,7 @@ def test_the_environment_is_completed_and_what_is_set_is_kept(monkeypatch: pytes
 # Two real processes.
 
 
+@pytest.mark.slow
 def test_srun_thinwire_run(tmp_path: Path, cluster: dict[str, str]) -> None:
     words = [
         "srun",

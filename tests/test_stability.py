@@ -341,6 +341,7 @@ def _records(run: Path, kind: str) -> list[dict]:
     return [line for line in lines if line["kind"] == kind]
 
 
+@pytest.mark.slow
 def test_the_command_line_looks_draws_and_compares(tmp_path):
     run, layers = tmp_path / "run", ["features.0", "features.4", "features.7", "hidden", "head"]
     said = _run(run, "--method", "ab-paper", "--set", "every=2", "--stability", 2, "--save-every", 4)
