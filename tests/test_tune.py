@@ -285,6 +285,7 @@ def test_importance_finds_the_parameter_that_decides(tmp_path: Path) -> None:
     shares = importance(search, trials)
     assert list(shares) == ["lr", "weight_decay"]
     assert shares["lr"] > 0.8 and shares["weight_decay"] < 0.1
+    assert not importance(search, trials[:11])  # too few to tell
 
 
 def test_the_best_comes_first_and_has_a_config(tmp_path: Path) -> None:

@@ -193,15 +193,16 @@ def _report(search: Search, result: Result, *, as_json: bool) -> None:
         )
     console.print(table)
     lost = [trial for trial in trials if trial.has_ended and trial.status != "finished"]
-    if search.is_over:
-        click.echo(f"the search was stopped after {units.time(search.limits.search)}; continue with `--resume`")
+    if result.left:
+        limit = units.time(search.limits.search)
+        click.echo(f"there was no time within {limit} for {result.left} more trials; continue with `--resume`")
     if lost:
         click.echo(f"{len(lost)} trials did not finish; trial.json in their folders says why")
-    words = ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items())
-    click.echo(f"explains alone: {words}")
+    if shares:
+        click.echo("explains alone: " + ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items()))
     if not search.objective.is_met(ended[0].loss or 0.0):
         click.echo(f"no trial is within the limits of {search.objective.text}; the best comes nearest")
-    pictures = drawn([partial(draw_importance, search, trials)])
+    pictures = drawn([partial(draw_importance, search, shares)] if shares else [])
     best = search.folder / BEST
     click.echo(f"best settings: {best}; train them with `thinwire run --config {best} --out DIR`")
     click.echo(f"all trials: `thinwire report {search.folder}`" + (f"; picture: {pictures[0]}" if pictures else ""))

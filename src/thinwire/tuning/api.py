@@ -47,7 +47,9 @@ class Result:
     pareto: list[Trial]
     """Trials than which no other has both a better metric and fewer bytes."""
     importance: dict[str, float]
-    """The share of the objective's variance that each parameter explains alone."""
+    """The share of the objective's variance that each parameter explains alone; nothing if trials are too few."""
+    left: int
+    """Trials for which there was no time; a resumed search runs them."""
 
 
 def tune(
@@ -156,4 +158,5 @@ def run_trials(search: Search, execution: Execution, total: int) -> Result:
         config=best_config(search, ended[0]) if ended else {},
         pareto=front(ended, search.metric, lower=search.lower_is_better),
         importance=importance(search, trials),
+        left=max(0, total - sum(trial.has_ended for trial in trials)),
     )

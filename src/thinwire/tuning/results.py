@@ -16,6 +16,8 @@ from thinwire.tuning.trial import FINISHED, Trial
 
 BEST, PARETO, PICTURE = "best.json", "pareto.json", "importance.png"
 _BINS = 4
+ENOUGH = 3 * _BINS
+"""Finished trials from which on it shows which parameters matter."""
 
 
 def finished(trials: Sequence[Trial]) -> list[Trial]:
@@ -41,9 +43,12 @@ def importance(search: Search, trials: Sequence[Trial]) -> dict[str, float]:
     """The share of the loss's variance, by ranks, that each parameter explains alone; corrected for chance.
 
     Trials are put into up to four bins of equal size by the parameter's code (its choices, if it has any), and the
-    bins' means are compared: ε² of an analysis of variance. Trials that failed or were stopped are left out.
+    bins' means are compared: ε² of an analysis of variance. Trials that failed or were stopped are left out. With too
+    few to fill the bins it is nothing but chance, and there is no share.
     """
     ended = finished(trials)
+    if len(ended) < ENOUGH:
+        return {}
     ranked = {id(trial): rank for rank, trial in enumerate(ended)}
     shares = {}
     for name in search.space:
@@ -100,9 +105,8 @@ def write_results(search: Search, trials: Sequence[Trial]) -> list[Path]:
     return [best, pareto]
 
 
-def draw_importance(search: Search, trials: Sequence[Trial]) -> Path:
+def draw_importance(search: Search, shares: dict[str, float]) -> Path:
     """A bar per parameter."""
-    shares = importance(search, trials)
     figure, path = blank(8, 1.2 + 0.35 * len(shares)), search.folder / PICTURE
     axes, names = figure.subplots(), list(reversed(shares))
     axes.barh(names, [100 * shares[name] for name in names])
