@@ -25,6 +25,10 @@ def autoformer() -> Recipe:
     )
 
 
+def mini_vit() -> Recipe:
+    return experiments.mini_vit(width=48).replace(name="narrow-minivit", batch=32, steps=40, eval_every=40)
+
+
 def gpt_words() -> Recipe:
     """Large enough to show what methods cost a model of many words: docs/results.md."""
     base = experiments.gpt(width=64, depth=2, heads=4, block=32)

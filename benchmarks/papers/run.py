@@ -32,6 +32,8 @@ NARROW = {
     "gpt-wikitext2": "gpt",
     "autoformer-ettm2-96": "autoformer",
     "autoformer-ettm2-tuned": "autoformer",
+    "minivit-cifar10": "mini_vit",
+    "minivit-cifar10-tuned": "mini_vit",
 }
 
 
@@ -168,6 +170,20 @@ def autoformer(bench: Bench) -> None:
     )
 
 
+def mini_vit(bench: Bench) -> None:
+    """Table 4.3: all-reduce, OIALR with its rates, and with those that the published search found."""
+    length = () if bench.given.quick else ("--eval-every", "1465")
+
+    def train(name: str, method: str, recipe: str = "minivit-cifar10") -> None:
+        bench.train(f"minivit-{name}", recipe, method, 1, *length)
+
+    together(
+        lambda: train("allreduce", "allreduce"),
+        lambda: train("oialr", "oialr"),
+        lambda: train("oialr-tuned", "oialr", "minivit-cifar10-tuned"),
+    )
+
+
 def _marks(bench: Bench, recipe: str) -> tuple[int, int]:
     """A step shortly before the first decomposition, and one after the last merge."""
     job = Job(recipe=bench.recipe(recipe), method="ab-paper", out=Path(), epochs=bench.given.epochs)
@@ -182,7 +198,14 @@ def _warmup(bench: Bench, recipe: str, *settings: str) -> int:
     return job.config.warmup_length
 
 
-CHAINS = {"vgg16": vgg16, "vgg16bn": vgg16_bn, "gpt": gpt, "autoformer": autoformer, "resized": resized}
+CHAINS = {
+    "vgg16": vgg16,
+    "vgg16bn": vgg16_bn,
+    "gpt": gpt,
+    "autoformer": autoformer,
+    "resized": resized,
+    "minivit": mini_vit,
+}
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from thinwire.report.records import Run, read_run
 from thinwire.train.data import Source
 from thinwire.train.models.initial import without_values
 
-FAMILIES = ("vgg16", "vgg16bn", "gpt", "autoformer", "resized")
+FAMILIES = ("vgg16", "vgg16bn", "gpt", "autoformer", "resized", "minivit")
 _HEIGHTS = {"accuracy": {"bottom": 0.8}, "mse": {"bottom": 0.2, "top": 0.3}, "perplexity": {"bottom": 100, "top": 300}}
 
 
