@@ -18,6 +18,7 @@ from every_method import on_its_day
 from thinwire.cli import main
 from thinwire.errors import ConfigError, DamagedError
 from thinwire.jobs import Job
+from thinwire.tuning.api import Execution, run_trials
 from thinwire.tuning.by_propulate import Pending
 from thinwire.tuning.crew import OneRank
 from thinwire.tuning.early import reason_to_stop
@@ -256,6 +257,23 @@ def test_no_trial_begins_that_would_not_end_in_time(tmp_path: Path) -> None:
     assert search.has_time
     search.began = time.monotonic() - 70
     assert not search.has_time and not search.is_over
+
+
+def test_a_search_that_is_resumed_with_little_time_begins_one_trial(tmp_path: Path, monkeypatch: Any) -> None:
+    pytest.importorskip("optuna")
+    search, begun = search_in(tmp_path), []
+    codes = search.usual()
+    trial(name=str(tmp_path / "trial-0-0-0000"), seconds=50.0, codes=codes).write()
+    search.limits = Limits(search=10.0)
+
+    def evaluated(search: Search, trial: Trial, ranks: Any) -> float:
+        begun.append(trial.name)
+        return 0.0
+
+    monkeypatch.setattr("thinwire.tuning.by_optuna.evaluate", evaluated)
+    found = run_trials(search, Execution(engine="random"), 5)
+    assert begun == ["trial-0-0-0001"]
+    assert found.left == 4  # of five one has ended: the fake leaves the second one running
 
 
 def test_propulate_is_asked_again_for_what_was_tried(tmp_path: Path) -> None:
