@@ -93,7 +93,7 @@ def held(replica: Any) -> None:
     """In a worker: say that its group waits here, and go on when all groups are in or another one wants in."""
     note(replica, "held")
     membership = replica._recovery.membership
-    while membership.wanted <= membership.generation and len(membership.groups) < membership._expected:
+    while membership.heartbeat.wanted <= membership.generation and len(membership.groups) < membership._expected:
         time.sleep(0.05)
 
 

@@ -117,12 +117,7 @@ def compress(
             small, trained=small.parameters(), order=order, keep_first=keep_first, keep_last=keep_last, keep=keep
         )
         warn_unmatched_patterns(small, keep)
-    parts = []
-    for done, layer in enumerate(layers):
-        report("decomposing layers", done, len(layers))
-        parts.append(_part(layer, had.get(layer.key)))
-    aside = {key: pair for key, pair in had.items() if key not in {layer.key for layer in layers}}
-    whole = Whole(_count(model), parts, saved=sum(_saved(small, *item) for item in aside.items()))
+    whole = _whole(small, layers, had, _count(model), report)
     ranks, cut_at = choose(whole)
     small, made, full = _cut(small, whole.parts, ranks, had, trial)
     if data is not None or evaluate is not None:
@@ -229,6 +224,18 @@ def _saved(model: nn.Module, key: str, had: Pair) -> int:
     """Parameters saved in a low-rank layer that is not truncated: it becomes plain factors, or its full weight."""
     m, n = (view := layer_of(model, key).view).tall
     return had.numbers - (had.rank * (m + n) if view.is_smaller(had.rank) else m * n)
+
+
+def _whole(
+    small: nn.Module, layers: Sequence[Layer], had: Mapping[str, Pair], parameters: int, report: Report
+) -> Whole:
+    """All layers decomposed; factors that the model came with and that stay as they are count with their size."""
+    parts = []
+    for done, layer in enumerate(layers):
+        report("decomposing layers", done, len(layers))
+        parts.append(_part(layer, had.get(layer.key)))
+    aside = {key: pair for key, pair in had.items() if key not in {layer.key for layer in layers}}
+    return Whole(parameters, parts, saved=sum(_saved(small, *item) for item in aside.items()))
 
 
 def _part(layer: Layer, had: Pair | None) -> Part:

@@ -83,7 +83,7 @@ class Recovery:
     def end_step(self) -> None:
         """End a step; where groups average, all of them or none."""
         method = self.method
-        if self.membership.is_called and method.gradients.code is None:
+        if self.membership.heartbeat.is_called and method.gradients.code is None:
             self._regroup(None, ready=False)  # others have lost a group and wait
         method.gradients.commit()  # the step is taken, whatever comes of its end
         if self._trains_apart and self.membership.faults.skip_after is not None:
@@ -107,7 +107,7 @@ class Recovery:
         if due <= method.step + 1:
             self.membership.arrive(method.step + 1)
             return
-        late = torch.tensor([float(self.membership.holds_up(due))])
+        late = torch.tensor([float(self.membership.heartbeat.holds_up(due))])
         if lost := tried(lambda: method.wire.sum_in_group(late, "control")):
             self._regroup(lost, ready=False)
         elif late:
@@ -136,7 +136,7 @@ class Recovery:
             if lost is None or self._regroup(lost, ready=ready, undo=before):
                 if last:
                     self.membership.testify(self.votes)
-                    self.membership.close()
+                    self.membership.heartbeat.close()
                 return
 
     def show_merged(self, merge_into: Callable[[ExitStack], None], stack: ExitStack) -> None:
@@ -169,7 +169,7 @@ class Recovery:
         found = []
 
         def vote() -> None:
-            wanted = float(self.membership.wanted > self.membership.generation)
+            wanted = float(self.membership.heartbeat.wanted > self.membership.generation)
             found.append(self.method.wire.all_reduce_max(torch.tensor([wanted]), "control"))
 
         lost = tried(vote)

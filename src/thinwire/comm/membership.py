@@ -7,11 +7,9 @@ in two never trains two models. Whoever cannot reach the store stops too.
 
 Keys, of which only small JSON is the value:
 
-    alive/GROUP/WORKER               a counter that each worker raises every second
     N/report/GROUP/WORKER            what a worker reports to generation N
     N/groups                         the groups of generation N, with their sizes
-    N/wants                          a group asks to be in generation N
-    N/at                             the last step at which a group of generation N waits to average
+    N/wants, N/called, N/at, alive   what workers tell each other meanwhile: heartbeat.py
     now                              the generation that is going on
     seen/V                           somebody has seen vote V and is gone, as all are at the end of a run
     over                             the run has ended
@@ -21,7 +19,6 @@ Keys, of which only small JSON is the value:
 import contextlib
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -30,7 +27,8 @@ from typing import Any
 import torch.distributed as dist
 
 from thinwire.comm import process_groups
-from thinwire.comm.connections import Connections, given_up_after
+from thinwire.comm.connections import Connections
+from thinwire.comm.heartbeat import Heartbeat
 from thinwire.comm.losses import tried
 from thinwire.comm.rendezvous import Seat, meeting
 from thinwire.comm.sent import Ranks
@@ -40,7 +38,6 @@ from thinwire.errors import ThinwireError
 
 log = logging.getLogger("thinwire")
 
-_BEAT_S = 0.5
 _POLL_S = 0.05
 _ATTEMPTS = 5
 
@@ -67,70 +64,12 @@ class Membership:
         self._expected = groups
         self.connections = Connections()
         """Those of this generation's process groups."""
-        self.wanted = -1
-        """The last generation that a group has asked to be in, as far as this worker has noticed."""
-        self.awaited: tuple[int, float] | None = None
-        """The last step at which another group waits to average, and since when this worker knows."""
-        self._called = threading.Event()
-        self._stop = threading.Event()
-        self._beats: dict[tuple[int, int], tuple[bytes, float]] = {}
-        # Cloned here: a connection opened while process groups are made counts as theirs, and is hung up with them.
-        with given_up_after(faults.timeout):
-            of_the_heart = store.clone() if hasattr(store, "clone") else store
-        self._heart = threading.Thread(target=self._beat, args=(of_the_heart,), daemon=True)
-        self._heart.start()
+        self.heartbeat = Heartbeat(store, seat, faults)
 
     @classmethod
     def from_environment(cls, faults: Faults) -> "Membership":
         """Find the store and this worker's seat; every launcher sets the same store and its own group."""
         return cls(*meeting(faults), faults)
-
-    # Signs of life.
-
-    def _beat(self, store: Any) -> None:
-        """Raise the counter, and note when others have called for the next generation."""
-        key, count = f"alive/{self.seat.group}/{self.seat.worker}", 0
-        with contextlib.suppress(RuntimeError):  # a connection that has failed does not come back
-            while not self._stop.wait(self._pause):
-                count += 1
-                store.set(key, str(count))
-                generation, connections = self.generation, self.connections
-                if generation >= 0 and store.check([f"{generation + 1}/wants"]):
-                    self.wanted = generation + 1
-                if self.faults.skip_after is not None and store.check([f"{generation}/at"]):
-                    step = int(store.get(f"{generation}/at"))
-                    if self.awaited is None or self.awaited[0] != step:
-                        self.awaited = step, time.monotonic()
-                if store.check([f"{generation + 1}/called"]) and generation == self.generation:
-                    self._called.set()
-                    connections.hang_up()  # this worker may wait for one that has left
-
-    @property
-    def _pause(self) -> float:
-        """Seconds between two looks at the store; short enough to notice in time that others wait."""
-        after = self.faults.skip_after
-        return _BEAT_S if after is None else min(_BEAT_S, max(_POLL_S, after / 4))
-
-    @property
-    def is_called(self) -> bool:
-        """Whether a worker has left this generation."""
-        return self._called.is_set()
-
-    def arrive(self, step: int) -> None:
-        """This group waits at this step for others to average."""
-        if self.faults.skip_after is not None and self.seat.worker == 0:
-            with self._reaching_the_store():
-                self.store.set(f"{self.generation}/at", str(step))
-
-    def holds_up(self, step: int) -> bool:
-        """Whether another group has waited at this step for longer than it should."""
-        if self.faults.skip_after is None or self.awaited is None or self.awaited[0] != step:
-            return False
-        return time.monotonic() - self.awaited[1] >= self.faults.skip_after
-
-    def close(self) -> None:
-        """No more signs of life."""
-        self._stop.set()
 
     # Generations.
 
@@ -191,9 +130,7 @@ class Membership:
     def _enter(self, number: int, groups: dict[int, int]) -> Reports:
         self.connections = Connections()
         self.generation, self.groups = number, groups
-        self._called.clear()
-        self._beats.clear()
-        self.awaited = None
+        self.heartbeat.enter(number, self.connections)
         self.store.set("now", str(number))
         found = {seat: self._read_report(number, seat)[1] for seat in _seats(groups)}
         self.joined = {group for group in groups if found[group, 0] == JOINS}
@@ -213,6 +150,12 @@ class Membership:
                 f"the store cannot be reached any more ({error}), so nobody can say who goes on; this worker stops. "
                 "Resume from a checkpoint"
             ) from error
+
+    def arrive(self, step: int) -> None:
+        """This group waits at this step for others to average."""
+        if self.faults.skip_after is not None and self.seat.worker == 0:
+            with self._reaching_the_store():
+                self.store.set(f"{self.generation}/at", str(step))
 
     def testify(self, votes: int) -> None:
         """Say that this vote, the last one, was complete, for those who did not see it; this worker leaves now."""
@@ -281,16 +224,8 @@ class Membership:
 
     def _is_alive(self, group: int) -> bool:
         """Whether all workers of a group have shown a sign of life of late."""
-        return all(self._beats_still((group, worker)) for worker in range(max(1, self.groups.get(group, 1))))
-
-    def _beats_still(self, seat: tuple[int, int]) -> bool:
-        key, now = f"alive/{seat[0]}/{seat[1]}", time.monotonic()
-        count = self.store.get(key) if self.store.check([key]) else b""
-        last, since = self._beats.get(seat, (None, now))
-        if count != last:
-            self._beats[seat] = count, now
-            return True
-        return now - since < self.faults.silence
+        workers = range(max(1, self.groups.get(group, 1)))
+        return all(self.heartbeat.is_alive((group, worker)) for worker in workers)
 
     def _refuse_if_lost(self, before: Mapping[int, int], left: int) -> None:
         then = len(before)
