@@ -115,12 +115,12 @@ def check_thinwire(words: list[str]) -> None:
         given = main.commands[name].make_context(name, rest).params
     except click.exceptions.Exit:  # --help
         return
-    if given.get("objective"):
-        parse_objective(given["objective"], "accuracy")
     methods = given.get("method") or given.get("methods")
     if given.get("recipe") is None:
         return
     recipe = named(given["recipe"], arguments=given.get("arguments", ()))
+    if given.get("objective"):
+        parse_objective(given["objective"], recipe.task.metric)
     if given.get("space"):
         chosen_space(given["space"], methods.partition(":")[0])
     if methods is None:
