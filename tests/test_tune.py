@@ -287,10 +287,20 @@ def test_propulate_is_asked_again_for_what_was_tried(tmp_path: Path) -> None:
 
 
 def test_the_front_has_what_nothing_beats() -> None:
-    figures = [(0.9, 0.5), (0.8, 0.1), (0.85, 0.5), (0.95, 0.9), (0.8, 0.2), (0.9, 0.5)]
-    trials = [trial(figures={"accuracy": a, "bytes": b}) for a, b in figures]
-    found = front(trials, "accuracy", lower=False)
-    assert [(t.figures["accuracy"], t.figures["bytes"]) for t in found] == [(0.8, 0.1), (0.9, 0.5), (0.95, 0.9)]
+    figures = [(0.9, 0.5, 1.0), (0.8, 0.1, 1.0), (0.85, 0.5, 1.0), (0.95, 0.9, 1.0), (0.8, 0.2, 1.0), (0.9, 0.5, 1.0)]
+    small = (0.7, 0.5, 0.2)  # the worst, and the smallest
+    trials = [trial(figures={"accuracy": a, "bytes": b, "size": s}) for a, b, s in [*figures, small]]
+    best = [(0.8, 0.1, 1.0), small, (0.9, 0.5, 1.0), (0.95, 0.9, 1.0)]
+    assert [tuple(t.figures.values()) for t in front(trials, "accuracy", lower=False)] == best
+
+
+def test_a_trial_stopped_early_is_worse_than_all_that_keep_the_limits() -> None:
+    objective = parse_objective("max:accuracy-100*bytes,size<=0.5", "accuracy")
+    finished_last = objective.loss({"accuracy": 0.1, "bytes": 1.0, "size": 0.4})
+    poor, poorer = (objective.loss_if_stopped("accuracy", value) for value in (0.9, 0.2))
+    outside = objective.loss({"accuracy": 0.99, "bytes": 0.0, "size": 0.51})
+    assert finished_last < poor < poorer < outside
+    assert objective.loss_if_stopped("accuracy", float("nan")) < outside
 
 
 def test_importance_finds_the_parameter_that_decides(tmp_path: Path) -> None:

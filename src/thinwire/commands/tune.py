@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -28,8 +30,9 @@ from thinwire.report.tables import figure
 from thinwire.tuning.api import ENGINES, Execution, Result, begin, run_trials, search_for
 from thinwire.tuning.by_propulate import Evolution, check_installed, in_mpi, world
 from thinwire.tuning.presets import PRESETS
-from thinwire.tuning.results import BEST, draw_importance, finished
+from thinwire.tuning.results import BEST, draw_importance, finished, row_of
 from thinwire.tuning.search import Limits, Search
+from thinwire.tuning.trial import Trial
 
 _SHOWN = 10
 
@@ -159,45 +162,42 @@ def _search(recipe: str, flags: dict[str, Any]) -> Search:
 
 
 def _report(search: Search, result: Result, *, as_json: bool) -> None:
-    trials, shares = result.trials, result.importance
-    ended = finished(trials)
+    ended = finished(result.trials)
     if as_json:
-        rows = [{"trial": t.name, "values": t.values, "figures": t.figures, "loss": t.loss} for t in ended]
-        statuses = {status: sum(t.status == status for t in trials) for status in sorted({t.status for t in trials})}
-        click.echo(json.dumps({"trials": rows, "statuses": statuses, "importance": shares}, indent=2))
-        if ended:
-            page_of([trial.folder for trial in ended], search.folder, silent=True)
-        return
-    if not ended and search.is_over:
-        raise ConfigError(f"no trial finished within {units.time(search.limits.search)}; continue with `--resume`")
-    if not ended:
-        reasons = sorted({trial.reason for trial in trials if trial.reason})
-        raise ConfigError(
-            f"none of {len(trials)} trials finished: {'; '.join(reasons[:3])}; see log.txt in their folders"
-        )
-    wide = Console()
-    console = Console(width=None if wide.is_terminal else 140)
-    on_front = {trial.name for trial in result.pareto}
-    table = Table(title=f"the best of {len(trials)} trials (* no other has a better {search.metric} and fewer bytes)")
-    for column in ("trial", search.metric, "bytes", "model", "settings"):
-        table.add_column(column)
-    for trial in [*ended[:_SHOWN], *(t for t in ended[_SHOWN:] if t.name in on_front)]:
-        own = trial.figures
-        star = "*" if trial.name in on_front else ""
-        table.add_row(
-            f"{trial.name}{star}",
-            figure(search.metric, own[search.metric]),
-            f"{own['bytes']:.4f}",
-            f"{1 / own['size']:.1f} : 1",
-            trial.settings(),
-        )
-    console.print(table)
-    lost = [trial for trial in trials if trial.has_ended and trial.status != "finished"]
+        click.echo(json.dumps(_described(result), indent=2))
+    elif not ended:
+        raise ConfigError(_why_none(search, result.trials))
+    else:
+        _show(search, result, ended)
+    if ended:
+        page_of([trial.folder for trial in ended], search.folder, silent=as_json)
+
+
+def _described(result: Result) -> dict[str, Any]:
+    """For a program."""
+    rows = [row_of(trial) for trial in finished(result.trials)]
+    statuses = Counter(sorted(trial.status for trial in result.trials))
+    return {"trials": rows, "statuses": dict(statuses), "importance": result.importance}
+
+
+def _why_none(search: Search, trials: Sequence[Trial]) -> str:
+    """Why no trial finished."""
+    if search.is_over:
+        return f"no trial finished within {units.time(search.limits.search)}; continue with `--resume`"
+    reasons = sorted({trial.reason for trial in trials if trial.reason})
+    return f"none of {len(trials)} trials finished: {'; '.join(reasons[:3])}; see log.txt in their folders"
+
+
+def _show(search: Search, result: Result, ended: Sequence[Trial]) -> None:
+    """The best trials, what became of the others, and what to do next."""
+    Console(width=None if Console().is_terminal else 140).print(_table(search, result, ended))
     if result.left:
         limit = units.time(search.limits.search)
         click.echo(f"there was no time within {limit} for {result.left} more trials; continue with `--resume`")
+    lost = sum(trial.has_ended for trial in result.trials) - len(ended)
     if lost:
-        click.echo(f"{len(lost)} trials did not finish; trial.json in their folders says why")
+        click.echo(f"{lost} trials did not finish; trial.json in their folders says why")
+    shares = result.importance
     if shares:
         click.echo("explains alone: " + ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items()))
     if not search.objective.is_met(ended[0].loss or 0.0):
@@ -206,4 +206,22 @@ def _report(search: Search, result: Result, *, as_json: bool) -> None:
     best = search.folder / BEST
     click.echo(f"best settings: {best}; train them with `thinwire run --config {best} --out DIR`")
     click.echo(f"all trials: `thinwire report {search.folder}`" + (f"; picture: {pictures[0]}" if pictures else ""))
-    page_of([trial.folder for trial in ended], search.folder, silent=False)
+
+
+def _table(search: Search, result: Result, ended: Sequence[Trial]) -> Table:
+    """The best trials, and all of the front."""
+    on_front = {trial.name for trial in result.pareto}
+    title = f"the best of {len(result.trials)} trials (* no other is as good in {search.metric}, bytes and model)"
+    table = Table(title=title)
+    for column in ("trial", search.metric, "bytes", "model", "settings"):
+        table.add_column(column)
+    for trial in [*ended[:_SHOWN], *(t for t in ended[_SHOWN:] if t.name in on_front)]:
+        own = trial.figures
+        table.add_row(
+            f"{trial.name}{'*' if trial.name in on_front else ''}",
+            figure(search.metric, own[search.metric]),
+            f"{own['bytes']:.4f}",
+            f"{1 / own['size']:.1f} : 1",
+            trial.settings(),
+        )
+    return table

@@ -45,7 +45,7 @@ class Result:
     config: dict[str, Any]
     """The best settings, as `thinwire run --config` takes them; also in best.json."""
     pareto: list[Trial]
-    """Trials than which no other has both a better metric and fewer bytes."""
+    """Trials than which no other is as good in metric, bytes and size, and better in one."""
     importance: dict[str, float]
     """The share of the objective's variance that each parameter explains alone; nothing if trials are too few."""
     left: int

@@ -138,8 +138,7 @@ def _judge(search: Search, trial: Trial, status: str, reason: str) -> None:
     trial.curve = _curve(search, trial)
     if status == STOPPED and trial.curve:
         trial.figures = {search.metric: float(trial.curve[-1][1])}
-        # Its bytes are not all sent, so only the metric counts, and it cannot be the best.
-        trial.loss = min(FAILED, search.objective.weights[search.metric] * trial.figures[search.metric] + 1.0)
+        trial.loss = search.objective.loss_if_stopped(search.metric, trial.figures[search.metric])
     if status != FINISHED:
         return
     try:

@@ -61,6 +61,10 @@ class Objective:
         value = sum(weight * figures[name] for name, weight in self.weights.items())
         return max(-_UNMET / 2, min(_UNMET / 2, value))
 
+    def loss_if_stopped(self, metric: str, value: float) -> float:
+        """That of a trial stopped early: above all that keep the limits, since its other figures are not known."""
+        return _UNMET / 2 + max(0.0, min(_UNMET / 2 - 1, _UNMET / 4 + self.weights[metric] * value))
+
     def is_met(self, loss: float) -> bool:
         """Whether a trial with this loss finished, and kept all limits."""
         return loss < _UNMET

@@ -27,16 +27,25 @@ def finished(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def front(trials: Sequence[Trial], metric: str, *, lower: bool) -> list[Trial]:
-    """Trials than which no other has both a better metric and fewer bytes, the fewest bytes first."""
-    found: list[Trial] = []
-    for trial in sorted(trials, key=lambda t: (t.figures["bytes"], _worse(t, metric, lower))):
-        if not found or _worse(trial, metric, lower) < _worse(found[-1], metric, lower):
-            found.append(trial)
-    return found
+    """Trials than which no other is as good in metric, bytes and size, and better in one; the fewest bytes first."""
+
+    def figures(trial: Trial) -> tuple[float, float, float]:
+        own = trial.figures
+        return own["bytes"], own["size"], own[metric] if lower else -own[metric]
+
+    found: list[tuple[float, float, float]] = []
+    kept: list[Trial] = []
+    for trial in sorted(trials, key=figures):  # what beats a trial in all three comes before it
+        own = figures(trial)
+        if not any(all(better <= mine for better, mine in zip(other, own, strict=True)) for other in found):
+            found.append(own)
+            kept.append(trial)
+    return kept
 
 
-def _worse(trial: Trial, metric: str, lower: bool) -> float:
-    return trial.figures[metric] if lower else -trial.figures[metric]
+def row_of(trial: Trial) -> dict[str, Any]:
+    """A finished trial, for files and for programs."""
+    return {"trial": trial.name, "values": trial.values, "figures": trial.figures, "loss": trial.loss}
 
 
 def importance(search: Search, trials: Sequence[Trial]) -> dict[str, float]:
@@ -97,11 +106,7 @@ def write_results(search: Search, trials: Sequence[Trial]) -> list[Path]:
         return []
     best, pareto = search.folder / BEST, search.folder / PARETO
     write_json(best, best_config(search, ended[0]))
-    rows = [
-        {"trial": t.name, "values": t.values, "figures": t.figures, "loss": t.loss}
-        for t in front(ended, search.metric, lower=search.lower_is_better)
-    ]
-    write_json(pareto, rows)
+    write_json(pareto, [row_of(t) for t in front(ended, search.metric, lower=search.lower_is_better)])
     return [best, pareto]
 
 
