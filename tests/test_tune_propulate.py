@@ -44,6 +44,11 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RANK", "WORLD_SIZE")}
 
 
+def mpirun(python: Path, ranks: int) -> list[str]:
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return [str(python.parent / "mpirun"), "-n", str(ranks), "--oversubscribe", *root]
+
+
 def tune(python: Path, out: Path, *words: str) -> list[str]:
     (out.parent / "space.toml").write_text(
         'lr_scale = { from = 0.001, to = 100.0, scale = "log" }\n'
@@ -101,11 +106,8 @@ def test_a_killed_search_loses_nothing_and_counts_nothing_twice(python: Path, tm
 
 
 def test_ranks_that_cannot_be_divided_are_refused_by_one_sentence(python: Path, tmp_path: Path) -> None:
-    mpirun = [str(python.parent / "mpirun"), "-n", "3", "--oversubscribe"]
-    mpirun += ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    done = subprocess.run(
-        [*mpirun, *tune(python, tmp_path / "search")], capture_output=True, text=True, timeout=200, env=environment()
-    )
+    words = [*mpirun(python, 3), *tune(python, tmp_path / "search")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=environment())
     assert done.returncode
     assert done.stderr.count("3 MPI ranks cannot be 2 islands of trials on 2 ranks each") == 1
     assert not (tmp_path / "search").exists()
@@ -130,6 +132,42 @@ print(one["b"], one.mapping["b"], two["b"])
 """
     done = subprocess.run([str(python), "-c", script], capture_output=True, text=True, env=environment())
     assert done.stdout.split() == ["p", "r", "2"], done.stderr
+
+
+def test_no_island_waits_for_the_trial_of_another(python: Path, tmp_path: Path) -> None:
+    """Island 1's first trial ends when island 0 has ended three; sending it migrants must not wait for that.
+
+    With Propulate's own blocking messages this hangs: 60 parameters are more than MPI sends without being asked.
+    """
+    (tmp_path / "islands.py").write_text("""
+import random, sys, time
+from pathlib import Path
+from propulate import Islands
+from propulate.utils import get_default_propagator
+from thinwire.tuning.by_propulate import _unblock
+
+folder, limits, chance = Path(sys.argv[1]), {f"parameter {i}": (0.0, 1.0) for i in range(60)}, random.Random(0)
+
+def loss(individual):
+    ended = folder / f"{individual.island}-{individual.generation}"
+    while individual.island == 1 and not (folder / "0-2").exists():
+        time.sleep(0.1)
+    ended.touch()
+    return sum(individual[name] for name in limits)
+
+islands = Islands(
+    loss_fn=loss, propagator=get_default_propagator(4, limits, rng=chance), rng=chance, generations=5, num_islands=2,
+    migration_probability=1.0, pollination=True, checkpoint_path=folder / "unused",
+)
+used = _unblock(islands.propulator) if sys.argv[2:] != ["blocking"] else []
+islands.propulate(logging_interval=10**9, debug=0)
+for comm in used:
+    comm.finish()
+""")
+    words = [*mpirun(python, 2), str(python), str(tmp_path / "islands.py"), str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=environment())
+    assert not done.returncode, done.stdout + done.stderr
+    assert {path.name for path in tmp_path.glob("?-?")} == {f"{island}-{i}" for island in (0, 1) for i in range(5)}
 
 
 def running(out: Path) -> bool:

@@ -1,0 +1,51 @@
+"""A communicator for Propulate that never waits for a busy receiver.
+
+Propulate sends with MPI's blocking `send`, which returns at once only for small messages. One that is larger than MPI's
+eager limit (4 kB inside a node with Open MPI, which ten parameters exceed) waits until the receiver asks for it, after
+its trial: islands would train one after the other, and two that send to each other at once would wait for ever.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+_PAUSE = 0.02
+"""Seconds between looks. MPI itself looks without a pause, on a core that a trial needs."""
+
+
+class NonBlocking:
+    """A communicator of mpi4py whose `send` returns at once, and whose `barrier` leaves the core to others."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self._sent: list[Any] = []
+        """Requests hold what they send, so they are kept until it has been received."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def send(self, value: Any, dest: int, tag: int = 0) -> None:
+        """Send without waiting for the receiver."""
+        self._forget_received()
+        self._sent.append(self._comm.isend(value, dest=dest, tag=tag))
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        reached = self._comm.Ibarrier()
+        while not reached.Test():
+            time.sleep(_PAUSE)
+
+    def finish(self) -> None:
+        """Take what nobody asked for any more, until everything is received; called by all."""
+        reached = None
+        while reached is None or not reached.Test():
+            while self._comm.iprobe():
+                self._comm.recv()
+            self._forget_received()
+            if reached is None and not self._sent:
+                reached = self._comm.Ibarrier()
+            time.sleep(_PAUSE)
+
+    def _forget_received(self) -> None:
+        self._sent = [request for request in self._sent if not request.test()[0]]
