@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,15 +19,16 @@ from every_method import on_its_day
 from thinwire.cli import main
 from thinwire.errors import ConfigError, DamagedError
 from thinwire.jobs import Job
+from thinwire.plan.links import Links
 from thinwire.tuning.api import Execution, run_trials
 from thinwire.tuning.by_propulate import Pending
 from thinwire.tuning.crew import OneRank
-from thinwire.tuning.early import reason_to_stop
+from thinwire.tuning.early import curve_of, reason_to_stop
 from thinwire.tuning.evaluate import evaluate
 from thinwire.tuning.objective import FAILED, parse_objective
 from thinwire.tuning.presets import PRESETS, chosen_space
 from thinwire.tuning.results import best_config, finished, front, importance
-from thinwire.tuning.search import Limits, Search
+from thinwire.tuning.search import Limits, Search, remove
 from thinwire.tuning.space import Code, as_text, read_space, space_of
 from thinwire.tuning.trial import Trial, read_trials
 
@@ -62,9 +64,10 @@ def test_codes_stand_for_values_inside_the_range() -> None:
     for name in space:
         low, high = space[name].limits
         ends = {as_text(space[name].value(code)) for code in (low, high)}
-        assert ends == {as_text(space[name].ends[0]), as_text(space[name].ends[-1])}
+        outer = space[name].choices or (space[name].low, space[name].high)
+        assert ends == {as_text(outer[0]), as_text(outer[-1])}
         assert {as_text(space[name].value(code)) for code in (low - 5, high + 5)} == ends
-        for value in space[name].ends:
+        for value in space[name].tested:
             assert as_text(space[name].value(space[name].code(value))) == as_text(value)
 
 
@@ -159,13 +162,27 @@ def test_a_search_begins_with_the_usual_settings(tmp_path: Path) -> None:
         "lr": "0.003",
         "every": "9",
         "wire": "int2",
-        "factor_at": "none",  # AB's own, 0.75, is no choice of this space
+        "factor_at": "0.5",  # AB's own, 0.75, is no choice of this space
+        "cutoff": "0.2",
         "outer": "1.0",
         "rate.floor": "0.01",
         "lr_scale": "1",
     }
     outside = search_in(tmp_path, {"every": {"from": 30, "to": 40}, "keep_first": {"choices": [False, True]}})
     assert outside.space.values(outside.usual()) == {"every": 30, "keep_first": True}
+
+
+def test_a_search_begins_with_the_recipes_optimizer_and_arguments(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from thinwire.recipes import digits\ndef own(width: int = 8, depth: int = 2):\n    return digits()\n"
+    )
+    space = {
+        "optimizer": {"choices": ["sgd", "adamw"]},
+        "with.width": {"from": 4, "to": 16},
+        "with.depth": {"choices": [1, 3]},
+    }
+    search = search_in(tmp_path, space, recipe=f"{tmp_path / 'own.py'}:own", arguments=("depth=3",))
+    assert search.space.values(search.usual()) == {"optimizer": "adamw", "with.width": 8, "with.depth": 3}
 
 
 def test_what_cannot_be_is_said_before_the_first_trial(tmp_path: Path) -> None:
@@ -177,6 +194,59 @@ def test_what_cannot_be_is_said_before_the_first_trial(tmp_path: Path) -> None:
         search_in(tmp_path, {"rate.foo": {"from": 0.1, "to": 0.4}}).check()
     with pytest.raises(ConfigError, match="give `--bandwidth`"):
         search_in(tmp_path, objective="seconds,accuracy>=0.9").check()
+    with pytest.raises(ConfigError, match="one worker sends none"):
+        search_in(tmp_path, objective="accuracy,bytes<=0.1", workers=1).check()
+    with pytest.raises(ConfigError, match="both lr and lr_scale"):
+        search_in(tmp_path, {"lr": {"from": 0.1, "to": 0.2}, "lr_scale": {"from": 0.1, "to": 0.2}}).check()
+    with pytest.raises(ConfigError, match="a setting of daso, and searches ab"):
+        search_in(tmp_path, {"daso.every": {"from": 2, "to": 4}}).check()
+    with pytest.raises(ConfigError, match=r"`batch_size`=34\.336 must be a whole number"):
+        search_in(tmp_path, {"batch_size": {"from": 16.0, "to": 64.0}}).check()
+    with pytest.raises(ConfigError, match=r"every=.*which cannot be"):
+        search_in(tmp_path, {"every": {"from": 4.0, "to": 16.0}}).check()
+    search_in(tmp_path, {"lr": {"choices": ["0.001", "0.01"]}, "batch_size": {"choices": ["32", "64"]}}).check()
+
+
+def test_two_searches_are_never_in_one_folder_at_once(tmp_path: Path) -> None:
+    one, other = search_in(tmp_path), search_in(tmp_path)
+    one.open({}, resume=False, overwrite=False)
+    for how in ({"resume": True, "overwrite": False}, {"resume": False, "overwrite": True}):
+        with pytest.raises(ConfigError, match="another search runs in"):
+            other.open({}, **how)
+    one.close()
+    other.open({}, resume=True, overwrite=False)
+    other.close()
+
+
+def test_a_search_that_replaces_another_leaves_nothing_of_it(tmp_path: Path) -> None:
+    search = search_in(tmp_path)
+    search.open({}, resume=False, overwrite=False)
+    search.close()
+    begun = search.begin(search.usual())
+    (begun.folder / "trial.json").write_text("damaged")
+    for name in ("best.json", "pareto.json", "importance.png", "notes.txt"):
+        (tmp_path / name).write_text("")
+    search.open({}, resume=False, overwrite=True)
+    search.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "search.json"]
+
+
+def test_a_search_is_not_resumed_for_another_link(tmp_path: Path) -> None:
+    search = search_in(tmp_path)
+    search.open({}, resume=False, overwrite=False)
+    search.close()
+    search.links = Links(bandwidth=1e8, latency=5e-5)
+    with pytest.raises(ConfigError, match="holds another search, with `link`=None"):
+        search.open({}, resume=True, overwrite=False)
+    search.close()
+
+
+def test_a_removed_trial_is_made_again_and_no_other_is_overwritten(tmp_path: Path) -> None:
+    search = search_in(tmp_path)
+    names = [search.begin(search.usual()).name for _ in range(3)]
+    remove(tmp_path / names[1])
+    assert [search.begin(search.usual()).name for _ in range(2)] == [names[1], "trial-0-0-0003"]
+    assert search.begin(search.usual(), 1, 2).name == "trial-1-2-0000"
 
 
 # Objectives.
@@ -206,6 +276,20 @@ def test_objectives_order_trials(text: str, better: dict[str, float], worse: dic
 def test_perplexity_is_better_when_lower() -> None:
     objective = parse_objective("perplexity", "perplexity")
     assert objective.loss({"perplexity": 20}) < objective.loss({"perplexity": 30})
+
+
+def test_a_metric_of_any_name_needs_a_direction() -> None:
+    for text in ("top-1", "bytes"):
+        with pytest.raises(ConfigError, match="`--objective max:top-1` or `--objective min:top-1`"):
+            parse_objective(text, "top-1").is_lower_better("top-1")
+    objective = parse_objective("max:top-1-5*bytes,top-1>=0.5", "top-1")
+    assert objective.weights == {"top-1": -1.0, "bytes": 5.0} and objective.limits[0].bound == 0.5
+    assert not objective.is_lower_better("top-1")
+    assert not parse_objective("bytes,top-1>=0.5", "top-1").is_lower_better("top-1")
+    with pytest.raises(ConfigError, match="unknown figure of the objective 'accuracy_of_all'"):
+        parse_objective("max:accuracy_of_all", "accuracy")
+    with pytest.raises(ConfigError, match="give it another name"):
+        parse_objective("size", "size")
 
 
 @pytest.mark.parametrize(
@@ -278,7 +362,7 @@ def test_a_search_that_is_resumed_with_little_time_begins_one_trial(tmp_path: Pa
 
 def test_propulate_is_asked_again_for_what_was_tried(tmp_path: Path) -> None:
     search = search_in(tmp_path, {"every": {"from": 2, "to": 8}, "wire": {"choices": ["int2", "int8"]}})
-    search.begin({"every": 4, "wire": 1}, 0, 0, 0)
+    search.begin({"every": 4, "wire": 1})
     limits: dict[str, tuple[Code, Code]] = {"every": (2, 8), "wire": (0, 1)}
     bred = iter([{"every": 4, "wire": 1}] * 3 + [{"every": 4, "wire": 0}])
     assert Pending(lambda population: next(bred), limits, search.was_tried)([]) == {"every": 4, "wire": 0}
@@ -301,6 +385,12 @@ def test_a_trial_stopped_early_is_worse_than_all_that_keep_the_limits() -> None:
     outside = objective.loss({"accuracy": 0.99, "bytes": 0.0, "size": 0.51})
     assert finished_last < poor < poorer < outside
     assert objective.loss_if_stopped("accuracy", float("nan")) < outside
+
+
+def test_a_curve_has_numbers_only(tmp_path: Path) -> None:
+    records = [{"kind": "evaluation", "step": s, "model": "world", "accuracy": a} for s, a in ((1, 0.5), (2, math.nan))]
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert curve_of(tmp_path, "accuracy", 4) == [[0.25, 0.5]]
 
 
 def test_importance_finds_the_parameter_that_decides(tmp_path: Path) -> None:
@@ -411,10 +501,36 @@ def test_a_trial_that_fails_in_any_way_has_a_finite_loss_and_a_reason(
     recipe = f"{tmp_path / 'odd.py'}:odd"
     search = search_in(tmp_path / "out", space, recipe=recipe, method="allreduce", workers=1, steps=4)
     search.limits = Limits(trial=15.0 if how == 3 else None)
-    loss = evaluate(search, search.begin({"with.how": how}, 0, 0, how), OneRank(1))
+    loss = evaluate(search, search.begin({"with.how": how}), OneRank(1))
     (found,) = search.trials()
     assert (found.status, found.loss) == (status, loss) and reason in found.reason, found
     assert math.isfinite(loss) and (loss < 0) == (how == 0)
+
+
+@pytest.mark.slow
+def test_seconds_are_planned_also_for_a_method_without_ranks(tmp_path: Path) -> None:
+    space, job = {"lr_scale": {"from": 0.3, "to": 3.0}}, {"method": "allreduce", "steps": 4, "workers": 2}
+    search = search_in(tmp_path, space, "seconds,accuracy>=0", **job)
+    search.links, search.compute = Links(bandwidth=1e7, latency=5e-5), 0.01
+    evaluate(search, search.begin(search.usual()), OneRank(2))
+    (found,) = search.trials()
+    assert found.status == "finished" and found.figures["seconds"] > 0.04, found
+
+
+@pytest.mark.slow
+def test_one_interrupt_ends_a_search_and_it_can_be_resumed(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    (tmp_path / "space.toml").write_text("lr_scale = { from = 0.1, to = 10.0, scale = 'log' }\n")
+    words = ["digits", "--method", "allreduce", "--space", str(tmp_path / "space.toml"), "--steps", "100000"]
+    words += ["--workers-per-trial", "1", "--engine", "random", "--islands", "1", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "thinwire", "tune", *words]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: len(read_trials(tmp_path / "out")) == 1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode and "continue with `--resume`" in said, said
+    assert [t.status for t in read_trials(tmp_path / "out")] == ["running"]
+    assert not subprocess.run(["pgrep", "-f", str(tmp_path / "out")], capture_output=True).stdout
 
 
 @pytest.mark.slow

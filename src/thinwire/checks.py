@@ -19,7 +19,12 @@ def check_cutoff(cutoff: float, *, zero_allowed: bool = False) -> None:
 
 def is_number(value: Any) -> bool:
     """Whether it is a finite real number, and not a bool."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number with more than 308 digits
+        return False
 
 
 def patterns(keep: Any) -> tuple[str, ...]:

@@ -30,8 +30,8 @@ from thinwire.report.tables import figure
 from thinwire.tuning.api import ENGINES, Execution, Result, begin, run_trials, search_for
 from thinwire.tuning.by_propulate import Evolution, check_installed, in_mpi, world
 from thinwire.tuning.presets import PRESETS
-from thinwire.tuning.results import BEST, draw_importance, finished, row_of
-from thinwire.tuning.search import Limits, Search
+from thinwire.tuning.results import draw_importance, finished, row_of
+from thinwire.tuning.search import BEST, Limits, Search
 from thinwire.tuning.trial import Trial
 
 _SHOWN = 10
@@ -104,7 +104,10 @@ def tune(recipe: str, engine: str, resume: bool, overwrite: bool, as_json: bool,
             sys.exit(2)  # the first rank says why
         raise
     with search_shown(search, total) if first and not (quiet or as_json) else nullcontext():
-        result = run_trials(search, execution, total)
+        try:
+            result = run_trials(search, execution, total)
+        except KeyboardInterrupt:
+            raise ConfigError(f"stopped; continue with `--resume` and `--out {search.folder}`") from None
     if first:
         _report(search, result, as_json=as_json)
 
@@ -125,6 +128,8 @@ def _start_ranks(count: int) -> None:
         "none",
         *(["--allow-run-as-root"] if os.geteuid() == 0 else []),
     ]
+    if not sys.stdout.isatty():
+        os.environ["TTY_COMPATIBLE"] = "0"  # Open MPI gives ranks a terminal all the same, and rich would colour
     os.execv(mpirun, [*words, sys.executable, "-m", "thinwire", *sys.argv[1:]])
 
 
@@ -165,12 +170,11 @@ def _report(search: Search, result: Result, *, as_json: bool) -> None:
     ended = finished(result.trials)
     if as_json:
         click.echo(json.dumps(_described(result), indent=2))
-    elif not ended:
+    if not ended:
         raise ConfigError(_why_none(search, result.trials))
-    else:
+    if not as_json:
         _show(search, result, ended)
-    if ended:
-        page_of([trial.folder for trial in ended], search.folder, silent=as_json)
+    page_of([trial.folder for trial in ended], search.folder, silent=as_json)
 
 
 def _described(result: Result) -> dict[str, Any]:

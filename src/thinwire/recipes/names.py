@@ -82,8 +82,7 @@ def named(
 
     `arguments` are NAME=VALUE for its function, `rate` FIELD=VALUE of its learning rate schedule.
     """
-    is_file = ":" in name or name.endswith(".py")
-    make = load_function(name, "recipe") if is_file else load(name)
+    make = function_named(name)
     recipe = _called(make, f"recipe `{name}`", workers, given_arguments(make, name, arguments))
     if not isinstance(recipe, Recipe):
         raise ConfigError(
@@ -103,6 +102,11 @@ def named(
     # A user who gives steps has chosen how many passes they are.
     other = {"steps": steps, "eval_every": eval_every, "epochs_are_passes": None if steps is None else False}
     return recipe.replace(**{field: value for field, value in other.items() if value is not None})
+
+
+def function_named(name: str) -> Callable[..., Any]:
+    """The function of a recipe: by its name, or FILE.py:FUNCTION."""
+    return load_function(name, "recipe") if ":" in name or name.endswith(".py") else load(name)
 
 
 def call_model(text: str) -> tuple[nn.Module, Any]:

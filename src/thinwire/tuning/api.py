@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.errors import ConfigError, unknown
+from thinwire.checks import check_whole
+from thinwire.errors import ConfigError, ThinwireError, unknown
 from thinwire.jobs import Job
 from thinwire.plan.links import Links
 from thinwire.tuning.by_optuna import SAMPLERS, search_by_optuna
@@ -32,6 +33,9 @@ class Execution:
     """Trials side by side, per island; under MPI as many as the ranks allow."""
     resume: bool = False
     overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        check_whole(self, "at_once", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +131,7 @@ def begin(search: Search, execution: Execution) -> int:
         try:
             search.check()
             search.open(about, resume=execution.resume, overwrite=execution.overwrite)
-        except ConfigError as error:
+        except (ThinwireError, OSError) as error:  # on all ranks, or the others would wait
             error_text = str(error)
     if comm is not None:
         error_text = comm.bcast(error_text, root=0)
@@ -144,10 +148,13 @@ def perform(search: Search, execution: Execution) -> Result:
 
 def run_trials(search: Search, execution: Execution, total: int) -> Result:
     """The trials of a search that has begun, and what they say."""
-    if execution.engine == "propulate":
-        search_by_propulate(search, execution.evolution)
-    else:
-        search_by_optuna(search, execution.engine, total, execution.evolution.islands * execution.at_once)
+    try:
+        if execution.engine == "propulate":
+            search_by_propulate(search, execution.evolution)
+        else:
+            search_by_optuna(search, execution.engine, total, execution.evolution.islands * execution.at_once)
+    finally:
+        search.close()
     trials = search.trials()
     ended = finished(trials)
     if execution.engine != "propulate" or world().rank == 0:

@@ -21,7 +21,7 @@ def search_by_optuna(search: Search, sampler: str, trials: int, at_once: int = 1
     optuna = _optuna()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     begun = search.trials()
-    chance = search.seed + 1_000_003 * len(begun)
+    chance = (search.seed + 1_000_003 * len(begun)) % 2**32
     kinds = {"optuna": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
     study = optuna.create_study(sampler=kinds[sampler](seed=chance))
     ranges = {name: _distribution(optuna, search, name) for name in search.space}
@@ -32,18 +32,22 @@ def search_by_optuna(search: Search, sampler: str, trials: int, at_once: int = 1
     to_come = _to_come(search, study, ranges, begun, trials)
     with ThreadPoolExecutor(at_once) as pool:
         free, first = list(range(at_once)), True
-        while True:
-            while free and (first or search.has_time) and (coming := next(to_come, None)) is not None:
-                first = False  # one begins in any case: a resumed search may have but little left to do
-                asked, trial = coming
-                slot = free.pop(0)
-                running[pool.submit(evaluate, search, trial, _ranks(search, slot))] = (asked, slot)
-            if not running:
-                return
-            for done in wait(running, return_when=FIRST_COMPLETED).done:
-                asked, slot = running.pop(done)
-                free.append(slot)
-                study.tell(asked, done.result())
+        try:
+            while True:
+                while free and (first or search.has_time) and (coming := next(to_come, None)) is not None:
+                    first = False  # one begins in any case: a resumed search may have but little left to do
+                    asked, trial = coming
+                    slot = free.pop(0)
+                    running[pool.submit(evaluate, search, trial, _ranks(search, slot))] = (asked, slot)
+                if not running:
+                    return
+                for done in wait(running, return_when=FIRST_COMPLETED).done:
+                    asked, slot = running.pop(done)
+                    free.append(slot)
+                    study.tell(asked, done.result())
+        except BaseException:  # such as Ctrl-C: the pool waits for the trials that run
+            search.is_interrupted = True
+            raise
 
 
 def _to_come(search: Search, study: Any, ranges: Any, begun: list[Trial], trials: int) -> Iterator[tuple[Any, Trial]]:
@@ -54,9 +58,9 @@ def _to_come(search: Search, study: Any, ranges: Any, begun: list[Trial], trials
             yield study.ask(ranges), trial
     if not begun:
         study.enqueue_trial(search.usual())
-    for number in range(len(begun), trials):
+    for _ in range(len(begun), trials):
         asked = study.ask(ranges)
-        yield asked, search.begin(asked.params, 0, 0, number)
+        yield asked, search.begin(asked.params)
 
 
 def _ranks(search: Search, slot: int) -> OneRank:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from thinwire.errors import ConfigError
+from thinwire.checks import check_whole, is_number
+from thinwire.errors import ConfigError, ThinwireError
 from thinwire.tuning.crew import devices_for, free_port, place
 from thinwire.tuning.evaluate import evaluate
 from thinwire.tuning.nonblocking import NonBlocking
@@ -50,6 +51,12 @@ class Evolution:
     random_init: float = 0.1
     population: int | None = None
     """Trials of an island that its next one may descend from; None: twice its workers, and 4 at least."""
+
+    def __post_init__(self) -> None:
+        for name in ("islands", "generations"):
+            check_whole(self, name, 1)
+        if not (is_number(self.migration) and 0 <= self.migration <= 1):
+            raise ConfigError(f"`migration`={self.migration!r} must be a probability, from 0 to 1")
 
     def described(self, workers: int) -> dict[str, Any]:
         """What a resumed search must have in common."""
@@ -128,8 +135,11 @@ def search_by_propulate(search: Search, evolution: Evolution) -> None:
     """Run the search; called by all ranks. A rank that fails ends all: the others would wait for ever."""
     try:
         _search(search, evolution)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        if isinstance(error, ThinwireError | OSError):
+            print(f"thinwire: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
         sys.stderr.flush()
         world().Abort(1)
 
@@ -151,8 +161,7 @@ def _search(search: Search, evolution: Evolution) -> None:
         trial = None
         if ranks.rank == 0:
             codes = {name: individual[name] for name in search.space}
-            own = (int(individual.island), int(individual.rank), int(individual.generation))
-            trial = pending.taken(own) or search.begin(codes, *own)
+            trial = pending.taken() or search.begin(codes, int(individual.island), int(individual.rank))
         loss = evaluate(search, ranks.share(trial), ranks)
         if not ranks.share(search.has_time):
             islands.propulator.generations = 0  # after this trial the loop of this worker ends
@@ -238,10 +247,9 @@ class Pending:
                 break
         return bred
 
-    def taken(self, own: tuple[int, int, int]) -> Trial | None:
-        """The begun trial that was given last, if it is this one."""
-        found = self._given.pop() if self._given else None
-        return found if found and (found.island, found.worker, found.generation) == own else None
+    def taken(self) -> Trial | None:
+        """The begun trial that was given last, once; nothing if what was given is new."""
+        return self._given.pop() if self._given else None
 
 
 def _individual(codes: Mapping[str, Code], limits: Mapping[str, tuple[Code, Code]], **more: Any) -> Any:

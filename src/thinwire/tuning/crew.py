@@ -21,7 +21,7 @@ from thinwire.failures import ERROR_DIR, TorchrunLog, first_cause
 
 ERRORS, LOG = "errors", "log.txt"
 _SHUTDOWN_S = 5
-_FOREIGN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "TORCHELASTIC_", "THINWIRE_")
+_FOREIGN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "TORCHELASTIC_", "THINWIRE_STORE", "THINWIRE_GROUP")
 """What the search's own launcher has set: a worker that reads it would think that it was started by that."""
 
 

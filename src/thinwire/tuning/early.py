@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
@@ -13,9 +14,10 @@ LEAST, BEGINS = 4, 0.25
 
 
 def curve_of(folder: Path, metric: str, steps: int) -> list[list[float]]:
-    """The share of the run and the metric there, of a run that may still be running."""
+    """The share of the run and the metric there, where it is a number; of a run that may still be running."""
     found = read_records(folder / "records.jsonl", "evaluation")
-    return [[record["step"] / steps, record[metric]] for record in found if metric in record]
+    at = ((record["step"] / steps, record.get(metric, math.nan)) for record in found)
+    return [[share, value] for share, value in at if math.isfinite(value)]
 
 
 def best_until(curve: Sequence[Sequence[float]], share: float, lower: bool) -> float | None:

@@ -15,7 +15,7 @@ from thinwire.plan import compute as computing
 from thinwire.plan.forecast import Layout
 from thinwire.plan.planner import Stopwatch, make_plan
 from thinwire.plan.workloads import of_recipe
-from thinwire.report.records import read_run
+from thinwire.report.records import read_records, read_run
 from thinwire.train import checkpoint
 from thinwire.train.folder import CHECKPOINTS
 from thinwire.tuning.crew import ERRORS, Crew, Ranks, why
@@ -171,6 +171,7 @@ def _planned(search: Search, trial: Trial) -> float:
     assert search.links is not None
     job = search.job_of(trial.values, trial.folder)
     workload = of_recipe(job.trained, job.workers, job.data)
+    factored = bool(read_records(trial.folder / "records.jsonl", "ranks"))
     known = computing.given(search.compute) if search.compute else None
     layout = Layout(workers=job.workers)
     made = make_plan(
@@ -179,7 +180,7 @@ def _planned(search: Search, trial: Trial) -> float:
         layout,
         search.links,
         stopwatch=Stopwatch(workload, known),
-        ranks=trial.folder,
+        ranks=trial.folder if factored else None,
         bounds=False,
     )
     return sum(made.rows[0].forecast.seconds(search.links).values())

@@ -8,20 +8,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from thinwire.errors import ConfigError, unknown
+from thinwire.report.metrics import BETTER_HIGH, BETTER_LOW
 
 FAILED = 1e9
 """The loss of a trial that has no figures: finite, since Propulate calculates with it."""
 _UNMET = 1e6
 """Added for a limit that is not met: all that meet the limits come first, then those that nearly do."""
-_DOWN = ("bytes", "size", "seconds", "wall", "loss")
 FIGURES = {
     "bytes": "slow-link bytes, as a share of fp32 all-reduce's",
     "size": "parameters of the finished model, as a share of the full one's",
     "seconds": "the run's time on the link of --bandwidth and --latency, planned",
     "wall": "the run's time here, measured",
 }
-_TERM = re.compile(r"\s*([+-]?)\s*(?:([0-9.eE-]+)\s*\*\s*)?([A-Za-z_]\w*)")
-_LIMIT = re.compile(r"\s*([A-Za-z_]\w*)\s*(<=|>=)\s*([0-9.eE+-]+)\s*")
+_NAME = r"[A-Za-z_]\w*"
+_TERM = r"\s*([+-]?)\s*(?:([0-9.eE-]+)\s*\*\s*)?({names})"
+_LIMIT = r"\s*({names})\s*(<=|>=)\s*([0-9.eE+-]+)\s*"
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,13 @@ class Objective:
         """Whether a trial with this loss finished, and kept all limits."""
         return loss < _UNMET
 
+    def is_lower_better(self, metric: str) -> bool:
+        """Whether a lower metric is better: as the goal has it, or a limit, or by its name."""
+        if weight := self.weights.get(metric):
+            return weight > 0
+        limit = next((limit for limit in self.limits if limit.name == metric), None)
+        return limit.at_most if limit else _is_lower_better(metric)
+
     def follows(self, metric: str) -> bool:
         """Whether a trial with a poor metric is a poor trial, so that it may be stopped early."""
         return bool(self.weights.get(metric))
@@ -77,6 +85,8 @@ class Objective:
 def parse_objective(text: str, metric: str) -> Objective:
     """A goal and limits, separated by commas; `metric` is the recipe's."""
     goal, *limits = [part.strip() for part in text.split(",")]
+    if metric in FIGURES:
+        raise ConfigError(f"the recipe's metric is called `{metric}`, as a figure of every run; give it another name")
     known = (metric, *FIGURES)
     return Objective(text, _weights(goal, metric, known), tuple(_limit(part, known) for part in limits))
 
@@ -86,12 +96,12 @@ def _weights(goal: str, metric: str, known: tuple[str, ...]) -> dict[str, float]
     if not colon:
         if goal not in known:
             raise unknown("objective", goal, [*known, "max:… or min:… with a sum such as accuracy-5*bytes"])
-        return {goal: 1.0 if goal in _DOWN or is_lower_better(metric) else -1.0}
+        return {goal: 1.0 if goal in FIGURES or _is_lower_better(metric) else -1.0}
     if direction not in ("max", "min"):
         raise unknown("direction of the objective", direction, ("max", "min"))
     sign, weights, at = (-1.0 if direction == "max" else 1.0), dict[str, float](), 0
     while at < len(terms):
-        found = _TERM.match(terms, at)
+        found = _pattern(_TERM, known).match(terms, at)
         if not found or (at and not found[1]):
             raise ConfigError(f"`{terms}` must be a sum of figures with weights, such as accuracy-5*bytes")
         if found[3] not in known:
@@ -106,7 +116,7 @@ def _weights(goal: str, metric: str, known: tuple[str, ...]) -> dict[str, float]
 
 
 def _limit(part: str, known: tuple[str, ...]) -> Limit:
-    found = _LIMIT.fullmatch(part)
+    found = _pattern(_LIMIT, known).fullmatch(part)
     if not found:
         raise ConfigError(f"`{part}` must be a limit such as bytes<=0.01 or accuracy>=0.98")
     if found[1] not in known:
@@ -121,6 +131,16 @@ def _number(text: str) -> float:
         raise ConfigError(f"`{text}` is not a number") from None
 
 
-def is_lower_better(metric: str) -> bool:
-    """Whether a lower metric is better: all but accuracy are losses of a kind; `max:` says otherwise."""
-    return metric != "accuracy"
+def _pattern(written: str, known: tuple[str, ...]) -> re.Pattern[str]:
+    """With all names of figures, also a metric such as top-1."""
+    longest_first = sorted(map(re.escape, known), key=len, reverse=True)
+    return re.compile(written.format(names="|".join([*(rf"{name}(?!\w)" for name in longest_first), _NAME])))
+
+
+def _is_lower_better(metric: str) -> bool:
+    if metric in BETTER_HIGH or metric in BETTER_LOW:
+        return metric in BETTER_LOW
+    raise ConfigError(
+        f"the recipe's metric is `{metric}`, and nothing says whether more of it is better; give `--objective "
+        f"max:{metric}` or `--objective min:{metric}`"
+    )

@@ -10,11 +10,10 @@ from typing import Any
 
 from thinwire.files import refuse_link, write_json
 from thinwire.report.plots import blank
-from thinwire.tuning.search import Search
+from thinwire.tuning.search import BEST, PARETO, PICTURE, Search
 from thinwire.tuning.space import Code
 from thinwire.tuning.trial import FINISHED, Trial
 
-BEST, PARETO, PICTURE = "best.json", "pareto.json", "importance.png"
 _BINS = 4
 ENOUGH = 3 * _BINS
 """Finished trials from which on it shows which parameters matter."""

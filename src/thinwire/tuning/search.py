@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import math
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import Parameter, signature
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,17 +21,26 @@ from thinwire.errors import ConfigError
 from thinwire.files import read_json, write_json
 from thinwire.jobs import Job
 from thinwire.plan.links import Links
+from thinwire.recipes.names import function_named, given_arguments
 from thinwire.train.folder import clear, refuse_occupied
 from thinwire.train.task import describe_optimizer
 from thinwire.tuning.crew import ERRORS, LOG
-from thinwire.tuning.objective import Objective, is_lower_better
+from thinwire.tuning.objective import Objective
 from thinwire.tuning.space import Code, Space, Value, as_text
+from thinwire.tuning.trial import FILE as TRIAL
 from thinwire.tuning.trial import FINISHED, Trial, folder_name, read_trials
 
 FILE = "search.json"
-_FLAGS = ("lr", "weight_decay", "batch_size", "epochs", "steps", "optimizer", "group_size")
-"""Parameters of a space that are no fields of the method."""
+BEST, PARETO, PICTURE = "best.json", "pareto.json", "importance.png"
+_FLAGS = {
+    **dict.fromkeys(("lr", "weight_decay"), float),
+    **dict.fromkeys(("batch_size", "epochs", "steps"), int),
+    **dict.fromkeys(("optimizer", "group_size"), str),
+}
+"""Parameters of a space that are no fields of the method, and their types."""
 RATE, ARGUMENT, SCALE = "rate.", "with.", "lr_scale"
+_SAME = (("lr", SCALE), ("steps", "epochs"))
+"""Parameters that say the same, so that a space has one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +75,10 @@ class Search:
     stops_early: bool = True
     seed: int = 0
     began: float = field(default_factory=time.monotonic)
+    is_interrupted: bool = False
+    """Set to end the trials that run; a resumed search continues them."""
+    held: int | None = None
+    """The folder, locked for this search."""
 
     @cached_property
     def metric(self) -> str:
@@ -69,22 +86,33 @@ class Search:
 
     @cached_property
     def lower_is_better(self) -> bool:
-        """Of the metric: as the objective has it, if it has it."""
-        weight = self.objective.weights.get(self.metric)
-        return is_lower_better(self.metric) if not weight else weight > 0
+        """Of the metric."""
+        return self.objective.is_lower_better(self.metric)
 
     def check(self) -> None:
         """Raise for whatever can be found out before the first trial."""
         self.job.check()
         if "seconds" in self.objective.names and self.links is None:
             raise ConfigError("the objective has `seconds`, and no link to plan them for: give `--bandwidth`")
+        if "bytes" in self.objective.names and self.job.workers == 1:
+            raise ConfigError(
+                "the objective has `bytes`, and one worker sends none: give `--workers-per-trial 2` or more"
+            )
+        _ = self.lower_is_better
+        for name in self.space:
+            owner, dot, _ = name.partition(".")
+            if dot and f"{owner}." not in (RATE, ARGUMENT) and owner != self.job.method:
+                raise ConfigError(f"the space has {name}, a setting of {owner}, and searches {self.job.method}")
+        for one, other in _SAME:
+            if one in self.space and other in self.space:
+                raise ConfigError(f"the space has both {one} and {other}, which say the same; remove one of them")
         for name in self.space:
             parameter = self.space[name]
             given: dict[str, Value] = {}
             if (when := parameter.when) is not None:
                 allowed = (choice for choice in self.space[when.name].choices if when.holds({when.name: choice}))
                 given = {when.name: next(allowed)}
-            for value in parameter.ends:
+            for value in parameter.tested:
                 try:
                     job = self.job_of({**given, name: value}, self.folder)
                     _ = job.trained, job.config
@@ -100,7 +128,7 @@ class Search:
             if name == SCALE:
                 changed["lr"] = float(as_text(self._usual_lr * float(value)))
             elif name in _FLAGS:
-                changed[name] = text if name in ("optimizer", "group_size") else type(value)(text)
+                changed[name] = _typed(name, text)
             elif name.startswith(RATE):
                 texts["rate"] += (f"{name.removeprefix(RATE)}={text}",)
             elif name.startswith(ARGUMENT):
@@ -119,15 +147,24 @@ class Search:
         recipe, optimizer = self.job.trained, describe_optimizer(self.job.trained.optimizer)
         known: dict[str, Any] = {SCALE: 1.0, "batch_size": recipe.batch, "epochs": recipe.epochs, "steps": recipe.steps}
         known |= {part: optimizer.get(f"optimizer.{part}") for part in ("lr", "weight_decay")}
+        known["optimizer"] = optimizer["optimizer"].lower()
         if name in known:
             return known[name]
         if name.startswith(RATE):
             return getattr(recipe.rate, name.removeprefix(RATE), None)
+        if name.startswith(ARGUMENT):
+            return self._usual_argument(name.removeprefix(ARGUMENT))
         value = getattr(self.job.config, name, None)
         if isinstance(value, Nesterov):
             momentum = "" if value.momentum is None else f"/{value.momentum}"
             return f"{value.lr}{momentum}"
         return "none" if value is None else value
+
+    def _usual_argument(self, name: str) -> Any:
+        make = function_named(self.job.recipe)
+        usual = {own.name: own.default for own in signature(make).parameters.values()}
+        value = (usual | given_arguments(make, self.job.recipe, self.job.arguments)).get(name)
+        return None if value is Parameter.empty else value
 
     @cached_property
     def _usual_lr(self) -> float:
@@ -149,12 +186,15 @@ class Search:
         about = {name: getattr(job, name) for name in names}
         about |= {"settings": list(job.settings), "rate": list(job.rate), "arguments": list(job.arguments)}
         about |= {"lr": job.lr, "weight_decay": job.weight_decay, "run_seed": job.seed, "seed": self.seed}
+        about |= {"eval_every": job.eval_every, "compute": self.compute}
+        about |= {"link": dataclasses.asdict(self.links) if self.links else None}
         return about | {"space": self.space.described(), "objective": self.objective.text}
 
     def open(self, engine: Mapping[str, Any], *, resume: bool, overwrite: bool) -> None:
         """Take the folder for this search, or continue the same search in it; by one process."""
         path, wanted = self.folder / FILE, self.described() | dict(engine)
         if path.is_file() and resume:
+            self._hold()
             there = read_json(path, "give another `--out`")
             if name := next((key for key in wanted if there.get(key) != wanted[key]), None):
                 raise ConfigError(
@@ -166,16 +206,41 @@ class Search:
         if not overwrite:
             refuse_occupied(self.folder, found, resume=path.is_file())
         self.folder.mkdir(parents=True, exist_ok=True)
-        for trial in read_trials(self.folder) if overwrite else ():
-            remove(trial)
+        self._hold()
+        if overwrite:
+            for written in self.folder.glob(f"trial-*/{TRIAL}"):
+                remove(written.parent)
+            for name in (BEST, PARETO, PICTURE):
+                (self.folder / name).unlink(missing_ok=True)
         write_json(path, wanted)
+
+    def _hold(self) -> None:
+        """Lock the folder as long as this process lives, or until `close`."""
+        self.held = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise ConfigError(
+                f"another search runs in `{self.folder}`; wait for its end, or give another `--out`"
+            ) from None
+        except OSError:  # a file system without locks
+            self.close()
+
+    def close(self) -> None:
+        """Let others use the folder."""
+        if self.held is not None:
+            os.close(self.held)
+            self.held = None
 
     def trials(self) -> list[Trial]:
         """Those that were begun."""
         return read_trials(self.folder)
 
-    def begin(self, codes: Mapping[str, Code], island: int, worker: int, generation: int) -> Trial:
+    def begin(self, codes: Mapping[str, Code], island: int = 0, worker: int = 0) -> Trial:
         """A new trial, written down before it runs."""
+        taken = {trial.generation for trial in self.trials() if (trial.island, trial.worker) == (island, worker)}
+        generation = next(number for number in count() if number not in taken)
         folder = self.folder / folder_name(island, worker, generation)
         trial = Trial(
             folder=folder,
@@ -196,7 +261,7 @@ class Search:
     @property
     def is_over(self) -> bool:
         """Whether no trial may go on."""
-        return self.spent > self.limits.search
+        return self.is_interrupted or self.spent > self.limits.search
 
     @property
     def has_time(self) -> bool:
@@ -212,11 +277,20 @@ class Search:
         return any(trial.values == settings for trial in self.trials())
 
 
-def remove(trial: Trial) -> None:
-    """Delete what a trial wrote, and nothing else."""
-    clear(trial.folder)
-    for path in (*(trial.folder / ERRORS).glob("*.json"), trial.folder / LOG, trial.folder / "trial.json"):
+def _typed(name: str, text: str) -> Any:
+    """A flag's value; raises if it is of another type."""
+    try:
+        return _FLAGS[name](text)
+    except ValueError:
+        kind = "a whole number (write `from` and `to` without a point)" if _FLAGS[name] is int else "a number"
+        raise ConfigError(f"`{name}`={text} must be {kind}") from None
+
+
+def remove(trial: Path) -> None:
+    """Delete what a trial wrote into its folder, and nothing else."""
+    clear(trial)
+    for path in (*(trial / ERRORS).glob("*.json"), trial / LOG, trial / TRIAL):
         path.unlink(missing_ok=True)
-    for folder in (trial.folder / ERRORS, trial.folder):
+    for folder in (trial / ERRORS, trial):
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()

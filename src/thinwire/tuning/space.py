@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,17 +92,30 @@ class Parameter:
         """The code nearest to a value from outside the space; the middle where it has no place in it."""
         low, high = self.limits
         if self.choices:
-            texts = [as_text(choice) for choice in self.choices]
-            return texts.index(as_text(value)) if as_text(value) in texts else 0
+            return self._nearest_choice(value)
         if not is_number(value) or (self.log and value <= 0):
             return (low + high) // 2 if self.is_whole else (low + high) / 2
         code = min(max(self.code(value), low), high)
         return round(code) if self.is_whole else code
 
+    def _nearest_choice(self, value: Any) -> int:
+        texts = [as_text(choice) for choice in self.choices]
+        if as_text(value) in texts:
+            return texts.index(as_text(value))
+        apart = {index: abs(number - value) for index, number in self._numbers() if is_number(value)}
+        return min(apart, key=lambda index: apart[index], default=0)
+
+    def _numbers(self) -> Iterator[tuple[int, float]]:
+        """Choices that are numbers, with their codes; settings such as 0.5 are often written as texts beside "none"."""
+        for index, choice in enumerate(self.choices):
+            with suppress(ValueError):
+                yield index, float(choice)
+
     @property
-    def ends(self) -> Sequence[Value]:
-        """All choices, or both ends."""
-        return self.choices or (self.low, self.high)
+    def tested(self) -> Sequence[Value]:
+        """All choices, or both ends and a value between them, which is whole only if all are."""
+        low, high = self.limits
+        return self.choices or (self.low, self.high, self.value(low + (high - low) * 0.382))
 
     def described(self) -> dict[str, Any]:
         """As it is written in a file."""
@@ -171,6 +185,8 @@ def space_of(written: Mapping[str, Any], where: str = "the space") -> Space:
             for value in when.values:
                 if value not in map(as_text, other.choices):
                     raise unknown(f"choice of {when.name} in `when` of {name}", value, map(as_text, other.choices))
+            if not any(when.holds({when.name: choice}) for choice in other.choices):
+                raise ConfigError(f"{name} is used with no choice of {when.name}; change its `when`")
     return Space(dict(sorted(found.items(), key=lambda item: _depth(item[0], found))))
 
 
@@ -193,7 +209,7 @@ def _parameter(what: str, table: Any) -> Parameter:
     when = Condition.parse(str(table["when"])) if "when" in table else None
     if "choices" in table:
         choices = table["choices"]
-        if not isinstance(choices, list) or len(choices) < 2 or len(set(map(str, choices))) < len(choices):
+        if not isinstance(choices, list | tuple) or len(choices) < 2 or len(set(map(str, choices))) < len(choices):
             raise ConfigError(f"`choices`={choices!r} of {what} must be at least two different values")
         if not all(isinstance(choice, str | int | float) for choice in choices):
             raise ConfigError(f"`choices`={choices!r} of {what} must be texts, numbers, true or false")

@@ -7,11 +7,9 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any
 
+from thinwire.report.metrics import BETTER_HIGH, BETTER_LOW
 from thinwire.report.page.numbers import number
 from thinwire.report.records import Run, compare, grouped
-
-BETTER_HIGH = ("accuracy",)
-BETTER_LOW = ("perplexity", "mse", "mae", "loss")
 
 Key = tuple[str, str, str]
 """Recipe, metric and split: runs that differ in none of them can be compared."""

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from thinwire.report.page.pareto import BETTER_HIGH, BETTER_LOW, comparable
+from thinwire.report.metrics import BETTER_HIGH, BETTER_LOW
+from thinwire.report.page.pareto import comparable
 from thinwire.report.records import BASELINE, Run, compare, is_measured_baseline
 from thinwire.report.tables import figure, size
 
