@@ -137,7 +137,7 @@ print(one["b"], one.mapping["b"], two["b"])
 def test_no_island_waits_for_the_trial_of_another(python: Path, tmp_path: Path) -> None:
     """Island 1's first trial ends when island 0 has ended three; sending it migrants must not wait for that.
 
-    With Propulate's own blocking messages this hangs: 60 parameters are more than MPI sends without being asked.
+    With Propulate's own blocking messages this hangs over shared memory, also with two parameters.
     """
     (tmp_path / "islands.py").write_text("""
 import random, sys, time

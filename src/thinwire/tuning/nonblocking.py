@@ -1,8 +1,8 @@
 """A communicator for Propulate that never waits for a busy receiver.
 
-Propulate sends with MPI's blocking `send`, which returns at once only for small messages. One that is larger than MPI's
-eager limit (4 kB inside a node with Open MPI, which ten parameters exceed) waits until the receiver asks for it, after
-its trial: islands would train one after the other, and two that send to each other at once would wait for ever.
+Propulate sends with MPI's blocking `send`, which may wait until the receiver calls MPI itself. Open MPI 5 does so over
+shared memory, inside a node, however small the message is; and the receiver calls MPI after its trial. So islands would
+wait for each other's trials.
 """
 
 from __future__ import annotations
