@@ -248,6 +248,7 @@ def test_buckets_are_exchanged_one_by_one(world: str) -> None:
         assert many == pytest.approx(one, rel=0.05), code
 
 
+@pytest.mark.slow
 def test_the_command_line_finds_methods_of_installed_packages(tmp_path: Path) -> None:
     """By an entry point, as the metadata of a package has it."""
     package = tmp_path / "stranger-1.0.dist-info"

@@ -192,6 +192,7 @@ def two_passes(rank: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_sam_on_two_workers_is_sam_on_the_whole_batch() -> None:
     here, there = gang.run(two_passes, 2)
     model = small.mlp(smooth=True)

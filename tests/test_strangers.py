@@ -74,7 +74,7 @@ SLOW = (
 @fuzzed
 @pytest.mark.parametrize(
     "numbers",
-    [range(60), pytest.param(range(800), marks=[pytest.mark.slow, on_its_day("fuzz")])],
+    [range(30), pytest.param(range(800), marks=[pytest.mark.slow, on_its_day("fuzz")])],
     ids=["some", "many"],
 )
 def test_changed_files_are_opened_or_refused_in_words(numbers: range, fuzz: ModuleType, originals: Path) -> None:
