@@ -36,8 +36,9 @@ class _SearchProgress:
 
     def begin(self) -> None:
         job, done = self._search.job, len(self._known)
+        workers = f"{job.workers} worker{'s' * (job.workers > 1)}"
         self._say(
-            f"{self._total} trials of {job.recipe} with {job.method}, {job.workers} workers each, for "
+            f"{self._total} trials of {job.recipe} with {job.method}, {workers} each, for "
             f"{self._search.objective.text}, in {self._search.folder}" + (f"; {done} are done" if done else "")
         )
 
