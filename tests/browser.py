@@ -46,6 +46,8 @@ class Browser:
         while True:
             answer = self._next()
             if answer.get("id") == self._number:
+                if "navigated" in answer.get("error", {}).get("message", ""):
+                    return self.call(method, **params)  # a live page was loading itself again; ask the new one
                 assert "error" not in answer, answer
                 return answer["result"]
             self.events.append(answer)
