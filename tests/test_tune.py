@@ -20,15 +20,16 @@ from thinwire.cli import main
 from thinwire.errors import ConfigError, DamagedError
 from thinwire.jobs import Job
 from thinwire.plan.links import Links
-from thinwire.tuning.api import Execution, run_trials
-from thinwire.tuning.by_propulate import Pending
+from thinwire.tuning.api import Execution, begin, run_trials
+from thinwire.tuning.by_propulate import Evolution, Pending
 from thinwire.tuning.crew import OneRank
 from thinwire.tuning.early import curve_of, reason_to_stop
 from thinwire.tuning.evaluate import evaluate
+from thinwire.tuning.folder import remove
 from thinwire.tuning.objective import FAILED, parse_objective
 from thinwire.tuning.presets import PRESETS, chosen_space
 from thinwire.tuning.results import best_config, finished, front, importance
-from thinwire.tuning.search import Limits, Search, remove
+from thinwire.tuning.search import Limits, Search
 from thinwire.tuning.space import Code, as_text, read_space, space_of
 from thinwire.tuning.trial import Trial, read_trials
 
@@ -216,6 +217,19 @@ def test_two_searches_are_never_in_one_folder_at_once(tmp_path: Path) -> None:
     one.close()
     other.open({}, resume=True, overwrite=False)
     other.close()
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_in_words(tmp_path: Path) -> None:
+    """Not one of the operating system: under MPI that would end one rank and leave the others waiting."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="Not a directory"):
+        begin(search_in(tmp_path / "file" / "out"), Execution(engine="random"))
+
+
+@pytest.mark.parametrize("wrong", [{"islands": 0}, {"generations": 0}, {"migration": 1.5}])
+def test_an_evolution_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"`{next(iter(wrong))}`"):
+        Evolution(**wrong)
 
 
 def test_a_search_that_replaces_another_leaves_nothing_of_it(tmp_path: Path) -> None:

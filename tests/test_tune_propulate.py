@@ -144,7 +144,7 @@ import random, sys, time
 from pathlib import Path
 from propulate import Islands
 from propulate.utils import get_default_propagator
-from thinwire.tuning.by_propulate import _unblock
+from thinwire.tuning.nonblocking import unblock
 
 folder, limits, chance = Path(sys.argv[1]), {f"parameter {i}": (0.0, 1.0) for i in range(60)}, random.Random(0)
 
@@ -159,7 +159,7 @@ islands = Islands(
     loss_fn=loss, propagator=get_default_propagator(4, limits, rng=chance), rng=chance, generations=5, num_islands=2,
     migration_probability=1.0, pollination=True, checkpoint_path=folder / "unused",
 )
-used = _unblock(islands.propulator) if sys.argv[2:] != ["blocking"] else []
+used = unblock(islands.propulator)
 islands.propulate(logging_interval=10**9, debug=0)
 for comm in used:
     comm.finish()

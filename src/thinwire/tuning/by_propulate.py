@@ -21,7 +21,7 @@ from thinwire.checks import check_whole, is_number
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.tuning.crew import devices_for, free_port, place
 from thinwire.tuning.evaluate import evaluate
-from thinwire.tuning.nonblocking import NonBlocking
+from thinwire.tuning.nonblocking import NonBlocking, unblock
 from thinwire.tuning.search import Search
 from thinwire.tuning.space import Code
 from thinwire.tuning.trial import Trial
@@ -190,21 +190,12 @@ def _search(search: Search, evolution: Evolution) -> None:
                 checkpoint_path=unused,
                 ranks_per_worker=search.job.workers,
             )
-        used = _unblock(islands.propulator)
+        used = unblock(islands.propulator)
         _restore(islands.propulator, search, pending, limits)
         islands.propulate(logging_interval=10**9, debug=0)
         for own in used:
             own.finish()
         NonBlocking(comm).barrier()
-
-
-def _unblock(propulator: Any) -> list[NonBlocking]:
-    """Make no worker wait for another's trial; returns the communicators, none where a rank only helps in trials."""
-    if propulator.propulate_comm is None:
-        return []
-    propulator.propulate_comm = NonBlocking(propulator.propulate_comm)
-    propulator.island_comm = NonBlocking(propulator.island_comm)
-    return [propulator.propulate_comm, propulator.island_comm]
 
 
 def _alone() -> Any:

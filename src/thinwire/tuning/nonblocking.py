@@ -49,3 +49,12 @@ class NonBlocking:
 
     def _forget_received(self) -> None:
         self._sent = [request for request in self._sent if not request.test()[0]]
+
+
+def unblock(propulator: Any) -> list[NonBlocking]:
+    """Make no worker wait for another's trial; returns the communicators, none where a rank only helps in trials."""
+    if propulator.propulate_comm is None:
+        return []
+    propulator.propulate_comm = NonBlocking(propulator.propulate_comm)
+    propulator.island_comm = NonBlocking(propulator.island_comm)
+    return [propulator.propulate_comm, propulator.island_comm]

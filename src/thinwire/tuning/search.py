@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import math
 import os
 import time
@@ -22,9 +21,9 @@ from thinwire.files import read_json, write_json
 from thinwire.jobs import Job
 from thinwire.plan.links import Links
 from thinwire.recipes.names import function_named, given_arguments
-from thinwire.train.folder import clear, refuse_occupied
+from thinwire.train.folder import refuse_occupied
 from thinwire.train.task import describe_optimizer
-from thinwire.tuning.crew import ERRORS, LOG
+from thinwire.tuning.folder import hold, remove
 from thinwire.tuning.objective import Objective
 from thinwire.tuning.space import Code, Space, Value, as_text
 from thinwire.tuning.trial import FILE as TRIAL
@@ -194,7 +193,7 @@ class Search:
         """Take the folder for this search, or continue the same search in it; by one process."""
         path, wanted = self.folder / FILE, self.described() | dict(engine)
         if path.is_file() and resume:
-            self._hold()
+            self.held = hold(self.folder)
             there = read_json(path, "give another `--out`")
             if name := next((key for key in wanted if there.get(key) != wanted[key]), None):
                 raise ConfigError(
@@ -206,26 +205,13 @@ class Search:
         if not overwrite:
             refuse_occupied(self.folder, found, resume=path.is_file())
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._hold()
+        self.held = hold(self.folder)
         if overwrite:
             for written in self.folder.glob(f"trial-*/{TRIAL}"):
                 remove(written.parent)
             for name in (BEST, PARETO, PICTURE):
                 (self.folder / name).unlink(missing_ok=True)
         write_json(path, wanted)
-
-    def _hold(self) -> None:
-        """Lock the folder as long as this process lives, or until `close`."""
-        self.held = os.open(self.folder, os.O_RDONLY)
-        try:
-            fcntl.flock(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            raise ConfigError(
-                f"another search runs in `{self.folder}`; wait for its end, or give another `--out`"
-            ) from None
-        except OSError:  # a file system without locks
-            self.close()
 
     def close(self) -> None:
         """Let others use the folder."""
@@ -284,13 +270,3 @@ def _typed(name: str, text: str) -> Any:
     except ValueError:
         kind = "a whole number (write `from` and `to` without a point)" if _FLAGS[name] is int else "a number"
         raise ConfigError(f"`{name}`={text} must be {kind}") from None
-
-
-def remove(trial: Path) -> None:
-    """Delete what a trial wrote into its folder, and nothing else."""
-    clear(trial)
-    for path in (*(trial / ERRORS).glob("*.json"), trial / LOG, trial / TRIAL):
-        path.unlink(missing_ok=True)
-    for folder in (trial / ERRORS, trial):
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
