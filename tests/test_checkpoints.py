@@ -22,10 +22,10 @@ import gang
 import small
 import thinwire
 from patience import LIMIT_S, until
-from thinwire import manifest
+from thinwire import manifest, saves
 from thinwire.errors import DamagedError, SaveError
 from thinwire.recipes import named
-from thinwire.train import checkpoint, fit
+from thinwire.train import fit
 from thinwire.train.recorder import Recorder
 from thinwire.train.run import prepare
 
@@ -233,11 +233,11 @@ def test_a_process_killed_at_any_moment_leaves_a_sound_save(times: int, tmp_path
     for number in range(times):
         out = tmp_path / str(number)
         process = gang.start(saves_every_step, str(out))
-        until(lambda out=out: checkpoint.find(out / "checkpoint"), "a save")
+        until(lambda out=out: saves.find(out / "checkpoint"), "a save")
         time.sleep(moments.random() * 0.2)
         process.kill()
         process.join(LIMIT_S)
-        at = json.loads((checkpoint.find_sound(out / "checkpoint") / "position.json").read_text())["step"]
+        at = json.loads((saves.find_sound(out / "checkpoint") / "position.json").read_text())["step"]
         recipe = named("digits", steps=10_000)
         assert fit(recipe, thinwire.AllReduce(), out=out, resume=True, until=at + 1)["stopped_at"] == at + 1
         assert len(steps_in(out)) == 2  # what the killed process left behind is gone as well
@@ -266,7 +266,7 @@ def test_a_full_disk_costs_a_save_and_not_the_run(disk, caplog) -> None:
     said = [text for text in caplog.messages if "was not written" in text]
     assert steps_in(disk / "run") == ["step-000002"] and len(said) == 3
     assert "rank 0: No space left on device: " in said[0] and said[0].endswith("; training goes on")
-    assert checkpoint.find_sound(disk / "run" / "checkpoint").name == "step-000002"
+    assert saves.find_sound(disk / "run" / "checkpoint").name == "step-000002"
 
 
 def test_records_that_a_full_disk_refused_are_written_later(disk, caplog) -> None:
@@ -316,4 +316,4 @@ def test_the_save_a_run_stops_with_must_be_written(disk) -> None:
     train(disk / "run", until=2)
     with pytest.raises(SaveError, match="step-000003` was not written: rank 0: No space left on device"):
         train(disk / "run", until=3, resume=True)
-    assert checkpoint.find_sound(disk / "run" / "checkpoint").name == "step-000002"
+    assert saves.find_sound(disk / "run" / "checkpoint").name == "step-000002"

@@ -16,8 +16,8 @@ from safetensors import safe_open
 
 import gang
 from patience import LIMIT_S, until
+from thinwire import saves
 from thinwire.cli import main
-from thinwire.train import checkpoint
 
 STEPS, SAVE_EVERY = 60, 8
 COMPARED = ["--steps", "20", "--set", "every=5", "--no-model"]  # a field that one of the two methods has
@@ -138,7 +138,7 @@ def test_evaluation_says_which_model_and_stays_out_of_the_ratio(unbroken):
 def test_killed_and_resumed_is_as_never_stopped(unbroken, tmp_path):
     out = tmp_path / "run"
     process = _start(tmp_path / "said", *_ab(out, "--quiet"))
-    until(lambda: checkpoint.find(out / "checkpoint") and _records_seen(out) > 2 * SAVE_EVERY + 2, "two saves")
+    until(lambda: saves.find(out / "checkpoint") and _records_seen(out) > 2 * SAVE_EVERY + 2, "two saves")
     process.kill()  # SIGKILL: nothing of it can run any more, its workers must notice
     until(lambda: not _processes(str(out)), "the workers to leave with their launcher")
     assert not (out / "summary.json").exists()
@@ -167,7 +167,7 @@ def _bytes(traffic: dict) -> dict:
 def test_a_killed_worker_ends_the_run_and_other_settings_are_not_resumed(tmp_path):
     out = tmp_path / "run"
     process = _start(tmp_path / "said", *_ab(out))
-    until(lambda: checkpoint.find(out / "checkpoint"), "a save")
+    until(lambda: saves.find(out / "checkpoint"), "a save")
     workers = {rank: pid for pid in _processes(str(out)) if (rank := _rank(pid)) is not None}
     os.kill(workers[1], signal.SIGKILL)
     process.join(LIMIT_S)

@@ -23,8 +23,8 @@ from typing import Any
 
 from launch import print_rows
 
+from thinwire import saves
 from thinwire.methods.registry import METHODS
-from thinwire.train import checkpoint
 
 
 def arguments() -> argparse.Namespace:
@@ -47,7 +47,7 @@ def one(method: str, given: argparse.Namespace) -> dict[str, Any]:
     _start(method, whole, given, resume=False).wait()
     rng, kills, trained, left = random.Random(f"{given.seed} {method}"), {"all": 0, "a worker": 0}, 0, 0
     for number in range(given.kills + 1):
-        saved = checkpoint.find(broken / "checkpoint")
+        saved = saves.find(broken / "checkpoint")
         begin = int(saved.name.rpartition("-")[2]) if saved else 0
         process = _start(method, broken, given, resume=saved is not None)
         if number == given.kills:

@@ -8,7 +8,7 @@ import json
 import shutil
 from pathlib import Path
 
-from thinwire import manifest
+from thinwire import manifest, saves
 from thinwire.errors import ConfigError
 from thinwire.jobs import Job
 from thinwire.settings import describe
@@ -18,7 +18,7 @@ from thinwire.train import checkpoint
 def branch(saved: Path, job: Job) -> int:
     """Copy a checkpoint into the job's folder, under the job's name; returns the step it stands at."""
     shutil.rmtree(job.out / "checkpoint", ignore_errors=True)
-    last = checkpoint.find_sound(saved)
+    last = saves.find_sound(saved)
     place = job.out / "checkpoint" / last.name
     shutil.copytree(last, place)
     position = json.loads((place / "position.json").read_text())

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from setting import Setting, sets_of
 
-from thinwire.train import checkpoint
+from thinwire import saves
 
 
 class Job(NamedTuple):
@@ -117,7 +117,7 @@ def next_fitting(jobs: Sequence[Job], free: int) -> Job | None:
 def train(given: argparse.Namespace, job: Job, start: float) -> None:
     """One run, from the beginning or from its last save."""
     folder, now = given.out / job.name, time.monotonic() - start
-    saved = checkpoint.find(folder / "checkpoint")
+    saved = saves.find(folder / "checkpoint")
     with (given.out / f"{job.name}.log").open("a" if saved else "w") as log:
         ended = subprocess.run(
             [sys.executable, "-m", "thinwire.cli", *command(given, job, folder, resume=saved is not None)],

@@ -7,13 +7,12 @@ from thinwire.compress import Compressed, compress
 from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, Nesterov, OneBit, PowerSGD, Radial, TopK
 from thinwire.config.faults import Faults
 from thinwire.ema import EMA
-from thinwire.errors import ConfigError, DisagreementError, DivergedError, SaveError, ThinwireError
+from thinwire.errors import ConfigError, DisagreementError, DivergedError, LostError, SaveError, ThinwireError
 from thinwire.factor.stability import Stability
 from thinwire.loggers import Log
 from thinwire.methods.base import Method
 from thinwire.methods.registry import register
-from thinwire.replica import Replica
-from thinwire.stopping import stop_requested
+from thinwire.replica import Replica, stop_requested
 
 if TYPE_CHECKING:
     from thinwire.tuning.api import tune
@@ -34,6 +33,7 @@ __all__ = [
     "Faults",
     "LocalSGD",
     "Log",
+    "LostError",
     "Method",
     "Nesterov",
     "OneBit",

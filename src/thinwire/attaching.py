@@ -11,18 +11,21 @@ from torch.optim import Optimizer
 from thinwire.comm.collectives import Wire
 from thinwire.comm.counters import watched
 from thinwire.comm.ledger import Ledger
-from thinwire.comm.membership import Membership
 from thinwire.comm.sharded import ShardedWire, group_size_of
 from thinwire.comm.times import Clock
 from thinwire.comm.topology import join
 from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, OneBit, PaperAB, PowerSGD, TopK
 from thinwire.config.faults import Faults
+from thinwire.elastic.membership import Membership
+from thinwire.elastic.recovery import Recovery
+from thinwire.elastic.store import meeting
 from thinwire.errors import ConfigError
 from thinwire.guards import refuse_attached, refuse_switching
 from thinwire.methods.context import MethodContext
 from thinwire.methods.registry import make, name_of
 from thinwire.notices import ensure_logging, log_attached
 from thinwire.preflight import (
+    architecture_digest,
     broadcast_initial_values,
     broadcast_optimizers,
     check_model,
@@ -30,9 +33,9 @@ from thinwire.preflight import (
     check_same_architecture,
     given_optimizers,
 )
-from thinwire.recovery import Recovery
 from thinwire.replica import Replica
 from thinwire.shards import ShardedModel, is_sharded, refuse_on_shards
+from thinwire.stopping import handle_signals
 
 log = logging.getLogger("thinwire")
 
@@ -80,7 +83,8 @@ def attach(
                 "a GradScaler with faults=… is not supported: groups agree on its scale where none of them can be "
                 "lost; train in bf16, which needs no scaler"
             )
-        wire, membership = _met(config, faults, device, ledger)
+        about = {"config": repr(config), "model": architecture_digest(model, optimizers)}
+        wire, membership = _met(config, faults, about, device, ledger)
     seen = ShardedModel(model) if isinstance(wire, ShardedWire) else model
     if isinstance(seen, ShardedModel) and isinstance(wire, ShardedWire):
         wire.find_share = lambda: seen.share
@@ -109,7 +113,9 @@ def _size_of_groups(model: nn.Module, config: Any) -> int:
     return size
 
 
-def _met(config: Any, faults: Faults, device: torch.device, ledger: Ledger) -> tuple[Wire, Membership]:
+def _met(
+    config: Any, faults: Faults, about: dict[str, str], device: torch.device, ledger: Ledger
+) -> tuple[Wire, Membership]:
     """The groups that launchers started, all of them here, or those of a run that is under way; collective."""
     if config.group_size is not None:
         raise ConfigError(
@@ -127,22 +133,18 @@ def _met(config: Any, faults: Faults, device: torch.device, ledger: Ledger) -> t
             f"`overlap`={config.overlap} of AB with faults=… is not supported: if a group is lost while the average of "
             "a factor is under way, groups would go on with different ones; use overlap=0"
         )
-    membership = Membership.from_environment(faults)
+    membership = Membership(meeting(faults.timeout), faults, about)
+    if faults.on_term == "leave":
+        handle_signals()
     wires: list[Wire] = []
 
     def open_wire() -> None:
         with membership.opened_world():
             if membership.joins:
-                wires.append(Wire(membership.topology, ledger))
+                wires.append(Wire(membership.topology, ledger, membership.heartbeat))
             else:
-                wires.append(Wire.open(None, repr(config), device, ledger, membership.layout))
+                settings = repr(config)
+                wires.append(Wire.open(None, settings, device, ledger, membership.layout, membership.heartbeat))
 
-    if membership.is_under_way:
-        log.info("group %d joins a run that is under way", membership.seat.group)
-        membership.join_and(open_wire)
-    else:
-        membership.begin()
-        open_wire()
-    wire = wires[-1]
-    wire.outlives_groups = True
-    return wire, membership
+    membership.begin(open_wire)
+    return wires[-1], membership

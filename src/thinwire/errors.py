@@ -33,6 +33,24 @@ class OtherRankError(ConsequenceError):
     """A collective operation failed on another worker; the message says on which one and why."""
 
 
+class CollectiveError(ConsequenceError):
+    """A collective failed in a run that may go on without some of its groups: a peer is gone, late, or neither."""
+
+    def __init__(self, why: str, original: Exception, waited: float = 0.0) -> None:
+        super().__init__(why)
+        self.original = original
+        self.waited = waited
+        """Seconds that this worker waited in it."""
+
+
+class LostError(ConsequenceError):
+    """This worker cannot go on: its group was given up, too few are left, or the store is gone."""
+
+
+class GivenUpError(LostError):
+    """The others went on without this worker's group, which may join them again."""
+
+
 class DamagedError(ConfigError):
     """A file is corrupt or incomplete; the message names it."""
 
@@ -43,6 +61,10 @@ class Stopped(ThinwireError):
 
 class SaveError(ThinwireError, OSError):
     """A save could not be written; raised on all workers, the message has the rank, the file and the reason."""
+
+
+class AbandonedSaveError(SaveError):
+    """A save was given up because a group was lost while it was written; raised on all workers that are left."""
 
 
 class DivergedError(ThinwireError, RuntimeError):

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from thinwire import saves
 from thinwire.comm.process_groups import leave
 from thinwire.comm.topology import arrange, place
 from thinwire.errors import ConfigError, Stopped, unknown
@@ -154,7 +155,7 @@ class Job:
         if (self.workers > 1 or self.hosts != (HostSpec(),)) and not inside_job():
             launch(self.words(), self.workers, on_line, self.hosts, stops_in_order=not self.first_step)
             result = self.out / (FIRST_STEP if self.first_step else "summary.json")
-            if self.until and not result.is_file() and (saved := checkpoint.find(self.out / CHECKPOINTS)):
+            if self.until and not result.is_file() and (saved := saves.find(self.out / CHECKPOINTS)):
                 position = read_json(saved / "position.json", schema=checkpoint.POSITION)
                 return {"stopped_at": position["step"], "steps": self.trained.steps}
             return read_json(result)

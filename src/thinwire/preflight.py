@@ -125,6 +125,11 @@ def check_same_architecture(model: nn.Module, optimizers: Optimizers, wire: Wire
     _check_same(own, wire, "models", "build the same model and optimizer on every worker")
 
 
+def architecture_digest(model: nn.Module, optimizers: Optimizers) -> str:
+    """A digest of names, shapes, dtypes and optimizer groups."""
+    return _digest(_architecture(model, optimizers))
+
+
 def check_same_data(description: Sequence[str], wire: Wire) -> None:
     """The description of the data must be the same on all workers; counted in the ledger as part of attach."""
     before, wire.ledger.phase = wire.ledger.phase, "attach"

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thinwire import snapshot
+from thinwire import saves, snapshot
 from thinwire.baseline import Baseline
 from thinwire.checks import check_cutoff
 from thinwire.comm.collectives import Wire
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.topology import Topology
 from thinwire.compiling import Recompilations, compile_in_place
-from thinwire.errors import SaveError, ThinwireError
+from thinwire.elastic.recovery import Recovery
+from thinwire.errors import AbandonedSaveError, CollectiveError, GivenUpError, LostError, SaveError, ThinwireError
 from thinwire.factor.export import to_plain
 from thinwire.factor.layers import mark_as_read, weight_was_read
 from thinwire.guards import (
@@ -37,12 +38,13 @@ from thinwire.methods.untraced import untraced
 from thinwire.methods.waits import Waits
 from thinwire.notices import log_finished
 from thinwire.plain_shards import to_plain_shards
-from thinwire.recovery import Recovery
 from thinwire.saves import Files, Save
 from thinwire.scaling import SharedScale
 from thinwire.settings import describe as describe_config
 from thinwire.shards import ShardedModel, whole_of
 from thinwire.stepping import Stepping
+from thinwire.steps import iterate, rescue
+from thinwire.stopping import Stop, handle_signals, request
 from thinwire.uneven import Joining, refuse_joining
 
 log = logging.getLogger("thinwire")
@@ -72,6 +74,7 @@ class Replica(nn.Module):
         self._state_is_known = False  # optimizers make it in their first step
         self._shows_merged = False
         self._save: Save | None = None
+        self._stop: Stop | None = None
         self._recompiles = Recompilations()
         self.averages: list[nn.Module] = []
         """Moving averages of this replica, which saves include."""
@@ -95,6 +98,7 @@ class Replica(nn.Module):
             context.scale = scaler.get_scale
         if recovery is not None:
             recovery.on_regroup.append(self._keep_baseline)
+            recovery.on_lost.append(self._abandon_save)
         if recovery is not None and recovery.membership.joins:
             recovery.take_over()
         else:
@@ -137,6 +141,55 @@ class Replica(nn.Module):
         with self._method.gradients.replicated.no_sync():
             yield
 
+    def steps(
+        self,
+        total: int,
+        *,
+        folder: Path | str | None = None,
+        save_every: int | None = None,
+        keep: int = 2,
+        scheduler: Any = None,
+    ) -> Iterator[int]:
+        """Yield the number of each step to take, up to `total`, the same on all workers; collective.
+
+            for step in replica.steps(10_000, folder="saves", save_every=500, scheduler=scheduler):
+                x, y = batch(step)
+                …
+                optimizer.step()
+
+        With a `folder`, a run goes on from the newest sound save in it, writes another every `save_every` steps and
+        keeps the last `keep`. A `scheduler` is brought to each step here, so the loop does not call it: a group that
+        joins, and a step that is skipped, then have the right rate. When a signal has asked for a stop, all workers
+        save after the same step, and the process ends with exit code 75; after `stop()` the loop just ends.
+        """
+        return iterate(self, total, folder=folder, save_every=save_every, keep=keep, scheduler=scheduler)
+
+    def stop(self, why: str = "stop()") -> None:
+        """Ask all workers to stop after the same step, as early stopping does; any worker may, and goes on until then.
+
+        `steps()` then ends, and `stop_requested()` is True, on all workers.
+        """
+        request(why)
+
+    def stop_requested(self) -> bool:
+        """Whether a signal or `stop()` has asked for a stop: leave the loop; collective, but sends nothing.
+
+        Call it once after each step, on all workers. From the first call on, SIGTERM and SIGINT no longer end the
+        process but are noted here, and a second one ends it at once.
+        """
+        handle_signals()
+        if self._recovery is not None:
+            return self._recovery.stop.now(self.step)
+        if self._stop is None:
+            self._stop = Stop(self.wire)
+        return self._stop.now()
+
+    @property
+    def stopped_by(self) -> str | None:
+        """What asked for a stop, such as "SIGTERM" or what was given to `stop()`."""
+        stop = self._stop if self._recovery is None else self._recovery.stop
+        return None if stop is None else stop.why
+
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
         """Around a loop that may have fewer batches on some workers than on others; collective.
@@ -167,7 +220,7 @@ class Replica(nn.Module):
         """
         given = loss.detach().double().mean() if isinstance(loss, Tensor) else loss
         mean = None if given is None else float(given)
-        self._together(lambda: _call_all(self._method.context.on_epoch_end, mean))
+        self._together(lambda: _call_all(self._method.context.on_epoch_end, mean), "epoch_end()")
 
     @contextlib.contextmanager
     def merged(self) -> Iterator["Replica"]:
@@ -200,7 +253,10 @@ class Replica(nn.Module):
             check_cutoff(cutoff, zero_allowed=True)
         if not self.in_sync:
             self._refuse_other_flags()
-        self._together(lambda: self._finish(cutoff), last=True)
+        try:
+            self._together(lambda: self._finish(cutoff), "finish()", last=True)
+        except (LostError, CollectiveError) as error:
+            raise LostError(f"finish() could not complete: {error}. {rescue(self)}") from error
         self.detach()
         self.finished_ranks = {layer.key: layer.rank for layer in self._method.layers if layer.rank}
         self.read_layers = [name for name, module in self.module.named_modules() if weight_was_read(module)]
@@ -225,6 +281,16 @@ class Replica(nn.Module):
         check_parameters(self._method, "finish()", everywhere=True)
         agree_on_buffers(self._method)
         self._agree_on_read_weights()
+
+    def rejoin(self, error: GivenUpError) -> None:
+        """Join again after this group was given up, and take over what the others have come to."""
+        assert self._recovery is not None, "only with faults="
+        self._recovery.rejoin(error)
+
+    @property
+    def joined_late(self) -> bool:
+        """Whether this worker's group has come to a run that was under way, and took over what it had."""
+        return self._recovery is not None and self._recovery.joined_late
 
     def detach(self) -> None:
         """Release optimizer, scaler and model, in its present shape."""
@@ -272,11 +338,17 @@ class Replica(nn.Module):
         workers, here or, without `wait`, in the next `save`, after that one has begun, or in `wait_for_save`.
         """
         earlier = self._end_of_save()  # before copies are made: memory holds those of one save
-        self._save = Save(folder, self.capture(), self.wire)
-        if wait:
-            self.wait_for_save()
+        self._refuse_finished("save()")
+        self._refuse_other_flags()
+        self._together(lambda: self._begin_save(folder, wait=wait), "save()", changes=False)
         if earlier is not None:
             raise earlier
+
+    def _begin_save(self, folder: Path | str, *, wait: bool) -> None:
+        self._save = Save(folder, self._captured(), self.wire)
+        if wait:
+            save, self._save = self._save, None
+            save.wait()
 
     def wait_for_save(self) -> None:
         """Wait until a save that was begun is in place; collective. Raises `SaveError` if it could not be written."""
@@ -288,7 +360,7 @@ class Replica(nn.Module):
         self._refuse_finished("save()")
         self._refuse_other_flags()
         found: list[Files] = []
-        self._together(lambda: found.append(self._captured()), changes=False)
+        self._together(lambda: found.append(self._captured()), "save()", changes=False)
         return found[-1]
 
     def _captured(self) -> Files:
@@ -300,20 +372,49 @@ class Replica(nn.Module):
         save, self._save = self._save, None
         try:
             if save is not None:
-                save.wait()
+                self._together(save.wait, "the end of a save", changes=False)
+        except AbandonedSaveError as error:  # nothing is wrong with the disk, and the next save is of those left
+            if self.topology.rank == 0:
+                log.warning("%s", error)
         except SaveError as error:
             return error
         return None
+
+    def _abandon_save(self) -> None:
+        """A group was lost, and with it its files of a save that is being written."""
+        if self._save is not None:
+            self._save.abandon()
 
     def load(self, folder: Path | str, *, check: bool = True) -> None:
         """Continue from what `save` wrote; collective. Without `check`, files are not compared with their checksums."""
         self._refuse_finished("load()")
         self._refuse_other_flags()
-        self._method.wire.barrier("load()")
         self.wait_for_save()
+        self._together(lambda: self._load(folder, check=check), "load()", changes=False)
+        self._stepping.expect_changes()
+
+    def resume(self, folder: Path | str) -> Path | None:
+        """Continue from the newest sound save in a folder of them, as `steps` writes them; collective.
+
+        Returns the save, or None where there is none.
+        """
+        found: list[Path | None] = []
+
+        def load() -> None:
+            found.append(saves.find_sound_together(Path(folder), self.wire))
+            if found[-1] is not None:
+                self._load(found[-1], check=False)
+
+        self._refuse_finished("resume()")
+        self.wait_for_save()
+        self._together(load, "load()", changes=False)
+        self._stepping.expect_changes()
+        return found[-1]
+
+    def _load(self, folder: Path | str, *, check: bool) -> None:
+        self._method.wire.barrier("load()")
         earlier = snapshot.load(self._method, self._scaler, folder, self.averages, check=check)
         self._baseline.begin(earlier, self.step)
-        self._stepping.expect_changes()
 
     # What it is doing.
 
@@ -331,6 +432,16 @@ class Replica(nn.Module):
     def topology(self) -> Topology:
         """The layout of workers, nodes and groups."""
         return self._method.topology
+
+    @property
+    def data_rank(self) -> int:
+        """This worker's number for sharing out data: unlike a rank, it stays the same when groups come and go."""
+        return self.topology.rank if self._recovery is None else self._recovery.membership.data_place[0]
+
+    @property
+    def data_world_size(self) -> int:
+        """How many workers share the data when all groups are there."""
+        return self.topology.world_size if self._recovery is None else self._recovery.membership.data_place[1]
 
     @property
     def phase(self) -> str:
@@ -397,7 +508,7 @@ class Replica(nn.Module):
         factor = getattr(self._method, "factor_now", None)
         if factor is None:
             raise ThinwireError(f"factor_now() is for thinwire.AB, not for {type(self._method.config).__name__}")
-        self._together(factor)
+        self._together(factor, "factor_now()")
 
     def ranks(self) -> dict[str, int]:
         """The rank of each layer that is factored now, by its label."""
@@ -480,12 +591,12 @@ class Replica(nn.Module):
         if not self._is_skipped:
             _call_all(self._method.context.after_update, optimizer)
 
-    def _together(self, work: Callable[[], None], *, changes: bool = True, last: bool = False) -> None:
-        """Work that all groups do together; if one is lost, the others do it again."""
+    def _together(self, work: Callable[[], None], call: str, *, changes: bool = True, last: bool = False) -> None:
+        """Do work that all groups do together; if one is lost, the others do it again."""
         if self._recovery is None:
             work()
         else:
-            self._recovery.together(work, changes=changes, last=last)
+            self._recovery.together(work, call, changes=changes, last=last)
 
     def _keep_baseline(self) -> None:
         """A world of another size takes the next steps."""
@@ -508,6 +619,11 @@ class Replica(nn.Module):
     def _refuse_finished(self, call: str) -> None:
         if self._finished:
             raise ThinwireError(f"{call} after finish(): keep the finished model by its state_dict()")
+
+
+def stop_requested(replica: Replica) -> bool:
+    """`replica.stop_requested()`, as a function."""
+    return replica.stop_requested()
 
 
 def _find_inner_keys(replica: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

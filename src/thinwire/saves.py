@@ -13,6 +13,7 @@ import re
 import shutil
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch import Tensor
 from thinwire import manifest
 from thinwire.comm import process_groups
 from thinwire.comm.collectives import Wire
-from thinwire.errors import ConfigError, SaveError, one_line
+from thinwire.errors import AbandonedSaveError, CollectiveError, ConfigError, DamagedError, SaveError, one_line
 from thinwire.files import on_file
 from thinwire.store import write_tensors
 
@@ -36,9 +37,9 @@ _SAVED = re.compile(
     r"(manifest|state|position|random-\d+|worker-rank\d+|(model|method|optimizer|average).*)\.(json|safetensors)"
 )
 _ENDINGS = (".writing", ".old", ".removed")
+_STEP = re.compile(r"(step-(\d+))(\.old|\.writing|\.removed)?")
 _OTHERS_WRITE_S, _AT_EXIT_S = 1800.0, 60.0
 _LOOK_S = 0.02
-_numbers = itertools.count(1)  # the same on all workers, since saves are collective
 
 
 class Save:
@@ -49,20 +50,33 @@ class Save:
     ) -> None:
         self.folder = Path(folder)
         self._draft = _beside(self.folder, ".writing")
-        self._wire, self._rank = wire, wire.topology.rank
+        self._wire, self._rank, self._size = wire, wire.topology.rank, wire.topology.world_size
         self._after = after
         self._error: Exception | None = None
-        self._raise_together(_outcome(self._make_draft) if self._rank == 0 else None)
-        self._key = f"thinwire/written/{next(_numbers)}"
-        process_groups.register_holder(self)
+        self._abandoned = threading.Event()
+        key = self._raise_together(_outcome(self._make_draft) if self._rank == 0 else None)
+        self._key = f"thinwire/written/{key}"
+        if not wire.outlives_groups:
+            process_groups.register_holder(self)
         # Not a daemon: a script may end while it still writes.
         self._thread = threading.Thread(target=self._work, args=(files,), name="thinwire-save")
         self._thread.start()
 
     def wait(self) -> None:
         """Wait until the save is in place; collective. Raises `SaveError` on all workers if it is not."""
-        self._thread.join()
+        while self._thread.is_alive():
+            self._thread.join(_LOOK_S)
+            try:
+                self._wire.watch.check()
+            except CollectiveError:
+                self.abandon()
+                raise
         self._raise_together(self._error)
+
+    def abandon(self) -> None:
+        """Give it up: a group is gone, and with it its files. Waits for this worker's own disk."""
+        self._abandoned.set()
+        self._thread.join()
 
     def release_groups(self) -> None:
         """Process groups are about to end, and with them the store that tells who has written."""
@@ -73,16 +87,17 @@ class Save:
         shutil.rmtree(self._draft, ignore_errors=True)
         self._draft.mkdir(parents=True)
 
-    def _raise_together(self, error: Exception | None) -> None:
-        """Raise on all workers if there is an error on one."""
-        own = None if error is None else (isinstance(error, ConfigError), one_line(error))
-        found = self._wire.all_gather_object(own)
-        for rank, (is_config, why) in ((rank, each) for rank, each in enumerate(found) if each):
-            if is_config:
+    def _raise_together(self, error: Exception | None) -> str:
+        """Raise on all workers if there is an error on one; return a name that all have in common."""
+        own = None if error is None else (_kind(error), one_line(error))
+        found, names = zip(*self._wire.all_gather_object((own, uuid.uuid4().hex[:12])), strict=True)
+        for rank, (kind, why) in ((rank, each) for rank, each in enumerate(found) if each):
+            if kind == "config":
                 raise ConfigError(why) from error
-            raise SaveError(
+            raise (AbandonedSaveError if kind == "abandoned" else SaveError)(
                 f"the save `{self.folder}` was not written: rank {rank}: {why}; an earlier save is as it was"
             ) from error
+        return names[0]
 
     def _work(self, files: Files) -> None:
         try:
@@ -103,7 +118,11 @@ class Save:
             log.warning("the save `%s` was not written: %s", self.folder, one_line(self._error))
 
     def _commit(self, entries: dict[str, manifest.Entry]) -> None:
-        others = self._reports()
+        try:
+            others = self._reports()
+        except (TimeoutError, AbandonedSaveError):
+            shutil.rmtree(self._draft, ignore_errors=True)
+            raise
         if self._error is not None or any(why for _, why in others):
             shutil.rmtree(self._draft, ignore_errors=True)  # frees space on a full disk
             return
@@ -117,11 +136,13 @@ class Save:
 
     def _reports(self) -> list[Any]:
         """What the other workers wrote, once they have."""
-        keys = [f"{self._key}/{rank}" for rank in range(1, self._wire.topology.world_size)]
+        keys = [f"{self._key}/{rank}" for rank in range(1, self._size)]
         found: dict[str, Any] = {}
         deadline = time.monotonic() + _OTHERS_WRITE_S
         while missing := [key for key in keys if key not in found]:
             found |= {key: note for key in missing if (note := process_groups.posted(key)) is not None}
+            if self._abandoned.is_set():
+                raise AbandonedSaveError("a group was lost while it was written")
             if not threading.main_thread().is_alive():
                 deadline = min(deadline, time.monotonic() + _AT_EXIT_S)  # do not hold up a process that has failed
             if time.monotonic() > deadline:
@@ -167,6 +188,86 @@ def leftovers(folder: Path, stems: Iterable[str]) -> list[Path]:
     """What interrupted saves under these names left behind, unless it is the only one of its name."""
     found = [folder / f"{stem}{ending}" for stem in stems for ending in _ENDINGS]
     return [path for path in found if path.is_dir() and (path.suffix != ".old" or path.with_suffix("").is_dir())]
+
+
+# A folder of saves, one per step.
+
+
+def at_step(folder: Path, step: int) -> Path:
+    """Where the save of this step belongs."""
+    return folder / f"step-{step:06}"
+
+
+def all_saves(folder: Path) -> list[Path]:
+    """The saves in `folder`, the latest first; whether they are sound is not looked at."""
+    found = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if (name := _STEP.fullmatch(path.name)) and path.is_dir() and name[3] in (None, ".old"):
+            found[int(name[2])] = folder / name[1]
+    return [newest(found[step]) for step in sorted(found, reverse=True)]
+
+
+def find(folder: Path) -> Path | None:
+    """The latest save in `folder`, if there is one."""
+    return next(iter(all_saves(folder)), None)
+
+
+def find_sound(folder: Path) -> Path:
+    """The latest save in `folder` whose checksums are right; warns of later ones, and raises if there is none."""
+    return _first_sound(all_saves(folder), manifest.verify)
+
+
+def prune(folder: Path, keep: int, step: int) -> None:
+    """Delete all but the last `keep` saves, after the one of `step`; later ones are those it was not resumed from."""
+    found = all_saves(folder)
+    kept = [path for path in found if _step(path) <= step][:keep]
+    names = {name[1] for path in folder.iterdir() if (name := _STEP.fullmatch(path.name))}
+    for path in [*(path for path in found if path not in kept), *leftovers(folder, names)]:
+        with suppress(OSError):  # what cannot be deleted takes space, no more
+            remove(path)
+
+
+def find_sound_together(folder: Path, wire: Wire) -> Path | None:
+    """The latest save in `folder` that is sound, the same one on all workers; None if there is none; collective.
+
+    A damaged save is reported, and the one before it is taken.
+    """
+    here = [path.name for path in all_saves(folder)]
+    names = {name for own in wire.all_gather_object(here) for name in own}
+    if not names:
+        return None
+    candidates = sorted((folder / name for name in names), key=_step, reverse=True)
+    return _first_sound(candidates, lambda path: manifest.verify(path, wire), says=wire.topology.rank == 0)
+
+
+def _first_sound(candidates: list[Path], check: Callable[[Path], None], *, says: bool = True) -> Path:
+    last: DamagedError | None = None
+    for path in candidates:
+        try:
+            check(path)
+        except DamagedError as error:
+            last = error
+            if says and path != candidates[-1]:
+                log.warning("a save is damaged and is not used: %s", error)
+            continue
+        if last is not None and says:
+            log.warning("using the save before it, `%s`", path)
+        return path
+    if last is None:
+        raise ConfigError("there is no save")
+    raise last
+
+
+def _step(path: Path) -> int:
+    name = _STEP.fullmatch(path.name)
+    assert name is not None
+    return int(name[2])
+
+
+def _kind(error: Exception) -> str:
+    if isinstance(error, ConfigError):
+        return "config"
+    return "abandoned" if isinstance(error, AbandonedSaveError) else ""
 
 
 def _outcome(call: Callable[[], None]) -> Exception | None:

@@ -18,13 +18,11 @@ import signal
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 
 from thinwire.comm import process_groups
 from thinwire.comm.collectives import Wire
 from thinwire.errors import MissingRankError
-from thinwire.replica import Replica
 
 EXIT_CODE = 75
 """The exit code of a command that was stopped by a signal and can be resumed: EX_TEMPFAIL of sysexits.h."""
@@ -116,7 +114,7 @@ class Stop:
         """What asked for the stop."""
         return requested() or self._why
 
-    def now(self) -> bool:
+    def now(self, step: int = 0) -> bool:
         """Whether this step was the last; all workers ask after each step, and get the same answer."""
         if self._thread is None:
             return requested() is not None
@@ -156,24 +154,9 @@ class Stop:
         self._known.set()
 
 
-_stops: weakref.WeakKeyDictionary[Replica, Stop] = weakref.WeakKeyDictionary()
-
-
-def stop_requested(replica: Replica) -> bool:
-    """Whether a signal has asked for a stop: then save, and leave the loop; collective, but sends nothing.
-
-    Call it once after each step, on all workers. From the first call on, SIGTERM and SIGINT no longer end the process
-    but are noted here, and a second one ends it at once. When a signal has reached one worker, all get True after the
-    same step.
-    """
-    if replica not in _stops:
-        _handle_signals()
-        _stops[replica] = Stop(replica.wire)
-    return _stops[replica].now()
-
-
 @functools.cache
-def _handle_signals() -> None:
+def handle_signals() -> None:
+    """From now on let a first SIGTERM or SIGINT be a request, for the rest of the process."""
     handling = contextlib.ExitStack()
     handling.enter_context(on_signals())
     atexit.register(handling.close)

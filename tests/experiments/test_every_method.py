@@ -21,6 +21,7 @@ import thinwire
 from every_method import BUILT_IN
 from selection import slow_but
 from standins import folder_for
+from thinwire import saves
 from thinwire.cli import main
 from thinwire.errors import ConfigError
 from thinwire.jobs import Job, method_config
@@ -397,7 +398,7 @@ def test_a_run_in_pieces_is_the_run_in_one(method: Any, tmp_path: Path) -> None:
     for until, stands in ((5, 5), (10, 10), (3, 10)):
         told, _, _ = in_pieces(method, out, until=until, resume=until != 5)
         assert told == {"stopped_at": stands, "steps": 18}
-        saved = checkpoint.find(out / "checkpoint")
+        saved = saves.find(out / "checkpoint")
         assert saved and json.loads((saved / "position.json").read_text())["step"] == stands
         assert not (out / "summary.json").exists() and not (out / "model").exists()
         assert [record["step"] for record in records(out, "step")] == list(range(1, stands + 1))

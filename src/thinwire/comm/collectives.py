@@ -21,27 +21,31 @@ from thinwire.comm.buckets import by_dtype, checksum, pack, rounded, size_of, un
 from thinwire.comm.ledger import Ledger, mean_over_nodes
 from thinwire.comm.sent import Ranks, Sent, all_in_parallel
 from thinwire.comm.topology import Topology, discover
+from thinwire.comm.watch import Watch
 from thinwire.errors import OtherRankError, one_line
 
 
 class Pending:
     """A collective in progress; only waiting for it takes time from training."""
 
-    def __init__(self, result: Tensor, work: Any, ledger: Ledger | None, purpose: str, sent: Sent) -> None:
+    def __init__(
+        self, result: Tensor, work: Any, ledger: Ledger | None, purpose: str, sent: Sent, watch: Watch
+    ) -> None:
         self.result = result
         self._work = work
         self._booking = ledger, purpose, sent
+        self._watch = watch
 
     def wait(self) -> Tensor:
         """Wait for the result and return it."""
         ledger, purpose, sent = self._booking
-        if self._work is not None and ledger is None:
-            self._work.wait()
-        elif self._work is not None and ledger is not None:
-            start = ledger.clock.mark()
-            self._work.wait()
-            ledger.waited(purpose, sent, start, ledger.clock.mark())
-        self._work = None
+        work, self._work = self._work, None
+        if work is not None:
+            start = ledger.clock.mark() if ledger is not None else None
+            with self._watch.collective():
+                work.wait()
+            if ledger is not None:
+                ledger.waited(purpose, sent, start, ledger.clock.mark())
         return self.result
 
 
@@ -54,21 +58,29 @@ class Wire:
     """Whether workers of a group hold different parts of a model."""
     outlives_groups = False
     """Whether workers go on when a group is lost; a step must then be whole before anybody takes it."""
+    watch = Watch()
+    """Whoever watches the other workers, if groups may be lost."""
 
-    def __init__(self, topology: Topology, ledger: Ledger) -> None:
+    def __init__(self, topology: Topology, ledger: Ledger, watch: Watch | None = None) -> None:
         self.ledger = ledger
+        if watch is not None:
+            self.watch, self.outlives_groups = watch, True
         self._in_background = False
         self.lay_out(topology)
 
     def lay_out(self, topology: Topology) -> None:
         """Make the process groups for a layout, in place of those before; collective."""
         self.topology = topology
-        self._group = self._process_group_of(topology.groups)
-        self._cross = self._crossing_group()
+        with self.watch.opening(within=True):
+            self._group = self._process_group_of(topology.groups)
         self._control = None
+        with self.watch.opening():
+            self._cross = self._crossing_group()
+            if topology.world_size > 1:
+                self._control = process_groups.control_group()
         if topology.world_size > 1:
-            self._control = process_groups.control_group()
-            self.ledger.times.on_step = process_groups.StepNotes(topology.rank)
+            if not self.outlives_groups:  # whose heartbeat says it
+                self.ledger.times.on_step = process_groups.StepNotes(topology.rank)
             process_groups.register_holder(self)
             missing.explain_uncaught(topology.rank, self.ledger.times)
 
@@ -92,12 +104,13 @@ class Wire:
         device: torch.device,
         ledger: Ledger,
         groups: tuple[Ranks, ...] | None = None,
+        watch: Watch | None = None,
     ) -> "Wire":
         """Lay out the running job, whose workers must all have the same settings; collective.
 
-        Where launchers made the groups, these are given.
+        Where launchers made the groups, these are given, and somebody watches them.
         """
-        wire = cls(discover(group_size, settings, device, groups), ledger)
+        wire = cls(discover(group_size, settings, device, groups), ledger, watch)
         wire.count_opening()
         return wire
 
@@ -231,9 +244,10 @@ class Wire:
         if self.topology.rank not in members:
             return None
         size = torch.tensor([0 if payload is None else len(payload)])
-        dist.broadcast(size, members[0], group=group)
-        sent = torch.empty(int(size), dtype=torch.uint8) if payload is None else payload
-        dist.broadcast(sent, members[0], group=group)
+        with self.watch.collective():
+            dist.broadcast(size, members[0], group=group)
+            sent = torch.empty(int(size), dtype=torch.uint8) if payload is None else payload
+            dist.broadcast(sent, members[0], group=group)
         for number in (8, len(sent)):
             self.count(purpose, self.topology.tree(members, number, members[0]))
         return sent
@@ -255,10 +269,10 @@ class Wire:
         mine = torch.tensor(values, dtype=torch.float64)
         rows = mine.repeat(self.topology.world_size, 1)
         if self.topology.world_size == 1:
-            return Pending(rows, None, self.ledger, purpose, Sent())
+            return Pending(rows, None, self.ledger, purpose, Sent(), self.watch)
         sent = self.topology.gather_ring(self.topology.world, size_of(mine))
         self.count(purpose, sent)
-        return Pending(rows, self._gather_rows(rows, mine), self.ledger, purpose, sent)
+        return Pending(rows, self._watched(self._gather_rows, rows, mine), self.ledger, purpose, sent, self.watch)
 
     def differing(self, contents: Sequence[Sequence[Tensor]], purpose: str) -> list[int]:
         """Which of these lists of tensors do not hold the same bits on all workers."""
@@ -291,7 +305,7 @@ class Wire:
             return [what]
         gathered: list[Any] = [None] * self.topology.world_size
         start = self.ledger.clock.mark()
-        self._gather_objects(gathered, what)
+        self._watched(self._gather_objects, gathered, what)
         # torch gathers the sizes first, then everything padded to the longest.
         longest = max(len(pickle.dumps(each)) for each in gathered)
         sent = self.topology.gather_ring(self.topology.world, 8)
@@ -319,6 +333,9 @@ class Wire:
         A worker that could not do its part passes its error as `failed`; the others raise it, with its rank.
         """
         if self.topology.world_size == 1:
+            return
+        if self.outlives_groups and failed is None:  # without the store, which may be away, and without torch's advice
+            self._reduce(torch.zeros(1), dist.ReduceOp.MAX, "control")
             return
         sent = self.topology.star(self.topology.world, 4)
         self._timed(lambda: self._meet(call, failed), sent, "control")
@@ -391,10 +408,15 @@ class Wire:
     def _begin(self, call: Callable[[], Any], result: Tensor, sent: Sent, purpose: str) -> Pending:
         self.count(purpose, sent)
         ledger = None if self._in_background else self.ledger
-        return Pending(result, call() if self.carries else None, ledger, purpose, sent)
+        work = self._watched(call) if self.carries else None
+        return Pending(result, work, ledger, purpose, sent, self.watch)
 
     def _timed(self, call: Callable[[], Any], sent: Sent, purpose: str) -> None:
         start = self.ledger.clock.mark()
-        call()
+        self._watched(call)
         self.count(purpose, sent)
         self.ledger.waited(purpose, sent, start, self.ledger.clock.mark())
+
+    def _watched(self, call: Callable[..., Any], *args: Any) -> Any:
+        with self.watch.collective():
+            return call(*args)

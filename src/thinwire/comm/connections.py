@@ -8,7 +8,8 @@ both ends then get an error at once.
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 _OPEN = Path("/proc/self/fd")
@@ -16,46 +17,61 @@ _OPEN = Path("/proc/self/fd")
 
 
 class Connections:
-    """Sockets that were opened while process groups were made."""
+    """Sockets that were opened while process groups were made: within this worker's own group, and between groups."""
 
     def __init__(self) -> None:
-        self._sockets: dict[int, str] = {}
+        self._within: dict[int, str] = {}
+        self._between: dict[int, str] = {}
 
     @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
+    def noted(self, *, within: bool = False) -> Iterator[None]:
         """Note those that are opened inside."""
         before = _sockets()
         try:
             yield
         finally:
-            self._sockets |= {number: name for number, name in _sockets().items() if before.get(number) != name}
+            opened = {number: name for number, name in _sockets().items() if before.get(number) != name}
+            if within:
+                self._within |= opened
+            else:
+                self._between |= {n: name for n, name in opened.items() if self._within.get(n) != name}
 
-    def hang_up(self) -> None:
-        """Shut down those that are still open; not those that listen, without which gloo aborts."""
-        now, noted = _sockets(), self._sockets
-        self._sockets = {}
-        for number, name in noted.items():
-            if now.get(number) == name:
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-                    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        connection.shutdown(socket.SHUT_RDWR)
+    def hang_up(self, *, within: bool = False) -> None:
+        """Shut down those between groups, or all.
+
+        A healthy group may be in a backward pass whose gradients it averages itself: that must not fail because
+        another group is gone.
+        """
+        noted, self._between = self._between, {}
+        if within:
+            noted, self._within = noted | self._within, {}
+        _shut_down(noted)
 
 
-@contextlib.contextmanager
-def given_up_after(seconds: float) -> Iterator[None]:
-    """Sockets that are opened inside fail when the other side has been silent for so long.
+def _shut_down(noted: Mapping[int, str]) -> None:
+    """Those that are still open; not those that listen, without which gloo aborts."""
+    now = _sockets()
+    for number, name in noted.items():
+        if now.get(number) == name:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    connection.shutdown(socket.SHUT_RDWR)
 
-    A store's client would wait for an answer for a quarter of an hour if the link is cut, or for ever.
+
+def limit_waits(port: int, seconds: float) -> None:
+    """Let this process's new connections to a port fail when the other side has been silent for so long.
+
+    A store's client would wait for an answer for a quarter of an hour if the link is cut, and for ever if the store's
+    process is frozen, whose kernel still answers.
     """
-    before = _sockets()
-    yield
-    for number, name in _sockets().items():
-        if before.get(number) != name:
-            with contextlib.suppress(OSError, AttributeError), socket.socket(fileno=os.dup(number)) as connection:
-                pause = max(1, int(seconds / 3))
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    for number in _sockets():
+        with contextlib.suppress(OSError, AttributeError), socket.socket(fileno=os.dup(number)) as connection:
+            is_limited = any(connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, len(limit)))
+            is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
+            if is_tcp and connection.getpeername()[1] == port and not is_limited:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
 
 

@@ -163,7 +163,7 @@ class SimulatedWire(Wire):
 
     def _begin(self, call: Any, result: Tensor, sent: Sent, purpose: str) -> Pending:
         self.count(purpose, sent)
-        return Pending(result, None, self.ledger, purpose, sent)
+        return Pending(result, None, self.ledger, purpose, sent, self.watch)
 
     def _timed(self, call: Any, sent: Sent, purpose: str) -> None:
         self.count(purpose, sent)

@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from thinwire import saves
 from thinwire.comm.topology import place
 from thinwire.commands.dry_run_tables import show
 from thinwire.factor.convert import find_layers
@@ -63,11 +64,11 @@ def _before(job: Job) -> str:
     """What a real run would find in its folder, and what it would do."""
     if job.resume and job.finished():
         return "holds this run, finished: nothing would be trained"
-    if checkpoint.find(job.out / CHECKPOINTS):
+    if saves.find(job.out / CHECKPOINTS):
         if not job.resume:
             return _refused(job, "--resume continues it")
         checkpoint.position_found(job.out / CHECKPOINTS, checkpoint.identity(job.trained, job.config, job.seed))
-        sound = checkpoint.find_sound(job.out / CHECKPOINTS)
+        sound = saves.find_sound(job.out / CHECKPOINTS)
         return f"would continue from step {read_json(sound / 'position.json')['step']:,}"
     return _refused(job, "--overwrite replaces it") if of_a_run(job.out) and not job.resume else "new"
 

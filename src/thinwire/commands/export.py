@@ -14,6 +14,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from thinwire import saves
 from thinwire.commands import options
 from thinwire.commands.doing import Doing
 from thinwire.commands.sources import Found, finished, of_function, unfinished
@@ -26,7 +27,6 @@ from thinwire.files import check_file, read_json
 from thinwire.recipes import installed
 from thinwire.report import read_run
 from thinwire.report.tables import figure, size
-from thinwire.train import checkpoint
 from thinwire.train.folder import CHECKPOINTS, MODEL_FILES
 
 log = logging.getLogger("thinwire")
@@ -126,8 +126,8 @@ def _write(
         raise click.UsageError("--weights is for FILE.py:FUNCTION; a run has its own")
     if not run.is_dir():
         raise ConfigError(f"`{source}` is neither the folder of a run nor FILE.py:FUNCTION; give one of them")
-    if not (run / "summary.json").is_file() and checkpoint.find(run / CHECKPOINTS):
-        return _compress(unfinished(run, checkpoint.find_sound(run / CHECKPOINTS), *own), how, folder, onnx, doing)
+    if not (run / "summary.json").is_file() and saves.find(run / CHECKPOINTS):
+        return _compress(unfinished(run, saves.find_sound(run / CHECKPOINTS), *own), how, folder, onnx, doing)
     read_run(run)
     if not (run / "model").is_dir():
         raise ConfigError(f"`{run}` has a summary but no model; run it again without `--no-model`")

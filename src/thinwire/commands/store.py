@@ -4,7 +4,7 @@ import threading
 
 import click
 
-from thinwire.comm.rendezvous import serve
+from thinwire.comm.tcp_store import serve
 
 
 @click.command()
@@ -13,8 +13,9 @@ from thinwire.comm.rendezvous import serve
 def store(host: str, port: int) -> None:
     """Keep the store at which groups of a fault-tolerant run meet, until it is interrupted.
 
-    It holds a few kilobytes and never a model. The run needs it as long as it lasts: start it where it will not be
-    killed, such as a login node. One store is for one run.
+    It holds a few kilobytes and never a model. Start it where it will not be killed, such as a login node; a run goes
+    on without it for a while, and finds it again at the same address. It serves one run after another, and several at
+    once if their launchers set different names in THINWIRE_RUN.
     """
     server = serve(host, port)
     click.echo(f"listening on {host}:{server.port}: start the groups with THINWIRE_STORE=HOST:{server.port}")

@@ -14,21 +14,34 @@ class Faults:
     """With fewer groups the run stops."""
 
     timeout: float = 60.0
-    """Seconds after which a group that is waited for is given up. One that has died is noticed earlier."""
+    """Seconds after which a group that is alive but does not come is given up, and a store that does not answer."""
+
+    heartbeat_timeout: float = 3.0
+    """Seconds without a heartbeat after which a worker that others wait for counts as dead; at most `timeout`."""
 
     skip_after: float | None = None
     """Seconds that others may wait for a slow group, where groups train apart; it then leaves out its steps up to the
     average. None lets them wait."""
 
+    on_term: str = "stop"
+    """What SIGTERM to a group does: "stop" all groups after the same step, or let this group "leave" while at least
+    `min_groups` others stay."""
+
     def __post_init__(self) -> None:
         check_whole(self, "min_groups", 1)
+        if not (is_number(self.timeout) and self.timeout >= 1):
+            raise ConfigError(f"`timeout`={self.timeout!r} must be a number of seconds from 1 on, such as 60")
+        if not (is_number(self.heartbeat_timeout) and self.heartbeat_timeout >= 1):
+            raise ConfigError(
+                f"`heartbeat_timeout`={self.heartbeat_timeout!r} must be a number of seconds from 1 on, such as 3"
+            )
         if self.skip_after is not None and not (is_number(self.skip_after) and 0 <= self.skip_after < self.timeout):
             raise ConfigError(
                 f"`skip_after`={self.skip_after!r} must be None or a number of seconds from 0 to below "
                 f"`timeout`={self.timeout:g}, after which a group is given up"
             )
-        if not (is_number(self.timeout) and self.timeout >= 1):
-            raise ConfigError(f"`timeout`={self.timeout!r} must be a number of seconds from 1 on, such as 60")
+        if self.on_term not in ("stop", "leave"):
+            raise ConfigError(f"`on_term`={self.on_term!r} must be 'stop' or 'leave'")
 
     @property
     def start(self) -> float:
@@ -37,8 +50,8 @@ class Faults:
 
     @property
     def silence(self) -> float:
-        """Seconds without a sign of life after which a worker counts as dead."""
-        return max(2.0, self.timeout / 6)
+        """Seconds without a heartbeat after which a worker counts as dead."""
+        return min(self.heartbeat_timeout, self.timeout)
 
     @property
     def opening(self) -> float:

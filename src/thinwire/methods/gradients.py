@@ -23,12 +23,12 @@ from thinwire.comm.aggregate import Aggregator, State
 from thinwire.comm.background import EarlyBuckets
 from thinwire.comm.codes import aggregator
 from thinwire.comm.collectives import Wire
-from thinwire.comm.losses import tried
 from thinwire.comm.replicate import Replicated
 from thinwire.comm.sent import Ranks, Sent
 from thinwire.comm.topology import Topology
+from thinwire.comm.watch import attempt
 from thinwire.config.codes import parse_code
-from thinwire.errors import ConfigError, DivergedError
+from thinwire.errors import CollectiveError, ConfigError, DivergedError
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.shards import whole_of
 
@@ -60,7 +60,7 @@ class GradientAveraging:
         self._names: list[str] = []
         self.scale = 1.0
         """What losses were multiplied by when residuals were left."""
-        self.lost: str | None = None
+        self.lost: CollectiveError | None = None
         """Why the last exchange failed, where workers go on without a group."""
         self._staged = False  # gradients were exchanged for a step that is not taken yet
         self._updated = False
@@ -193,7 +193,8 @@ class GradientAveraging:
     def _exchange(self) -> None:
         """At the end of the backward pass: whatever was not exchanged while it went on."""
         if self.wire.outlives_groups:
-            self.lost = tried(self._exchange_now)  # for whoever takes the step; nothing is raised in a backward pass
+            with self.wire.watch.joint("a step"):
+                self.lost = attempt(self._exchange_now)  # for whoever takes the step; a backward pass raises nothing
         else:
             self._exchange_now()
 

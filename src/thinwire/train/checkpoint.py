@@ -11,8 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import random
-import re
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -23,12 +21,10 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from thinwire import saves
 from thinwire.errors import ConfigError, DamagedError
 from thinwire.files import json_text, read_json
-from thinwire.manifest import verify
 from thinwire.replica import Replica
-from thinwire.saves import Files
+from thinwire.saves import Files, all_saves, find_sound_together
 from thinwire.schema import ANY, COUNT, FIGURE, NUMBER, Row, like
 from thinwire.settings import describe
 from thinwire.store import copied, read_tensors
@@ -46,7 +42,6 @@ POSITION = {
     "scheduler": {str: ANY},
 }
 """What `position.json` has."""
-_STEP = re.compile(r"(step-(\d+))(\.old|\.writing|\.removed)?")
 
 
 def capture(replica: Replica, scheduler: LambdaLR, position: dict[str, Any]) -> Files:
@@ -58,40 +53,6 @@ def capture(replica: Replica, scheduler: LambdaLR, position: dict[str, Any]) -> 
     if rank == 0:
         files["position.json"] = json_text(position | {"scheduler": _plain(scheduler)})
     return files
-
-
-def at_step(folder: Path, step: int) -> Path:
-    """Where the save of this step belongs."""
-    return folder / f"step-{step:06}"
-
-
-def all_saves(folder: Path) -> list[Path]:
-    """The saves in `folder`, the latest first; whether they are sound is not looked at."""
-    found = {}
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if (name := _STEP.fullmatch(path.name)) and path.is_dir() and name[3] in (None, ".old"):
-            found[int(name[2])] = folder / name[1]
-    return [saves.newest(found[step]) for step in sorted(found, reverse=True)]
-
-
-def find(folder: Path) -> Path | None:
-    """The latest save in `folder`, if there is one."""
-    return next(iter(all_saves(folder)), None)
-
-
-def find_sound(folder: Path) -> Path:
-    """The latest save in `folder` whose checksums are right; warns of later ones, and raises if there is none."""
-    return _first_sound(all_saves(folder), verify)
-
-
-def prune(folder: Path, keep: int, step: int) -> None:
-    """Delete all but the last `keep` saves, after the one of `step`; later ones are those it was not resumed from."""
-    found = all_saves(folder)
-    kept = [path for path in found if _step(path) <= step][:keep]
-    names = {name[1] for path in folder.iterdir() if (name := _STEP.fullmatch(path.name))}
-    for path in [*(path for path in found if path not in kept), *saves.leftovers(folder, names)]:
-        with suppress(OSError):  # what cannot be deleted takes space, no more
-            saves.remove(path)
 
 
 def best_steps(folder: Path) -> set[int]:
@@ -109,12 +70,9 @@ def resume(folder: Path, replica: Replica, scheduler: LambdaLR, wanted: dict[str
 
     All workers load the same one. A damaged save is reported, and the one before it is loaded.
     """
-    wire, here = replica.wire, [path.name for path in all_saves(folder)]
-    names = {name for own in wire.all_gather_object(here) for name in own}
-    if not names:
+    sound = find_sound_together(folder, replica.wire)
+    if sound is None:
         return None
-    candidates = sorted((folder / name for name in names), key=_step, reverse=True)
-    sound = _first_sound(candidates, lambda path: verify(path, wire), says=replica.topology.rank == 0)
     saved = position(sound, wanted)
     load(sound, replica, scheduler, check=False)
     return saved
@@ -126,30 +84,6 @@ def position_found(folder: Path, wanted: dict[str, Any]) -> dict[str, Any] | Non
         with suppress(DamagedError):
             return position(path, wanted)
     return None
-
-
-def _first_sound(candidates: list[Path], check: Callable[[Path], None], *, says: bool = True) -> Path:
-    last: DamagedError | None = None
-    for path in candidates:
-        try:
-            check(path)
-        except DamagedError as error:
-            last = error
-            if says and path != candidates[-1]:
-                log.warning("a save is damaged and is not used: %s", error)
-            continue
-        if last is not None and says:
-            log.warning("using the save before it, `%s`", path)
-        return path
-    if last is None:
-        raise ConfigError("there is no save")
-    raise last
-
-
-def _step(path: Path) -> int:
-    name = _STEP.fullmatch(path.name)
-    assert name is not None
-    return int(name[2])
 
 
 def identity(recipe: Recipe, config: Any, seed: int) -> dict[str, Any]:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire import saves
 from thinwire.comm.topology import join
 from thinwire.factor.stability import Stability
 from thinwire.loggers import Logger, chosen
 from thinwire.saves import remove
-from thinwire.train import checkpoint
 from thinwire.train.batcher import Batch
 from thinwire.train.folder import CHECKPOINTS, best_epochs
 from thinwire.train.logged import logged
@@ -198,7 +198,7 @@ def _conclude(run: Run, before: dict[str, float], *, write: bool) -> dict[str, A
     if run.replica.topology.rank == 0:
         note_work(run, "writing the model" if write else "writing the summary")
         write_result(run.out, summary, partial(_write_model, run, small if write else None, summary))
-        if not checkpoint.find(run.out / CHECKPOINTS):
+        if not saves.find(run.out / CHECKPOINTS):
             for epoch in best_epochs(run.out):
                 remove(epoch)
     return summary

@@ -19,7 +19,7 @@ log = logging.getLogger("thinwire")
 
 def save_checkpoint(run: Run) -> None:
     """Begin a checkpoint; collective. One that cannot be written is reported, and the older ones stay."""
-    _begin(run, checkpoint.at_step(run.out / folder.CHECKPOINTS, run.replica.step))
+    _begin(run, saves.at_step(run.out / folder.CHECKPOINTS, run.replica.step))
 
 
 def save_best(run: Run) -> None:
@@ -41,7 +41,7 @@ def settle(run: Run) -> None:
 def save_and_wait(run: Run) -> None:
     """Write a checkpoint on which the rest of the run depends; collective. Raises if it cannot be written."""
     settle(run)
-    _started(run, checkpoint.at_step(run.out / folder.CHECKPOINTS, run.replica.step)).wait()
+    _started(run, saves.at_step(run.out / folder.CHECKPOINTS, run.replica.step)).wait()
 
 
 @contextmanager
@@ -86,7 +86,7 @@ def _tidy(out: Path, keep: int, step: int, best: Path | None) -> None:
     """Delete checkpoints that are not kept, and epochs that no checkpoint refers to."""
     checkpoints = out / folder.CHECKPOINTS
     if checkpoints.is_dir():
-        checkpoint.prune(checkpoints, keep, step)
+        saves.prune(checkpoints, keep, step)
     needed = {f"best-{step}" for step in checkpoint.best_steps(checkpoints)} | {best.name if best else None}
     for epoch in folder.best_epochs(out):
         if epoch.name.partition(".")[0] not in needed:

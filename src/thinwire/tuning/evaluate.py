@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from thinwire import saves
 from thinwire.errors import ThinwireError
 from thinwire.plan import compute as computing
 from thinwire.plan.forecast import Layout
 from thinwire.plan.planner import Stopwatch, make_plan
 from thinwire.plan.workloads import of_recipe
 from thinwire.report.records import read_records, read_run
-from thinwire.train import checkpoint
 from thinwire.train.folder import CHECKPOINTS
 from thinwire.tuning.crew import ERRORS, Crew, Ranks, why
 from thinwire.tuning.early import curve_of, reason_to_stop
@@ -64,7 +64,7 @@ def _trained(search: Search, trial: Trial, ranks: Ranks) -> tuple[str, str]:
         (trial.folder / ERRORS).mkdir(parents=True)
     places = ranks.places()
     job = search.job_of(trial.values, trial.folder)
-    saved = ranks.share(checkpoint.find(trial.folder / CHECKPOINTS) is not None)
+    saved = ranks.share(saves.find(trial.folder / CHECKPOINTS) is not None)
     job = dataclasses.replace(job, resume=saved, overwrite=not saved)
     crew = Crew(job.words(), places, trial.folder)
     try:

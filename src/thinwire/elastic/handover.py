@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from thinwire.comm.membership import Membership
-from thinwire.errors import ConfigError
+from thinwire.elastic.membership import Membership
 from thinwire.methods.base import Method
 from thinwire.methods.context import Saved
 from thinwire.store import apart, together
@@ -19,8 +18,7 @@ def hand_over(method: Method, membership: Membership, votes: int) -> None:
     ranks = membership.donor_and_new
     packed = None
     if method.topology.rank == ranks[0]:
-        whole = {"settings": repr(method.config), "votes": votes, "method": method.state_dict()}
-        packed = pack(whole | values_of(method))
+        packed = pack({"votes": votes, "method": method.state_dict(), "rates": rates_of(method)} | values_of(method))
     method.wire.broadcast_bytes(packed, ranks, "join")
 
 
@@ -32,15 +30,12 @@ def take_over(method: Method, membership: Membership) -> int:
     packed = method.wire.broadcast_bytes(None, membership.donor_and_new, "join")
     assert packed is not None, "this worker is not among those that take"
     whole = unpack(packed)
-    if whole["settings"] != repr(method.config):
-        raise ConfigError(
-            f"the run that is under way has {whole['settings']}, here is {method.config!r}; join with the same"
-        )
     local = whole["method"]["local"]
     local["gradients"]["buckets"] = []
     shared = _moved(whole["method"]["shared"], next(method.model.parameters()).device)
     method.load_state_dict(Saved(shared, [local], None, lambda: load_values(method, whole), stays=True))
     method.forwards = method.step
+    set_rates(method, whole["rates"])
     return whole["votes"]
 
 
@@ -54,10 +49,22 @@ def values_of(method: Method) -> dict[str, Any]:
 
 
 def load_values(method: Method, whole: dict[str, Any]) -> None:
+    """Load what `values_of` gave into a model and optimizers of the same shapes."""
     method.model.load_state_dict(whole["model"])
     for optimizer, found in zip(method.optimizers, whole["optimizers"], strict=True):
         state = {int(i): values for i, values in found.items()}
         optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+
+
+def rates_of(method: Method) -> list[float]:
+    """The learning rate of each parameter group."""
+    return [float(group["lr"]) for _, group in method.optimizers.groups]
+
+
+def set_rates(method: Method, rates: list[float]) -> None:
+    """Set the learning rates to what `rates_of` gave."""
+    for (_, group), rate in zip(method.optimizers.groups, rates, strict=True):
+        group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
 
 
 def pack(tree: Any) -> Tensor:

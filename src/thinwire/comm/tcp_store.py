@@ -1,0 +1,47 @@
+"""torch's TCPStore, with a deadline where it would wait for ever."""
+
+import socket
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from thinwire.comm.connections import limit_waits
+from thinwire.errors import ConfigError
+
+
+def connect(host: str, port: int, seconds: float) -> Any:
+    """A client, each of whose answers is awaited for so long; so is the store itself, which may be frozen."""
+    socket.create_connection((host, port), timeout=seconds).close()  # torch prints a page of C++ if nobody listens
+    made: list[Any] = []
+
+    def make() -> None:
+        try:
+            made.append(dist.TCPStore(host, port, None, False, timeout=timedelta(seconds=seconds)))
+        except RuntimeError as error:
+            made.append(error)
+
+    thread = threading.Thread(target=make, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not made:
+        raise TimeoutError(f"no answer for {seconds:g} s")
+    if isinstance(made[0], Exception):
+        raise made[0]
+    limit_waits(port, seconds)
+    return made[0]
+
+
+def inside(prefix: str, client: Any) -> Any:
+    """The same store for keys under a prefix."""
+    return dist.PrefixStore(prefix, client)
+
+
+def serve(host: str, port: int) -> Any:
+    """A store that listens there; 0 is a free port."""
+    try:
+        return dist.TCPStore(host, port, None, True, wait_for_workers=False)
+    except RuntimeError as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError(f"cannot listen on {host}:{port} ({why}); give another `--port`") from error

@@ -1,0 +1,1 @@
+"""Groups of workers that come and go while a run goes on."""

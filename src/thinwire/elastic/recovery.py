@@ -1,0 +1,368 @@
+"""Going on when a group is lost.
+
+What groups do together is a transaction. All do their part, then all vote, and only whoever has seen the vote of all
+others takes it for done. A vote that was seen to be complete by one worker proves that every worker has done its part.
+So when a group is lost, the others report how far they are to the next generation, and each knows what to do:
+
+    someone has seen the vote          it is done, on all workers that are left
+    nobody has                         it has not happened: all take back their part and try again without the group
+
+Votes and reports carry the call and the step. Groups in different calls could try for ever: they are refused by name.
+If a collective fails again and again and no group is lost, its error is raised.
+
+In phases that average gradients the vote comes before an optimizer changes anything. A step that fails is skipped by
+all, so nothing has to be copied. Before groups average parameters each worker keeps a copy of what that changes.
+"""
+
+import logging
+import zlib
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.watch import attempt
+from thinwire.elastic.handover import hand_over, take_over
+from thinwire.elastic.membership import Groups, Membership, Report, Reports
+from thinwire.elastic.stop import ElasticStop, Left
+from thinwire.elastic.undo import Undo
+from thinwire.errors import CollectiveError, DisagreementError, GivenUpError, LostError, OtherRankError
+from thinwire.methods.base import Method
+from thinwire.methods.context import Saved
+from thinwire.methods.merging import restored
+
+log = logging.getLogger("thinwire")
+
+_TRIES = 3
+"""So often in a row a call may fail although no group is lost, and a group may be given up before it takes part."""
+
+
+class Recovery:
+    """Makes what groups do together happen on all of them or on none."""
+
+    def __init__(self, method: Method, membership: Membership) -> None:
+        self.method, self.membership = method, membership
+        self.stop = ElasticStop(membership)
+        self.votes = 0
+        """Votes that this worker has seen complete."""
+        self._lets_in = False  # as of the last vote, a group waits to be let in
+        self._in_vain = self._given_up = 0
+        self.on_regroup: list[Callable[[], None]] = []
+        """Called when other groups are to come, while those before are still known."""
+        self.on_lost: list[Callable[[], None]] = []
+        """Called when a worker is lost, before anything is done with those that are left."""
+        self.joined_late = membership.joins
+        """Whether this group came, or came back, to a run that was under way."""
+        membership.heartbeat.step = lambda: method.step
+
+    def take_over(self) -> None:
+        """In a group that joins, in place of the method's `attach`."""
+        if (lost := attempt(self._take)) is not None:
+            log.warning("whoever handed over was lost (%s), so this group asks again", lost)
+            self.membership.leave_world()
+            self.membership.join_and(self._open_and_take)
+
+    def _take(self) -> None:
+        self._count_votes(take_over(self.method, self.membership))
+
+    def _open_and_take(self) -> None:
+        self._open()
+        self._take()
+
+    def rejoin(self, error: GivenUpError) -> None:
+        """Join again after this group was given up: it was frozen, cut off or too slow, and is here."""
+        method, group = self.method, self.membership.slot.group
+        self._given_up += 1
+        if self._given_up > _TRIES:
+            raise LostError(f"group {group} was given up {self._given_up} times in a row: {error}") from None
+        log.warning("group %d was given up after step %d (%s); it joins again", group, method.step, error)
+        _call_all([*self.on_regroup, *self.on_lost])
+        step, self.joined_late = method.step, True
+        method.abandon_pending()
+        self.membership.leave_world()
+        self.membership.join_and(self._open_and_take)
+        self._lets_in = False
+        log.warning("group %d is back, at step %d instead of %d", group, method.step, step)
+
+    # In a step.
+
+    def before_update(self) -> bool:
+        """Whether the step may be taken; collective where gradients were exchanged."""
+        try:
+            return self._before_update()
+        except GivenUpError as error:
+            self.rejoin(error)
+            self.method.gradients.throw_away()
+            return False
+
+    def _before_update(self) -> bool:
+        gradients = self.method.gradients
+        if gradients.code is None or len(self.method.topology.groups) == 1:
+            return True
+        with self.membership.heartbeat.joint("a step"):
+            lost, ready = gradients.lost, gradients.lost is None
+            if ready:
+                lost = self._vote()
+            if lost is None:
+                return True
+            done = self._regroup(lost, ready=ready)
+            if not done:
+                gradients.throw_away()
+                self._until_done(self._same_buffers, self._same_buffers)
+                if not self.method.topology.rank:
+                    log.warning("nobody takes the step after step %d: its gradients were lost", self.method.step)
+            return done
+
+    def _same_buffers(self) -> None:
+        """The forward pass of a step that was skipped has changed running statistics."""
+        gradients = self.method.gradients
+        gradients.replicated.broadcast_buffers(gradients.members)
+
+    def end_step(self) -> None:
+        """End a step; where groups average, all of them or none."""
+        try:
+            self._end_step()
+        except GivenUpError as error:
+            self.rejoin(error)
+
+    def _end_step(self) -> None:
+        method, votes = self.method, self.votes
+        if self.membership.heartbeat.is_called and method.gradients.code is None:
+            self._regroup(None, ready=False)  # others have lost a group and wait
+        method.gradients.commit()  # the step is taken, whatever comes of its end
+        if self._trains_apart and self.membership.faults.skip_after is not None:
+            self._leave_out_if_late()
+        if method.meets_next:
+            self.together(self._count_and_end, "a step")
+        else:
+            self._until_done(self._count_and_end, again=method.settle)
+        if len(method.topology.groups) == 1:  # with nobody to average with there was no vote
+            self._vote()
+        self._leave_if_told(after_average=self.votes > votes)
+        if self._lets_in:  # here all are at the same place of their scripts, which is where whoever joins begins
+            self._regroup(None, ready=False, admits=True)
+
+    @property
+    def _trains_apart(self) -> bool:
+        return self.method.gradients.code is None and len(self.method.topology.groups) > 1
+
+    def _leave_if_told(self, *, after_average: bool) -> None:
+        if not self.stop.leaves(after_average=after_average or not self._trains_apart):
+            return
+        group, step = self.membership.slot.group, self.method.step
+        log.warning("group %d leaves after step %d, as SIGTERM asked; the others go on", group, step)
+        self.membership.heartbeat.close("it left after SIGTERM")
+        self.membership.leave_world()
+        raise Left
+
+    def _leave_out_if_late(self) -> None:
+        """Go to the average that others wait at, without the steps before it; all of a group do."""
+        method, due = self.method, self.method.next_event
+        if due <= method.step + 1:
+            self.membership.arrive(method.step + 1)
+            return
+        late = torch.tensor([float(self.membership.holds_up(due))])
+        if (lost := attempt(lambda: method.wire.sum_in_group(late, "control"))) is not None:
+            self._regroup(lost, ready=False)
+        elif late:
+            method.waits.skipped += due - 1 - method.step
+            method.step = due - 1
+
+    def _count_and_end(self) -> None:
+        """Steps that were skipped, or that others took before this group came, have left no trace in its counters."""
+        self.method.forwards = self.method.step + 1
+        self.method.end_step()
+
+    # What groups do together.
+
+    def together(self, work: Callable[[], None], call: str, *, changes: bool = True, last: bool = False) -> None:
+        """Do work that all groups do together, on all of them or on none.
+
+        If it `changes` nothing, there is no copy. Who has seen the `last` one leaves, and says so.
+        """
+        with self.membership.heartbeat.joint(call):
+            while not self._tried_together(work, changes=changes, last=last):
+                pass
+
+    def _tried_together(self, work: Callable[[], None], *, changes: bool, last: bool) -> bool:
+        copies: list[Undo] = []
+        lost = attempt(lambda: copies.append(Undo(self.method))) if changes else None  # it waits for what is pending
+        lost = lost or attempt(work)
+        ready = lost is None
+        lost = lost or self._vote()
+        if lost is not None and ready and last and self.membership.was_seen(self.votes + 1):
+            self.membership.heartbeat.close("finished")
+            return True
+        if lost is not None and not self._regroup(lost, ready=ready, undo=copies[0] if copies else None):
+            return False
+        if last:
+            self.membership.testify(self.votes)
+        return True
+
+    def show_merged(self, merge_into: Callable[[ExitStack], None], stack: ExitStack) -> None:
+        """Let the model be the merged one until the stack is closed.
+
+        That may not end with other groups than it began with, so the merged values are copied.
+        """
+        model = self.method.model
+        merged: list[Tensor] = []
+
+        def look() -> None:
+            with ExitStack() as short:
+                merge_into(short)
+                merged[:] = [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
+
+        self.together(look, "merged()", changes=False)
+        stack.enter_context(restored(model))
+        with torch.no_grad():
+            for t, value in zip((*model.parameters(), *model.buffers()), merged, strict=True):
+                t.copy_(value)
+
+    def _until_done(self, work: Callable[[], None], again: Callable[[], None]) -> None:
+        """Do work that may be repeated."""
+        while (lost := attempt(work)) is not None:
+            self._regroup(lost, ready=False)
+            work = again
+
+    def _vote(self) -> CollectiveError | None:
+        """Wait until every worker has done its part; why that is not known, if it is not."""
+        found: list[Tensor] = []
+        beat = self.membership.heartbeat.beat
+        call = float(zlib.crc32(beat.call.encode()))
+        wanted = float(self.membership.wanted > self.membership.generation)
+        mine = torch.tensor([wanted, call, -call, beat.step, -beat.step], dtype=torch.float64)
+        lost = attempt(lambda: found.append(self.method.wire.all_reduce_max(mine, "control")))
+        if lost is None:
+            wants, call, other, step, another = found[0].tolist()
+            if (call, step) != (-other, -another):
+                lost = attempt(self._refuse_other_calls)
+        if lost is None:
+            self._count_votes(self.votes + 1)
+            self._lets_in = bool(wants)
+            self._in_vain = self._given_up = 0
+        return lost
+
+    def _count_votes(self, votes: int) -> None:
+        self.votes = votes
+        self.membership.heartbeat.say(votes=votes)
+
+    def _refuse_other_calls(self) -> None:
+        """All workers have voted, but not on the same."""
+        beat = self.membership.heartbeat.beat
+        self._refuse(self.method.wire.all_gather_object((self.membership.slot.group, beat.call, beat.step)))
+
+    def _refuse(self, where: list[tuple[int, str, int]]) -> None:
+        places = "; ".join(f"group {group} is in {call} after step {step}" for group, call, step in sorted(set(where)))
+        raise DisagreementError(
+            f"groups wait for each other in different calls: {places}. All of them make the same calls after the same "
+            "steps, also one that joins, whose script begins before its first step: `for step in replica.steps(total, "
+            "folder=…, save_every=…)` does that, or save and evaluate by `replica.step` before the step"
+        )
+
+    # Other groups.
+
+    def _regroup(
+        self, lost: CollectiveError | None, *, ready: bool, undo: Undo | None = None, admits: bool = False
+    ) -> bool:
+        """Go on with the groups that are left, and those that want in if all of them admit that.
+
+        Whether what was under way is done.
+        """
+        method, membership, before = self.method, self.membership, dict(self.membership.groups)
+        report = self._report(lost, admits=admits)
+        _call_all(self.on_regroup)
+        method.abandon_pending()
+        applied = method.state_dict() if ready or undo is None else {}
+        membership.hang_up()
+        for tries in range(len(before) + 1):
+            reports = membership.renew(report)
+            if any(set(own) - set(membership.groups.get(group, ())) for group, own in before.items()):
+                _call_all(self.on_lost)
+            membership.leave_world()  # only now: in this group somebody may have been in a backward pass
+            done = ready and any(each.votes > self.votes for each in reports.values())
+            self._refuse_what_cannot_help(lost, reports, before)
+            if (again := attempt(self._open)) is None:
+                break
+            if tries == len(before):
+                raise LostError(
+                    f"groups that are left cannot reach one another ({again}); start all of them again, and resume "
+                    "from a save"
+                )
+            report = report._replace(votes=self.votes, waited=0.0)
+        if done:
+            self._count_votes(self.votes + 1)
+        state = applied
+        if undo is not None and not done:
+            undo.restore()
+            state = undo.state
+        method.load_state_dict(Saved(state["shared"], [state["local"]], 0, lambda: None, stays=True))
+        method.abandon_pending()
+        method.forwards = method.step
+        self._lets_in = False
+        self._record(before, lost)
+        if membership.joined and (again := attempt(lambda: hand_over(method, membership, self.votes))) is not None:
+            self._regroup(again, ready=False)
+        return done
+
+    def _report(self, lost: CollectiveError | None, *, admits: bool) -> Report:
+        beat, membership = self.membership.heartbeat.beat, self.membership
+        return Report(
+            *(membership.process, membership.slot.workers, False, self.votes, beat.call, beat.step),
+            waited=0.0 if lost is None else lost.waited,
+            why="" if lost is None else str(lost),
+            admits=admits,
+        )
+
+    def _refuse_what_cannot_help(self, lost: CollectiveError | None, reports: Reports, before: Groups) -> None:
+        """Groups in different calls, and a call that fails again and again although nobody is lost."""
+        waiting = [(group, r.votes, r.call, r.step) for (group, _), r in reports.items() if r.call and not r.joins]
+        for votes in {each[1] for each in waiting}:
+            places = {each[2:] for each in waiting if each[1] == votes}
+            if len(places) > 1:
+                self._refuse([(group, call, step) for group, at, call, step in waiting if at == votes])
+        caller = self.membership.caller  # the others only lost their connections to it
+        why = next((r.why for (group, _), r in sorted(reports.items()) if group == caller and r.why), "")
+        if lost is None or self.membership.groups != before or not why:
+            return
+        self._in_vain += 1
+        if self._in_vain < _TRIES:
+            if self.membership.slot[:2] == (caller, 0):
+                log.warning("a collective failed (%s), and all groups are there: they try again", why)
+        elif self.membership.slot.group == caller:
+            raise lost.original
+        else:
+            raise OtherRankError(
+                f"a collective failed {self._in_vain} times in a row although all groups were there: group {caller}: "
+                f"{why}"
+            )
+
+    def _open(self) -> None:
+        with self.membership.opened_world():
+            self.method.wire.lay_out(self.membership.topology)
+
+    def _record(self, before: Groups, lost: CollectiveError | None) -> None:
+        """Note which groups went and came, in the events and the log."""
+        now, came, step = self.membership.groups, self.membership.joined, self.method.step
+        gone = sorted((before.keys() - now.keys()) | (before.keys() & came))
+        if not gone and not came:
+            return
+        self.method.events.append(
+            {"step": step, "event": "groups", "lost": gone, "came": sorted(came), "groups": len(now)}
+        )
+        if not self.method.topology.rank:
+            for who, what in ((gone, "lost"), (sorted(came), "joined")):
+                if who:
+                    names = f"group{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}"
+                    reason = self._reason(before, who, lost) if what == "lost" else ""
+                    log.warning("%s %s after step %d, %d go on%s", names, what, step, len(now), reason)
+
+    def _reason(self, before: Groups, who: list[int], lost: CollectiveError | None) -> str:
+        known = [self.membership.last_words.get(process) for group in who for process in before[group]]
+        words = next((each for each in known if each), None) or (str(lost) if lost is not None else "")
+        return f" ({words})" if words else ""
+
+
+def _call_all(callbacks: list[Callable[[], None]]) -> None:
+    for callback in callbacks:
+        callback()

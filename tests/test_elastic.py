@@ -1,0 +1,623 @@
+"""Groups that freeze, leave, come back and start again; stores that go away; calls that differ between groups."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+import gang
+import small
+import thinwire
+from every_method import chosen
+from launchers import Launchers, free_port, held, note, start_store
+from test_faults import STEPS, WAYS, one_model, part_of_the_slow, survivors, trained
+from thinwire import AllReduce, ConfigError, Faults, LocalSGD
+from thinwire.elastic.store import Store, StoreLostError
+
+TIMEOUT = 24.0
+"""Much more than anything here should take, but for what waits until the end of one."""
+SHORT = 6.0
+
+
+# Groups that freeze.
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "when"),
+    [
+        ("allreduce", "backward", 9),
+        *part_of_the_slow(
+            ("allreduce", "vote", 9),
+            ("ab", "backward", 3),
+            ("ab", "vote", 4),
+            ("ab", "check", 12),
+            ("ab", "cut", 16),
+            ("coded", "check", 9),
+            ("diloco", "vote", 7),
+            ("plain", "forward", 13),
+            ("daso", "vote", 11),
+            ("pending", "check", 11),
+            ("paper", "compare", 6),
+            ("oialr", "compare", 11),
+            ("topk", "vote", 9),
+            ("powersgd", "backward", 20),
+            ("onebit", "vote", 12),
+        ),
+    ],
+)
+def test_two_groups_go_on_without_one_that_is_frozen(name: str, where: str, when: int) -> None:
+    launchers = Launchers(trained, 3, 1, name, {1: (where, when)}, (), TIMEOUT, signal.SIGSTOP)
+    found = survivors(launchers.collect(timeout=STEPS, frozen=[1]))
+    assert len(found) == 2
+    assert [event["lost"] for event in found[0].events] == [[1]]
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "when", "hold"),
+    [
+        ("ab", "check", 12, 15),
+        *part_of_the_slow(
+            ("allreduce", "backward", 9, 12),
+            ("int8", "vote", 9, 12),
+            ("plain", "forward", 13, 15),
+            ("coded", "check", 9, 12),
+            ("diloco", "vote", 7, 9),
+            ("shared", "check", 6, 8),
+            ("split", "check", 16, 22),
+            ("both", "forward", 22, 27),
+            ("ab", "cut", 16, 19),
+            ("ab", "backward", 3, 20),
+            ("paper", "check", 6, 14),
+            ("paper", "forward", 4, 8),
+            ("pending", "vote", 8, 12),
+            ("daso", "forward", 11, 16),
+            ("topk", "vote", 3, 9),
+            ("powersgd", "backward", 4, 12),
+            ("onebit", "vote", 12, 14),
+            ("oialr", "compare", 5, 16),
+        ),
+    ],
+)
+def test_a_group_that_wakes_up_joins_again_by_itself(name: str, where: str, when: int, hold: int) -> None:
+    launchers = Launchers(trained, 3, 1, name, {1: (where, when)}, [hold], TIMEOUT, signal.SIGSTOP)
+    for group in (0, 2):
+        launchers.wait_for(f"held/{group}")
+    launchers.thaw(1)
+    found = one_model(launchers.collect())
+    assert len(found) == 3
+    for value in found:
+        assert [(e["lost"], e["came"]) for e in value.events] == [([1], []), ([], [1])]
+        assert value.step == STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", chosen(range(16)))
+def test_freezes_at_any_moment_leave_one_model(seed: int) -> None:
+    """For a time that is shorter or longer than what a group is given up after."""
+    import random
+
+    draw = random.Random(seed)
+    launchers = Launchers(trained, 3, 1, draw.choice(sorted(WAYS)), {}, (), TIMEOUT)
+    for group in range(3):
+        launchers.wait_for(f"training/{group}")
+    time.sleep(draw.uniform(0, 1))
+    group = draw.randrange(3)
+    launchers.freeze(group)
+    time.sleep(draw.uniform(0.5, 8))
+    launchers.thaw(group)
+    found = {slot: v for slot, v in launchers.collect().items() if "the run has ended without" not in str(v)}
+    assert len(one_model(found)) >= 2
+
+
+def two_in_a_group(group: int, worker: int) -> Any:
+    """Group 0 dies while group 1, of two workers, is in a backward pass whose gradients it averages itself."""
+    torch.set_num_threads(1)
+    model = small.mlp()
+    optimizer = AdamW(model.parameters(), 3e-3)
+    replica = thinwire.attach(model, optimizer, LocalSGD(every=6), faults=Faults(timeout=TIMEOUT))
+    while replica.step < 18:
+        if replica.step == 8 and group == 0 and worker == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if replica.step == 8 and group == 1 and worker == 1:  # late, so that the other one waits inside its group
+            while not replica._recovery.membership.heartbeat.is_called:
+                time.sleep(0.05)
+            time.sleep(1.5)
+        small.step(replica, optimizer, 10 * group + worker, replica.step)
+    return small.model_bits(replica.finish())
+
+
+@pytest.mark.slow
+def test_a_group_in_its_own_backward_pass_is_not_disturbed_by_the_loss_of_another() -> None:
+    found = Launchers(two_in_a_group, 3, 2).collect()
+    alive = {slot: value for slot, value in found.items() if slot[0] != 0}
+    assert len(alive) == 4 and len(set(alive.values())) == 1, alive
+
+
+# Errors that are not of lost peers.
+
+
+def fails_always(group: int, worker: int) -> Any:
+    model = small.mlp()
+    optimizer = AdamW(model.parameters(), 3e-3)
+    replica = thinwire.attach(model, optimizer, LocalSGD(every=2), faults=Faults(timeout=TIMEOUT))
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("this dtype is not supported")
+
+    if group == 1:
+        replica.wire._gather_rows = broken
+    for number in range(8):
+        small.step(replica, optimizer, group, number)
+
+
+def test_an_error_without_a_lost_group_is_raised_and_not_tried_for_ever() -> None:
+    found = Launchers(fails_always, 3, 1).collect(timeout=120)
+    assert found[1, 0].startswith("RuntimeError: this dtype is not supported")
+    for group in (0, 2):
+        assert "although all groups were there: group 1: this dtype is not supported" in found[group, 0]
+
+
+# Groups in different calls.
+
+
+def different_calls(group: int, worker: int, config: Any, out: str) -> Any:
+    """Group 0 saves after a step, as the others do not."""
+    model = small.mlp()
+    optimizer = AdamW(model.parameters(), 3e-3)
+    replica = thinwire.attach(model, optimizer, config, faults=Faults(timeout=60))
+    for number in range(20):
+        small.step(replica, optimizer, group, number)
+        if number == 4 and group == 0:
+            replica.save(out)
+
+
+@pytest.mark.parametrize("config", [AllReduce(), LocalSGD(every=5)], ids=["allreduce", "apart"])
+def test_groups_in_different_calls_are_refused_by_name_on_all(config: Any, tmp_path: Path) -> None:
+    began = time.monotonic()
+    found = Launchers(different_calls, 3, 1, config, str(tmp_path / "save")).collect(timeout=200)
+    assert len(found) == 3
+    for said in found.values():
+        assert said.startswith("DisagreementError: groups wait for each other in different calls: group 0 is in save()")
+        assert "group 1 is in a step" in said
+    assert time.monotonic() - began < 55, "not before the deadline of 60 s, but as soon as it was known"
+
+
+def looped(
+    group: int, worker: int, config: Any, total: int, out: str, hold: int = -1, dies: dict[int, int] | None = None
+) -> Any:
+    """The loop that users write; a group dies before a step."""
+    torch.set_num_threads(1)
+    model = small.net()
+    optimizer = AdamW(model.parameters(), 3e-3)
+    scheduler = LambdaLR(optimizer, lambda step: 1 - step / (2 * total))
+    replica = thinwire.attach(model, optimizer, config, faults=Faults(timeout=TIMEOUT))
+    note(replica, "training")
+    first, rates = replica.step, {}
+    for step in replica.steps(total, folder=out, save_every=5, scheduler=scheduler):
+        if (dies or {}).get(group) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == hold:
+            held(replica)
+        rates[step] = optimizer.param_groups[0]["lr"]
+        small.step(replica, optimizer, replica.data_rank, step)
+    bits = small.model_bits(replica.finish())
+    return {"bits": bits, "first": first, "rates": rates, "step": replica.step, "events": replica.events}
+
+
+def one(found: dict[tuple[int, int], Any], count: int) -> list[dict[str, Any]]:
+    """What groups returned, who must be so many and have one model."""
+    for slot, value in found.items():
+        assert isinstance(value, dict), f"{slot}: {value}"
+    assert len(found) == count and len({value["bits"] for value in found.values()}) == 1
+    return [found[slot] for slot in sorted(found)]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LocalSGD(every=4, warmup=3),
+        pytest.param(AllReduce(), marks=pytest.mark.slow),
+        pytest.param(WAYS["ab"], marks=pytest.mark.slow),
+    ],
+    ids=["localsgd", "allreduce", "ab"],
+)
+def test_a_loop_over_steps_saves_sets_rates_and_ends_for_a_joiner_too(config: Any, tmp_path: Path) -> None:
+    launchers = Launchers(looped, 3, 1, config, 24, str(tmp_path), 14, {1: 8})
+    for group in (0, 2):
+        launchers.wait_for(f"held/{group}")
+    launchers.start(1)
+    launchers.args = (*launchers.args[:4], {})
+    found = one(launchers.collect(), 3)
+    joiner = found[1]
+    assert joiner["first"] == min(joiner["rates"]) > 8
+    assert joiner["rates"] == {step: found[0]["rates"][step] for step in joiner["rates"]}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000015", "step-000020"]
+
+
+# One store, many runs.
+
+
+@pytest.mark.slow
+def test_all_groups_die_and_start_again_on_the_same_store(tmp_path: Path) -> None:
+    config = LocalSGD(every=4, warmup=3)
+    whole = one(Launchers(looped, 2, 1, config, 24, str(tmp_path / "whole")).collect(), 2)
+    launchers = Launchers(looped, 2, 1, config, 24, str(tmp_path / "broken"), -1, {0: 13, 1: 13})
+    time.sleep(0.1)
+    while any(process.exitcode is None for own in launchers.processes.values() for process in own):
+        time.sleep(0.05)
+    launchers.args = (*launchers.args[:4], {})
+    for group in range(2):
+        launchers.start(group)
+    found = one(launchers.collect(), 2)
+    assert [value["first"] for value in found] == [0, 0] and min(found[0]["rates"]) == 10
+    assert found[0]["bits"] == whole[0]["bits"]
+
+
+@pytest.mark.slow
+def test_a_second_run_begins_where_the_first_is_over(tmp_path: Path) -> None:
+    launchers = Launchers(looped, 2, 1, LocalSGD(every=4), 10, str(tmp_path / "first"))
+    while not all(launchers.results[slot].poll() for slot in launchers.results):
+        time.sleep(0.05)
+    first = {slot: receiver.recv() for slot, receiver in launchers.results.items()}
+    launchers.args = (LocalSGD(every=4), 10, str(tmp_path / "second"))
+    for group in range(2):
+        launchers.start(group)
+    assert one(launchers.collect(), 2)[0]["bits"] == one(first, 2)[0]["bits"]
+
+
+def attached(group: int, worker: int, config: Any, environment: dict[str, str], hold: bool) -> Any:
+    """Attach, and train until told otherwise."""
+    os.environ.update(environment)
+    model = small.mlp()
+    optimizer = AdamW(model.parameters(), 3e-3)
+    replica = thinwire.attach(model, optimizer, config, faults=Faults(timeout=TIMEOUT))
+    note(replica, "training")
+    store = replica._recovery.membership.store
+    while hold and store.get("go on") is None:
+        time.sleep(0.05)
+    for number in range(6):
+        small.step(replica, optimizer, group, number)
+    return small.model_bits(replica.finish())
+
+
+@pytest.mark.parametrize(
+    ("config", "environment", "said"),
+    [
+        (LocalSGD(every=2), {}, "worker 0 of group 1 is running already: process"),
+        pytest.param(
+            *(LocalSGD(every=2), {"THINWIRE_GROUP": "2", "THINWIRE_GROUPS": "3"}),
+            "group 2 cannot join the run on this store: its THINWIRE_GROUPS is 3, the run has 2",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(AllReduce(), {"THINWIRE_GROUP": "1", "dead": "yes"}),
+            "group 1 cannot join the run on this store: its config is AllReduce",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["twin", "out of range", "another config"],
+)
+def test_a_group_that_does_not_belong_is_refused_before_it_disturbs(
+    config: Any, environment: dict[str, str], said: str
+) -> None:
+    launchers = Launchers(attached, 2, 1, LocalSGD(every=2), {}, True)
+    for group in range(2):
+        launchers.wait_for(f"training/{group}")
+    before = dict(launchers.results), dict(launchers.processes)
+    if environment.pop("dead", None):
+        launchers.kill(1)
+    launchers.args = (config, environment, False)
+    launchers.start(1)
+    stranger = launchers.results[1, 0]
+    assert stranger.poll(60) and said in stranger.recv()
+    launchers.results, launchers.processes = before
+    launchers.store.set("/go on", "")
+    found = launchers.collect()
+    assert all(len(value) == 64 for value in found.values()), found
+
+
+# A store that goes away.
+
+
+def with_store(group: int, worker: int, total: int, timeout: float, dies: int = -1) -> Any:
+    torch.set_num_threads(1)
+    model = small.mlp()
+    optimizer = AdamW(model.parameters(), 3e-3)
+    replica = thinwire.attach(model, optimizer, LocalSGD(every=3), faults=Faults(timeout=timeout))
+    note(replica, "training")
+    for step in replica.steps(total):
+        if step == dies and group == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        small.step(replica, optimizer, group, step)
+        time.sleep(0.1)
+    return {"bits": small.model_bits(replica.finish()), "events": replica.events}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_a_store_that_comes_back_goes_unnoticed(how: int) -> None:
+    launchers = Launchers(with_store, 3, 1, 120, TIMEOUT, 100, port=(port := free_port()))
+    for group in range(3):
+        launchers.wait_for(f"training/{group}")
+    os.kill(launchers.server.pid, how)
+    time.sleep(3)
+    if how == signal.SIGKILL:
+        launchers.server = start_store(port)  # empty: members register again, and can still lose a group
+    else:
+        os.kill(launchers.server.pid, signal.SIGCONT)
+    launchers.store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+    found = one(launchers.collect(), 2)
+    assert [event["lost"] for event in found[0]["events"]] == [[1]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_a_model_is_finished_without_the_store(how: int) -> None:
+    launchers = Launchers(with_store, 3, 1, 60, SHORT, port=free_port())
+    for group in range(3):
+        launchers.wait_for(f"training/{group}")
+    os.kill(launchers.server.pid, how)
+    one(launchers.collect(), 3)
+
+
+@pytest.mark.slow
+def test_without_store_and_group_a_worker_stops_and_says_why() -> None:
+    launchers = Launchers(with_store, 3, 1, 100, SHORT, 80, port=free_port())
+    for group in range(3):
+        launchers.wait_for(f"training/{group}")
+    launchers.server.kill()
+    found = launchers.collect()
+    assert len(found) == 2
+    for said in found.values():
+        assert "has not answered for 6 s" in said and "start its group again to join" in said
+
+
+def lost_in_finish(group: int, worker: int, port: int) -> Any:
+    """The store is gone, and group 1 dies in `finish`."""
+    model = small.mlp()
+    optimizer = AdamW(model.parameters(), 3e-3)
+    replica = thinwire.attach(model, optimizer, LocalSGD(every=3), faults=Faults(timeout=SHORT))
+    for number in range(7):
+        small.step(replica, optimizer, group, number)
+    note(replica, "trained")
+    if group == 1:
+        real = replica.wire.differing
+        replica.wire.differing = lambda *args: os.kill(os.getpid(), signal.SIGKILL) or real(*args)
+    while _answers(port):
+        time.sleep(0.05)
+    return small.model_bits(replica.finish())
+
+
+def _answers(port: int) -> bool:
+    try:
+        return Store("127.0.0.1", port, timeout=1.0, patience=0.0).get("anything") is None
+    except StoreLostError:
+        return False
+
+
+@pytest.mark.slow
+def test_finish_throws_no_model_away(tmp_path: Path) -> None:
+    port = free_port()
+    launchers = Launchers(lost_in_finish, 3, 1, port, port=port)
+    for group in range(3):
+        launchers.wait_for(f"trained/{group}")
+    launchers.server.kill()
+    found = launchers.collect()
+    assert len(found) == 2
+    for said in found.values():
+        assert "finish() could not complete" in said
+        path = Path(said.split(" is in ")[1].split()[0])
+        assert path.is_file() and "step7" in path.name
+
+
+def test_a_store_is_not_waited_for_longer_than_asked() -> None:
+    """Frozen it still accepts connections, and nobody answers there."""
+    port = free_port()
+    server = start_store(port)
+    store = Store("127.0.0.1", port, timeout=2.0, patience=2.0)
+    store.set("key", "value")
+    os.kill(server.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(StoreLostError, match=f"the store at 127.0.0.1:{port} has not answered for 2 s"):
+        store.get("key")
+    assert time.monotonic() - began < 20
+    os.kill(server.pid, signal.SIGCONT)
+    assert store.get("key") == "value"
+    server.kill()
+    server.join()
+    server = start_store(port)
+    assert store.get("key") is None and store.first("key", "other") == "other"
+    assert store.first("key", "third") == "other" and store.first("key", "third", instead_of="other") == "third"
+    server.kill()
+
+
+# Signals.
+
+
+def signalled(group: int, worker: int, config: Any, out: str, faults: Any, total: int = 2000) -> Any:
+    torch.set_num_threads(1)
+    model = small.mlp()
+    optimizer = AdamW(model.parameters(), 3e-3)
+    replica = thinwire.attach(model, optimizer, config, faults=faults)
+    note(replica, "training")
+    try:
+        for step in replica.steps(total, folder=out):
+            small.step(replica, optimizer, group, step)
+            if replica.events:
+                note(replica, "regrouped")
+            time.sleep(0.01)
+    except SystemExit as stop:
+        return {"step": replica.step, "code": stop.code, "bits": ""}
+    return {"step": replica.step, "code": 0, "bits": small.model_bits(replica.finish())}
+
+
+@pytest.mark.parametrize(
+    "config", [LocalSGD(every=8), pytest.param(AllReduce(), marks=pytest.mark.slow)], ids=["apart", "in step"]
+)
+def test_a_signal_stops_all_after_the_same_step_also_when_groups_have_changed(config: Any, tmp_path: Path) -> None:
+    launchers = Launchers(signalled, 3, 1, config, str(tmp_path), Faults(timeout=TIMEOUT))
+    for group in range(3):
+        launchers.wait_for(f"training/{group}")
+    launchers.kill(1)
+    for group in (0, 2):
+        launchers.wait_for(f"regrouped/{group}")
+    launchers.kill(2, signal.SIGTERM)
+    found = launchers.collect()
+    (step,) = {value["step"] for value in found.values()}
+    assert {value["code"] for value in found.values()} == {75} and step < 2000
+    assert [path.name for path in tmp_path.iterdir()] == [f"step-{step:06}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [8, 100_000], ids=["at an average", "without one"])
+def test_a_group_can_leave_and_the_others_go_on(every: int, tmp_path: Path) -> None:
+    faults = Faults(timeout=TIMEOUT, on_term="leave", min_groups=2)
+    launchers = Launchers(signalled, 3, 1, LocalSGD(every=every), str(tmp_path), faults, 600)
+    for group in range(3):
+        launchers.wait_for(f"training/{group}")
+    launchers.kill(1, signal.SIGTERM)
+    found = launchers.collect()
+    assert found[1, 0]["code"] == 75 and found[1, 0]["step"] < 600
+    assert one({slot: value for slot, value in found.items() if slot[0] != 1}, 2)[0]["step"] == 600
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_groups_that_are_all_told_to_leave_save_and_stop(tmp_path: Path) -> None:
+    faults = Faults(timeout=TIMEOUT, on_term="leave")
+    launchers = Launchers(signalled, 3, 1, LocalSGD(every=8), str(tmp_path), faults)
+    for group in range(3):
+        launchers.wait_for(f"training/{group}")
+    for group in range(3):
+        launchers.kill(group, signal.SIGTERM)
+    found = launchers.collect()
+    (step,) = {value["step"] for value in found.values()}
+    assert [value["code"] for value in found.values()] == [75] * 3
+    assert [path.name for path in tmp_path.iterdir()] == [f"step-{step:06}"]
+
+
+def stops_early(rank: int, config: Any) -> tuple[int, str]:
+    """Rank 1 asks for a stop after its step 7."""
+    model = small.mlp()
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, config)
+    for step in replica.steps(10_000):
+        small.step(replica, optimizer, rank, step)
+        if rank == 1 and step == 7:
+            replica.stop("the loss rose")
+    assert replica.stopped_by == "the loss rose"
+    return replica.step, small.model_bits(replica.finish())
+
+
+@pytest.mark.parametrize("config", [AllReduce(), LocalSGD(every=50)], ids=["in step", "apart"])
+def test_early_stopping_ends_all_workers_after_the_same_step(config: Any) -> None:
+    (first, model), (second, other) = gang.run(stops_early, 2, config)
+    assert 8 <= first == second < 10_000 and model == other
+
+
+def resumes(rank: int, out: str, until: int) -> tuple[str, list[float]]:
+    model = small.mlp()
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, LocalSGD(every=4))
+    scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    rates = []
+    for step in replica.steps(until, folder=out, save_every=6, keep=1, scheduler=scheduler):
+        rates.append(optimizer.param_groups[0]["lr"])
+        small.step(replica, optimizer, rank, step)
+    return small.bits(*model.parameters()), rates
+
+
+def test_steps_resume_from_the_newest_save(tmp_path: Path) -> None:
+    (whole, rates), _ = gang.run(resumes, 2, str(tmp_path / "whole"), 20)
+    gang.run(resumes, 2, str(tmp_path / "cut"), 15)
+    assert [path.name for path in (tmp_path / "cut").iterdir()] == ["step-000012"]
+    (resumed, later), _ = gang.run(resumes, 2, str(tmp_path / "cut"), 20)
+    assert resumed == whole and later == rates[12:]
+
+
+def test_steps_refuse_what_cannot_work() -> None:
+    model = small.mlp()
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, AllReduce())
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    for fields, said in (
+        ({"total": 0}, "`total`=0 of steps\\(\\) must be a whole number"),
+        ({"total": 5, "save_every": 2}, "`save_every`=2 of steps\\(\\) needs a `folder`"),
+        ({"total": 5, "scheduler": plateau}, "cannot bring ReduceLROnPlateau to a step"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            replica.steps(**fields)
+    with pytest.raises(ConfigError, match="`on_term`='go' must be 'stop' or 'leave'"):
+        Faults(on_term="go")
+    with pytest.raises(ConfigError, match=r"`heartbeat_timeout`=0\.1 must be a number"):
+        Faults(heartbeat_timeout=0.1)
+
+
+# Groups that are slow; saves.
+
+
+def slow_group(group: int, worker: int) -> Any:
+    """Group 1 stands still for longer than others wait, once; it is alive all the while."""
+    torch.set_num_threads(1)
+    model = small.mlp()
+    optimizer = AdamW(model.parameters(), 3e-3)
+    replica = thinwire.attach(model, optimizer, LocalSGD(every=4), faults=Faults(timeout=SHORT))
+    for step in replica.steps(40):
+        if group == 1 and step == 9:
+            time.sleep(2.5 * SHORT)
+        if step == 20:
+            held(replica)
+        small.step(replica, optimizer, group, step)
+    return {"bits": small.model_bits(replica.finish()), "events": replica.events}
+
+
+@pytest.mark.slow
+def test_a_group_that_is_too_slow_is_given_up_and_comes_back() -> None:
+    found = one(Launchers(slow_group, 3, 1).collect(), 3)
+    assert [(e["lost"], e["came"]) for e in found[0]["events"]] == [([1], []), ([], [1])]
+
+
+def saves_meanwhile(group: int, worker: int, out: str, wait: bool) -> Any:
+    """Group 1 dies while the files of a save are being written."""
+    torch.set_num_threads(1)
+    model = small.mlp()
+    optimizer = AdamW(model.parameters(), 3e-3)
+    replica = thinwire.attach(model, optimizer, LocalSGD(every=4), faults=Faults(timeout=TIMEOUT))
+    while replica.step < 24:
+        if replica.step == 6 and group == 1:
+            thinwire.saves._write = lambda *_: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGKILL))
+        if replica.step in (6, 18):
+            replica.save(f"{out}/{replica.step}", wait=wait)
+        small.step(replica, optimizer, group, replica.step)
+    replica.wait_for_save()
+    return {"bits": small.model_bits(replica.finish()), "events": replica.events}
+
+
+@pytest.mark.parametrize("wait", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_group_that_dies_while_files_are_written_costs_at_most_that_save(wait: bool, tmp_path: Path) -> None:
+    found = one(Launchers(saves_meanwhile, 3, 1, str(tmp_path), wait).collect(), 2)
+    assert [event["lost"] for event in found[0]["events"]] == [[1]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == (["18", "6"] if wait else ["18"])
+    state = json.loads((tmp_path / "18" / "state.json").read_text())
+    assert state["world_size"] == 2
+
+
+def places(group: int, worker: int) -> Any:
+    model = small.mlp()
+    replica = thinwire.attach(model, AdamW(model.parameters()), LocalSGD(every=2), faults=Faults(timeout=TIMEOUT))
+    place = replica.data_rank, replica.data_world_size
+    replica.finish()
+    return place
+
+
+def test_data_is_shared_out_by_numbers_that_stay() -> None:
+    found = Launchers(places, 2, 2).collect()
+    assert found == {(0, 0): (0, 4), (0, 1): (1, 4), (1, 0): (2, 4), (1, 1): (3, 4)}
