@@ -297,6 +297,8 @@ class Replica(nn.Module):
         for release in self._release:
             release()
         self._release = []
+        if self._recovery is not None:
+            self._recovery.close()
         attached.discard(self)
         self._method.release()
 

@@ -86,7 +86,7 @@ class Heartbeat(Watch):
         self._mates: frozenset[str] = frozenset()
         self._joint_since = 0.0
         self._differ_since: float | None = None
-        self._called = threading.Event()
+        self._generation = self._called = -1
         self._looked = time.monotonic()
         self._store_away_since: float | None = None
         self._stop = threading.Event()
@@ -102,25 +102,25 @@ class Heartbeat(Watch):
         self._peers = {peer: known.get(peer) or _Peer(now) for peer in peers if peer != self._own}
         self._mates = frozenset(mates)
 
-    def enter(self, connections: Connections) -> None:
+    def enter(self, generation: int, connections: Connections) -> None:
         """A new generation begins: its connections are others, and nobody has left it."""
         self.connections = connections
         self._differ_since = None
-        self._called.clear()
+        self._generation = generation
 
     def say(self, **fields: Any) -> None:
         """Change what the next beats say."""
         with self._lock:
             self.beat = self.beat._replace(**fields)
 
-    def call(self) -> None:
-        """Note that a worker has left this generation."""
-        self._called.set()
+    def call(self, generation: int) -> None:
+        """Note that a worker has left a generation."""
+        self._called = generation
 
     @property
     def is_called(self) -> bool:
         """Whether a worker has left this generation."""
-        return self._called.is_set()
+        return self._called == self._generation >= 0
 
     def of(self, peer: str) -> Beat | None:
         """The last beat of another worker that was heard."""

@@ -250,39 +250,34 @@ class Membership:
         """Ask to be let in, again after each generation that has come about without this group."""
         self._refuse_if_replaced()
         self._refuse_another_run()
-        asked, votes, progress = -1, -1, time.monotonic()
-        said = progress
+        mates = self.groups.get(self.slot.group, [])
+        asked, wait = -1, _Wait(self)
         while True:
-            now = int(self._key("now") or 0)
-            if self._key("over") is not None:
+            now, over = self.store.get_all([f"{self.run}/now", f"{self.run}/over"])
+            if over is not None:
                 return False
             if asked >= 0 and (text := self._key(f"{asked}/groups")) is not None:
                 groups = _parsed(text)
                 if self.process in groups.get(self.slot.group, ()):
                     self._enter(asked, groups, self._reports(asked, _slots(groups)))
                     return True
-            if now >= asked:
-                asked = now + 1
-                members = [process for own in self._groups_of(now).values() for process in own]
-                self.heartbeat.follow(members)
+            if int(now or 0) >= asked:
+                asked = int(now or 0) + 1
+                members = [process for own in self._groups_of(asked - 1).values() for process in own]
+                self.heartbeat.follow([*members, *mates], mates)
                 if not self._is_alive(members):
                     return False
                 self._report(asked, Report(self.process, self.slot.workers, joins=True))
                 self.store.set(f"{self.run}/{asked}/wants", "")
-            beats = [beat for process in members if (beat := self.heartbeat.of(process)) is not None]
             if all(self.heartbeat.gone(process) for process in members):
                 return False
-            if (latest := max((beat.votes for beat in beats), default=0)) > votes:
-                votes, progress = latest, time.monotonic()
-            if time.monotonic() > progress + self.faults.start:
-                raise LostError(
-                    f"group {self.slot.group} has asked to be let in for {self.faults.start:g} s, and the run has not "
-                    "come to an average meanwhile, after which it could be; see what the other groups wait for"
-                )
-            if time.monotonic() > said + _SAY_S:
-                said, step = time.monotonic(), max((beat.at for beat in beats), default=0)
-                log.info("group %d waits to be let in: the run is at step %d", self.slot.group, step)
+            wait.check(asked, members, mates)
             time.sleep(_POLL_S)
+
+    def mates_reported(self, number: int) -> bool:
+        """Whether all workers of this group have reported to a generation."""
+        slots = [(self.slot.group, worker) for worker in range(self.slot.workers)]
+        return len(self._reports(number, slots)) == self.slot.workers
 
     # The next generation.
 
@@ -293,7 +288,9 @@ class Membership:
         self.caller = int(self.store.first(f"{self.run}/{number}/called", str(self.slot.group)))
         groups = self._decided(number, report)
         if self.process not in groups.get(self.slot.group, ()):
-            raise GivenUpError(self._why_given_up(number))
+            raise GivenUpError(
+                f"group {self.slot.group} was given up: {self._why_given_up(number)}; start it again to join the others"
+            )
         found = self._reports(number, _slots(groups))
         self._enter(number, groups, found)
         self._refuse_if_too_few(before, found)
@@ -356,8 +353,8 @@ class Membership:
         own = reports.get((self.slot.group, self.slot.worker))
         if own is not None and waited >= 0.9 * self.faults.timeout:
             return (
-                f"others have waited {waited:.0f} s for it: give it smaller batches, `skip_after`, or all of them a "
-                "longer `timeout`"
+                f"others have waited {waited:.0f} s for it (give it smaller batches, or all a longer `timeout`, or "
+                "`skip_after`)"
             )
         return f"it showed no sign of life for {self.faults.silence:g} s, or a worker of it is gone"
 
@@ -409,7 +406,7 @@ class Membership:
         self.generation, self.groups = number, groups
         self.joined = {group for group in groups if (r := reports.get((group, 0))) is not None and r.joins}
         self._awaited = None
-        self.heartbeat.enter(Connections())
+        self.heartbeat.enter(number, Connections())
         own = groups[self.slot.group]
         self.heartbeat.follow([process for each in groups.values() for process in each], own)
         self._register(self.store)
@@ -440,7 +437,7 @@ class Membership:
         if at is not None and (self._awaited is None or self._awaited[0] != int(at)):
             self._awaited = int(at), time.monotonic()
         if called is not None:
-            self.heartbeat.call()
+            self.heartbeat.call(generation)
 
     def arrive(self, step: int) -> None:
         """Say that this group waits at this step for others to average."""
@@ -530,6 +527,37 @@ class Membership:
         """The ranks of each group."""
         ranks = iter(range(sum(map(len, self.groups.values()))))
         return tuple(tuple(next(ranks) for _ in self.groups[group]) for group in sorted(self.groups))
+
+
+class _Wait:
+    """A group that waits to be let in: for as long as the run makes progress and the group itself is whole."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership, self._patience = membership, membership.faults.start
+        self._votes, self._said = -1, time.monotonic()
+        self._progress = self._whole = self._said
+
+    def check(self, asked: int, members: Sequence[str], mates: Sequence[str]) -> None:
+        """Raise if there is no hope left, and say now and then what is waited for."""
+        now, group, heartbeat = time.monotonic(), self._membership.slot.group, self._membership.heartbeat
+        beats = [beat for process in members if (beat := heartbeat.of(process)) is not None]
+        if (latest := max((beat.votes for beat in beats), default=0)) > self._votes:
+            self._votes, self._progress = latest, now
+        if self._membership.mates_reported(asked):
+            self._whole = now
+        left = next((beat.left for p in mates if (beat := heartbeat.of(p)) is not None and beat.left), None)
+        if left is not None:
+            raise LostError(f"a worker of group {group} is gone ({left}): start the whole group again to join")
+        if now > self._whole + self._patience:
+            raise LostError(f"group {group} has waited {self._patience:g} s for a worker of its own; start it again")
+        if now > self._progress + self._patience:
+            raise LostError(
+                f"group {group} has asked to be let in for {self._patience:g} s, and the run has not come to an "
+                "average meanwhile, after which it could be; see what the other groups wait for"
+            )
+        if now > self._said + _SAY_S:
+            self._said = now
+            log.info("group %d waits to be let in: the run is at step %d", group, max((b.at for b in beats), default=0))
 
 
 def _slots(groups: Mapping[int, Sequence[str]]) -> list[tuple[int, int]]:

@@ -76,7 +76,7 @@ class Recovery:
         self._given_up += 1
         if self._given_up > _TRIES:
             raise LostError(f"group {group} was given up {self._given_up} times in a row: {error}") from None
-        log.warning("group %d was given up after step %d (%s); it joins again", group, method.step, error)
+        log.warning("after step %d: %s; it does so by itself", method.step, error)
         _call_all([*self.on_regroup, *self.on_lost])
         step, self.joined_late = method.step, True
         method.abandon_pending()
@@ -84,6 +84,10 @@ class Recovery:
         self.membership.join_and(self._open_and_take)
         self._lets_in = False
         log.warning("group %d is back, at step %d instead of %d", group, method.step, step)
+
+    def close(self) -> None:
+        """Leave the run; the others learn of it at once."""
+        self.membership.heartbeat.close("it was detached")
 
     # In a step.
 
