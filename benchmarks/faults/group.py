@@ -5,7 +5,7 @@
 OUT/GROUP-PID.jsonl has a line per step: its number, the time, whether groups averaged something in it, the processor
 time so far, how often groups have changed, and the phase. A step that was skipped has the number of the one before.
 A group that comes to the end adds OUT/GROUP-PID.json with its accuracy, a digest of its model, and the events. With
-`--save-every` it saves to OUT/saves, and resumes from there when all groups are started anew. SIGUSR1 prints all stacks.
+`--save-every` it saves to OUT/saves, and resumes from there when all are started anew. SIGUSR1 prints all stacks.
 """
 
 import argparse

@@ -28,7 +28,7 @@ PORT = 29431
 """On virtual hosts, where no other process listens."""
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SCRIPT.parent), os.environ.get("PYTHONPATH")]))
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["group", "thinwire.cli"])
+_forks.set_forkserver_preload(["group", "thinwire.cli", "torch._dynamo"])  # the last is loaded by optimizers
 _END_S = 10.0
 """Seconds in which a process that was killed is gone."""
 
