@@ -90,6 +90,11 @@ class Fault:
     def is_whole(self) -> bool:
         return self.plan.kind.startswith("all")
 
+    @property
+    def is_outage(self) -> bool:
+        """Whether nobody can be expected to go on before it has ended."""
+        return self.is_whole or not self.groups
+
 
 def main() -> None:
     given = arguments()
@@ -186,6 +191,7 @@ class Run:
         steps, found = self.groups.steps(), self.groups.results()
         rows = [self._fault_row(number, fault, steps) for number, fault in enumerate(self.faults)]
         rows.append(self._run_row(steps, found))
+        rows[-1]["well"] &= not any(row["others died"] or row["hung"] for row in rows[:-1])
         if rows[-1]["well"]:
             shutil.rmtree(self.folder)
         return rows
@@ -243,8 +249,8 @@ class Run:
         last = self.faults[-1]
         if plan.together and not last.is_whole and not plan.kind.startswith("all"):
             return time.time() > last.at + min(plan.wait, 3.0)
-        since = went_on(last, steps)
-        return since is not None and last.until is not None and time.time() > max(since, last.until) + plan.wait
+        since, until = went_on(last, steps), last.until if last.is_outage else last.at
+        return since is not None and until is not None and time.time() > max(since, until) + plan.wait
 
     def _kill(self, fault: Fault) -> None:
         [group] = fault.groups
@@ -267,7 +273,6 @@ class Run:
         [group] = fault.groups
         self.frozen.add(group)
         self.groups.signal(group, signal.SIGSTOP)
-        fault.until = fault.at  # the others need not wait for its launcher
 
         def end() -> None:
             self.groups.kill(group)
@@ -360,15 +365,15 @@ class Run:
 
     def _fault_row(self, number: int, fault: Fault, steps: Steps) -> dict[str, Any]:
         on, again = went_on(fault, steps), back(fault, steps)
-        ahead = [later.at for later in self.faults[number + 1 :]]
-        end = min([time.time(), *ahead[:1], *([] if again is None else [again])])
-        down = 0.0 if fault.until is None or (fault.groups and not fault.is_whole) else fault.until - fault.at
-        limit = down + PROMISED_S + self.given.timeout / 3 + round_seconds(steps)
+        end = self.faults[number + 1].at if number + 1 < len(self.faults) else self._last_moment(steps)
+        ups = [each.until for each in self.faults[: number + 1] if each.until and each.is_outage]
+        limit = max([0.0, *(up - fault.at for up in ups)]) + PROMISED_S + self.given.timeout / 3 + round_seconds(steps)
+        longest = gap(fault, steps, end)
         others = [death for death in self.deaths if death[1] not in fault.groups and fault.at < death[0] < end]
         row = {"row": "fault", **self.about, "number": number, "kind": fault.plan.kind, "groups": fault.groups}
         row |= {"step": fault.step, "phase": fault.phase, "length": round(fault.plan.length, 2), "away": fault.away}
-        row |= {"seconds": _since(fault, on), "back": _since(fault, again), "gap": gap(fault, steps, end)}
-        row |= {"limit": round(limit, 1), "late": on is not None and on - fault.at > limit}
+        row |= {"seconds": _since(fault, on), "back": _since(fault, again), "gap": longest}
+        row |= {"limit": round(limit, 1), "late": longest > limit}
         row |= {"hung": fault.hung, "saved": fault.saved, "others died": len(others)}
         return row | {"said": sorted({said for _, _, said in others})[:2]}
 
@@ -380,6 +385,11 @@ class Run:
         row |= {"lost saves": lost, "deaths": len(self.deaths), "left behind": left}
         row |= {"said": sorted({said for _, _, said in self.deaths})[:3], "seconds": round(time.time() - self.start)}
         return row | {"well": self.ended == "finished" and models == 1 and not lost and not left}
+
+    def _last_moment(self, steps: Steps) -> float:
+        """Return when groups last averaged; where they hang, now."""
+        averages = [step.time for lines in steps.values() for step in lines if step.averages]
+        return max(averages, default=self.start) if self.ended == "finished" else time.time()
 
     def _lost_saves(self, steps: Steps) -> int:
         """Count groups that began before the newest save of the time at which they were started."""
@@ -405,15 +415,15 @@ def went_on(fault: Fault, steps: Steps) -> float | None:
 
 
 def back(fault: Fault, steps: Steps) -> float | None:
-    """Return when all groups that were hit had averaged with the others again."""
+    """Return when all groups that were hit had averaged with the others again; any group, where it was the store."""
     if fault.until is None:
         return None
     found = []
-    for group in fault.groups:
-        own = [lines for name, lines in steps.items() if name.startswith(f"{group}-")]
-        since = [step.time for lines in own if (step := averaged_after(max(fault.until, fault.at), lines, fresh=True))]
+    for hit in [{str(group)} for group in fault.groups] or [{name.partition("-")[0] for name in steps}]:
+        own = [lines for name, lines in steps.items() if name.partition("-")[0] in hit]
+        since = [step.time for lines in own if (step := averaged_after(fault.until, lines, fresh=True))]
         found.append(min(since, default=None))
-    return None if None in found else max(found, default=went_on(fault, steps))
+    return None if None in found else max(found)
 
 
 def averaged_after(at: float, lines: list[Step], *, fresh: bool = False) -> Step | None:

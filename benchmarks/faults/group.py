@@ -54,7 +54,8 @@ def main() -> None:
     replica = thinwire.attach(model, optimizer, job.config, faults=None if given.plain else faults(given))
     log = (given.out / f"{group}-{os.getpid()}.jsonl").open("w", buffering=1)
     stalls = random.Random(given.seed)
-    for step in steps(replica, given, scheduler):
+    folder = given.out / "saves" if given.save_every else None
+    for step in steps(replica, given.steps, folder=folder, save_every=given.save_every, scheduler=scheduler):
         sent = averaged_bytes(replica)
         x, y = batcher.batch(step)
         loss = recipe.task.loss(replica(x), y)
@@ -101,13 +102,15 @@ def faults(given: argparse.Namespace) -> thinwire.Faults:
     return thinwire.Faults(min_groups=given.min_groups, timeout=given.timeout, skip_after=given.skip_after)
 
 
-def steps(replica: thinwire.Replica, given: argparse.Namespace, scheduler: LambdaLR) -> Iterator[int]:
+def steps(
+    replica: thinwire.Replica, total: int, *, folder: Path | None, save_every: int, scheduler: LambdaLR
+) -> Iterator[int]:
     """Yield the steps that are left; saves come before a step, where a group that joins begins too."""
-    folder, parts = given.out / "saves", scheduler.optimizer.param_groups
-    if given.save_every and not replica.step and (saved := checkpoint.find(folder)):
+    parts = scheduler.optimizer.param_groups
+    if folder is not None and not replica.step and (saved := checkpoint.find(folder)):
         replica.load(saved)
-    while replica.step < given.steps:
-        if given.save_every and replica.step and not replica.step % given.save_every:
+    while replica.step < total:
+        if folder is not None and replica.step and not replica.step % save_every:
             replica.save(checkpoint.at_step(folder, replica.step))
         for part, rate, factor in zip(parts, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
             part["lr"] = rate * factor(replica.step)
