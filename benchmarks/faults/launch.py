@@ -205,10 +205,10 @@ class Groups:
         return lines[-1] if lines else ""
 
     def _process(
-        self, host: Sequence[Host], name: str, words: Sequence[str], more: dict[str, str]
+        self, host: Sequence[Host], name: str, words: Sequence[str], more: dict[str, str], program: str = sys.executable
     ) -> subprocess.Popen[bytes]:
-        """One that writes to OUT/NAME.log."""
-        command = [sys.executable, *words]
+        """Start one that writes to OUT/NAME.log."""
+        command = [program, *words]
         with (self.out / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
                 host[0].command(command) if host else command,
