@@ -44,6 +44,8 @@ KINDS = {"kill": 6, "pause": 4, "freeze": 2, "store": 3, "all": 2, "all+store": 
 """How often each fault is drawn."""
 LENGTHS = {"kill": (0.2, 15), "pause": (1, 30), "freeze": (40, 40), "store": (0.2, 10), "all": (0.5, 5)}
 """Seconds until a group goes on or is started again."""
+ONE = ("kill", "pause", "freeze")
+"""Faults that hit one group."""
 PROMISED_S = 5.0
 """Seconds in which others notice that a group is gone."""
 AGAIN_S = 0.5
@@ -51,7 +53,8 @@ AGAIN_S = 0.5
 START_S = 60.0
 """Seconds in which the first workers import everything."""
 _LOOK_S = 0.05
-_MOST_DEATHS = 24
+_MOST_DEATHS, _MOST_S = 24, 3600.0
+"""A run with more deaths, or that takes longer, is ended."""
 Steps = dict[str, list[Step]]
 
 
@@ -228,18 +231,21 @@ class Run:
         there = [group for group in self.groups.running if group not in away and self._current(group, steps)]
         if len(there) + len(away) < self.given.groups or not self._is_due(plan, steps):
             return
-        last = max((lines[-1] for lines in steps.values() if lines), key=lambda step: step.time)
-        hits_group = plan.kind in ("kill", "pause", "freeze")
-        if hits_group and len(away) + 1 > self.given.groups // 2:
-            return
+        if plan.kind in ONE and len(away) + 1 > self.given.groups // 2:
+            return  # fewer than half would be left
         del self.plans[0]
-        if not hits_group and (last.number > 0.95 * self.given.steps or any(g is None for _, g, _ in self.pending)):
-            return  # groups that have finished cannot be killed; a store that is down neither
-        hit = [there[int(plan.pick * len(there))]] if hits_group else []
+        last = max((lines[-1] for lines in steps.values() if lines), key=lambda step: step.time)
+        store_is_down = any(group is None for _, group, _ in self.pending)
+        if plan.kind not in ONE and (store_is_down or last.number > 0.95 * self.given.steps):
+            return  # nor can groups be killed that may have finished
+        hit = [there[int(plan.pick * len(there))]] if plan.kind in ONE else []
         hit = list(range(self.given.groups)) if plan.kind.startswith("all") else hit
-        fault = Fault(plan, hit, time.time(), last.number, last.phase, len(away - set(hit)), self._saved())
+        self._begin(Fault(plan, hit, time.time(), last.number, last.phase, len(away - set(hit)), self._saved()))
+
+    def _begin(self, fault: Fault) -> None:
         self.faults.append(fault)
-        getattr(self, "_" + plan.kind.partition("+")[0])(fault)
+        acts = {"kill": self._kill, "pause": self._pause, "freeze": self._freeze, "store": self._store}
+        acts.get(fault.plan.kind, self._all)(fault)
         self.event = time.time()
 
     def _is_due(self, plan: Plan, steps: Steps) -> bool:
@@ -314,7 +320,8 @@ class Run:
 
     def _end(self) -> str:
         """Say why it is over; nothing while it is not."""
-        waiting = set(self.groups.running) | {group for _, group, _ in self.pending if group is not None}
+        alive = {group for group, own in self.groups.processes.items() if any(each.poll() is None for each in own)}
+        waiting = alive | {group for _, group, _ in self.pending if group is not None}
         if self._finished:
             waiting -= {group for group in self.frozen if self._is_frozen_for_good(group)}
         if not waiting:
@@ -323,7 +330,7 @@ class Run:
             return "died"
         steps = self.groups.steps()
         quiet = [group for group in self.groups.running if group not in self.frozen and self._is_quiet(group, steps)]
-        if quiet and not self.pending:
+        if quiet or time.time() > self.start + _MOST_S:
             self._note_hang(quiet)
             return "hung"
         return ""
@@ -366,15 +373,16 @@ class Run:
     def _fault_row(self, number: int, fault: Fault, steps: Steps) -> dict[str, Any]:
         on, again = went_on(fault, steps), back(fault, steps)
         end = self.faults[number + 1].at if number + 1 < len(self.faults) else self._last_moment(steps)
-        ups = [each.until for each in self.faults[: number + 1] if each.until and each.is_outage]
-        limit = max([0.0, *(up - fault.at for up in ups)]) + PROMISED_S + self.given.timeout / 3 + round_seconds(steps)
+        ups = [each.until - fault.at for each in self.faults[: number + 1] if each.until and each.is_outage]
+        down = max([0.0, *ups]) + round_seconds(steps)
+        limit, most = down + PROMISED_S + self.given.timeout / 3, down + 2 * self.given.timeout
         longest = gap(fault, steps, end)
         others = [death for death in self.deaths if death[1] not in fault.groups and fault.at < death[0] < end]
         row = {"row": "fault", **self.about, "number": number, "kind": fault.plan.kind, "groups": fault.groups}
         row |= {"step": fault.step, "phase": fault.phase, "length": round(fault.plan.length, 2), "away": fault.away}
         row |= {"seconds": _since(fault, on), "back": _since(fault, again), "gap": longest}
         row |= {"limit": round(limit, 1), "late": longest > limit}
-        row |= {"hung": fault.hung, "saved": fault.saved, "others died": len(others)}
+        row |= {"hung": fault.hung or longest > most, "saved": fault.saved, "others died": len(others)}
         return row | {"said": sorted({said for _, _, said in others})[:2]}
 
     def _run_row(self, steps: Steps, found: list[dict[str, Any]]) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def averaging(manager: Manager, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def strike_when_told(manager: Manager, path: Path) -> None:
-    """Let a signal ask for a fault in the next average: at its second tensor, when all groups have met for the first."""
+    """Let a signal ask for a fault in the next average: at its second tensor, when all groups have met for one."""
 
     def on_signal(number: int, _: Any) -> None:
         allreduce, calls = manager.allreduce, itertools.count()
