@@ -294,6 +294,9 @@ class Run:
         store = fault.plan.kind == "all+store"
         self.pending = [action for action in self.pending if action[1] is None and not store]
         self.groups.kill_all(store=store)
+        for earlier in self.faults:  # what was to be done for them is done now, or was taken from `pending`
+            earlier.until = earlier.until or time.time()
+        fault.until = None
         fault.saved = self._saved()  # one may have been completed just before
         if store:
             self._later(fault.plan.length / 2, None, lambda: self._store_up(fault))
