@@ -4,9 +4,11 @@
 
 ENVIRONMENT is one in which torchft 0.2.0 is installed; nothing of Thinwire needs to be. Three replica groups of one
 process train digits on gloo and average after every eight steps; manager and lighthouse have their defaults. A random
-group is killed, frozen for good, or frozen for 1 to 30 s, between two averages or in one, and started again when the
-others have gone on. OUT/torchft.json gets the rows: seconds from the fault to the first average that a group that was
-not hit completed in a step that it began afterwards, or with other groups than before; None is a hang.
+group is killed, frozen for good, or frozen for 1 to 30 s, at a random moment or in its next average, and started again
+when the others have gone on. A random moment may lie in an average too: the phase is what the log shows.
+
+OUT/torchft.json gets the rows: seconds from the fault to the first average that a group that was not hit completed in
+a step that it began afterwards, or with other groups than before; None is a hang.
 """
 
 import argparse
@@ -83,8 +85,8 @@ def drawn(seed: str, given: argparse.Namespace) -> Iterable[tuple[Plan, str]]:
     for number in range(given.faults):
         kind = kinds[number % len(kinds)]
         length = rng.uniform(1.0, max(1.0, LENGTHS[kind]))
-        phase = "in an average" if number // len(kinds) % 2 else "between averages"
-        yield Plan(kind, length, rng.uniform(1.0, 3.0), False, rng.random()), phase
+        moment = "in an average" if number // len(kinds) % 2 else "at random"
+        yield Plan(kind, length, rng.uniform(1.0, 3.0), False, rng.random()), moment
 
 
 def disturbed(method: str, plans: list[tuple[Plan, str]], given: argparse.Namespace) -> list[dict[str, Any]]:
@@ -94,12 +96,12 @@ def disturbed(method: str, plans: list[tuple[Plan, str]], given: argparse.Namesp
     words = ["--method", method, "--every", str(given.every), "--slow", str(given.slow)]
     groups, rows = TorchftGroups(given.groups, folder, words, given.python), list[dict[str, Any]]()
     try:
-        for plan, phase in plans:
+        for plan, moment in plans:
             since = time.time()
             if not _wait(groups, given.limit, lambda since=since: _all_average(groups, since)):
                 break
             time.sleep(plan.wait)
-            rows.append({"method": method} | one(plan, phase, groups, given.limit))
+            rows.append({"method": method} | one(plan, moment, groups, given))
             print(json.dumps(rows[-1]), flush=True)
             if rows[-1]["hung"]:
                 break
@@ -108,11 +110,14 @@ def disturbed(method: str, plans: list[tuple[Plan, str]], given: argparse.Namesp
     return rows or [{"method": method, "kind": "start", "hung": True}]
 
 
-def one(plan: Plan, phase: str, groups: TorchftGroups, limit: float) -> dict[str, Any]:
+def one(plan: Plan, moment: str, groups: TorchftGroups, given: argparse.Namespace) -> dict[str, Any]:
     """Hit a group, wait until the others go on and the group is back."""
-    group = int(plan.pick * groups.count)
-    fault = Fault(plan, [group], _hit(plan, phase, group, groups), 0, phase, 0, 0)
-    ended: list[int] = []
+    group, limit, ended = int(plan.pick * groups.count), given.limit, list[int]()
+    own = f"{group}-{groups.processes[group][0].pid}"
+    at = _hit(plan, moment, group, groups)
+    last = [step for step in groups.steps()[own] if step.time < at][-1]
+    averages = last.number % given.every == given.every - 1 and at > last.time + given.slow
+    fault = Fault(plan, [group], at, last.number, "in an average" if averages else "between averages", 0, 0)
 
     def goes_on() -> bool:
         if plan.kind == "pause" and fault.until is None and time.time() > fault.at + plan.length:
@@ -130,14 +135,15 @@ def one(plan: Plan, phase: str, groups: TorchftGroups, limit: float) -> dict[str
     is_back = on and _wait(groups, limit, lambda: back(fault, groups.steps()) is not None, ended)
     steps = groups.steps()
     seconds, again = (_since(fault, at) for at in (went_on(fault, steps), back(fault, steps)))
-    row = {"kind": plan.kind, "phase": phase, "length": round(plan.length, 1) if plan.kind == "pause" else None}
+    length = round(plan.length, 1) if plan.kind == "pause" else None
+    row = {"kind": plan.kind, "moment": moment, "phase": fault.phase, "length": length}
     row |= {"seconds": seconds, "back": again, "gap": gap(fault, steps, time.time())}
     return row | {"hung": not on, "is back": is_back, "ended with an error": ended}
 
 
-def _hit(plan: Plan, phase: str, group: int, groups: TorchftGroups) -> float:
+def _hit(plan: Plan, moment: str, group: int, groups: TorchftGroups) -> float:
     """Do it, now or in the group's next average; return when it was."""
-    if phase == "between averages":
+    if moment == "at random":
         at = time.time()
         groups.signal(group, signal.SIGKILL if plan.kind == "kill" else signal.SIGSTOP)
         return at

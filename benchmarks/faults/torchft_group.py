@@ -10,6 +10,7 @@ import importlib.util
 import itertools
 import json
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -37,7 +38,7 @@ def main() -> None:
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = managed(model, optimizer, store.port, given)
     name = given.out / f"{given.group}-{os.getpid()}"
-    strike_when_told(manager, name.with_suffix(".fault"))
+    strike_when_told(manager, len(list(model.parameters())), name.with_suffix(".fault"))
     rng, log = np.random.default_rng(given.group), name.with_suffix(".jsonl").open("w", buffering=1)
     with averaging(manager, model, optimizer, given):
         for step in range(1, given.steps + 1):
@@ -106,14 +107,14 @@ def averaging(manager: Manager, model: nn.Module, optimizer: torch.optim.Optimiz
     return DiLoCo(manager, [model], optimizer, outer, sync_every=given.every)
 
 
-def strike_when_told(manager: Manager, path: Path) -> None:
-    """Let a signal ask for a fault in the next average: at its second tensor, when all groups have met for one."""
+def strike_when_told(manager: Manager, tensors: int, path: Path) -> None:
+    """Let a signal ask for a fault in the next average: at any of its tensors but the first, for which groups meet."""
 
     def on_signal(number: int, _: Any) -> None:
-        allreduce, calls = manager.allreduce, itertools.count()
+        allreduce, calls, last = manager.allreduce, itertools.count(1), random.randint(2, tensors)
 
         def struck(*args: Any, **kwargs: Any) -> Any:
-            if next(calls):
+            if next(calls) == last:
                 manager.allreduce = allreduce
                 path.write_text(repr(time.time()))
                 os.kill(os.getpid(), signal.SIGKILL if number == signal.SIGUSR1 else signal.SIGSTOP)
