@@ -55,7 +55,7 @@ def main() -> None:
     log = (given.out / f"{group}-{os.getpid()}.jsonl").open("w", buffering=1)
     stalls = random.Random(given.seed)
     folder = given.out / "saves" if given.save_every else None
-    for step in steps(replica, given.steps, folder=folder, save_every=given.save_every, scheduler=scheduler):
+    for step in steps(replica, given.steps, folder=folder, save_every=given.save_every or None, scheduler=scheduler):
         sent = averaged_bytes(replica)
         x, y = batcher.batch(step)
         loss = recipe.task.loss(replica(x), y)
@@ -103,14 +103,14 @@ def faults(given: argparse.Namespace) -> thinwire.Faults:
 
 
 def steps(
-    replica: thinwire.Replica, total: int, *, folder: Path | None, save_every: int, scheduler: LambdaLR
+    replica: thinwire.Replica, total: int, *, folder: Path | None, save_every: int | None, scheduler: LambdaLR
 ) -> Iterator[int]:
     """Yield the steps that are left; saves come before a step, where a group that joins begins too."""
     parts = scheduler.optimizer.param_groups
     if folder is not None and not replica.step and (saved := checkpoint.find(folder)):
         replica.load(saved)
     while replica.step < total:
-        if folder is not None and replica.step and not replica.step % save_every:
+        if folder is not None and save_every and replica.step and not replica.step % save_every:
             replica.save(checkpoint.at_step(folder, replica.step))
         for part, rate, factor in zip(parts, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
             part["lr"] = rate * factor(replica.step)
