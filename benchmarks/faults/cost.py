@@ -48,8 +48,9 @@ def seconds(method: str, given: argparse.Namespace, *, plain: bool) -> tuple[flo
     finally:
         groups.close()
     lines = next(iter(groups.steps().values()))
-    (first, clock, _, processor), (last, clock_after, _, processor_after) = lines[len(lines) // 2], lines[-1]
-    return (clock_after - clock) / (last - first), (processor_after - processor) / (last - first)
+    first, last = lines[len(lines) // 2], lines[-1]
+    steps = last.number - first.number
+    return (last.time - first.time) / steps, (last.processor - first.processor) / steps
 
 
 if __name__ == "__main__":

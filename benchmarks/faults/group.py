@@ -2,17 +2,21 @@
 
     THINWIRE_STORE=HOST:29400 THINWIRE_GROUPS=4 THINWIRE_GROUP=0 python benchmarks/faults/group.py --out OUT
 
-OUT/GROUP-PID.jsonl has a line per step: its number, the time, whether something crossed the slow link in it, and the
-processor time so far.
-A group that comes to the end adds OUT/GROUP-PID.json with its accuracy, a digest of its model, and the events.
+OUT/GROUP-PID.jsonl has a line per step: its number, the time, whether groups averaged something in it, the processor
+time so far, how often groups have changed, and the phase. A step that was skipped has the number of the one before.
+A group that comes to the end adds OUT/GROUP-PID.json with its accuracy, a digest of its model, and the events. With
+`--save-every` it saves to OUT/saves, and resumes from there when all are started anew. SIGUSR1 prints all stacks.
 """
 
 import argparse
+import faulthandler
 import hashlib
 import json
 import os
 import random
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +24,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 import thinwire
 from thinwire.jobs import Job
+from thinwire.train import checkpoint
 from thinwire.train.batcher import Batcher
+from thinwire.train.schedule import scheduled
 
 
 def main() -> None:
     given = arguments()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     torch.manual_seed(given.seed)
     group, groups, rank, workers = (
@@ -40,26 +48,24 @@ def main() -> None:
     optimizer = recipe.optimizer(model.parameters())
     place = {"rank": group * workers + rank, "world_size": groups * workers}
     batcher = Batcher(recipe, source, torch.device("cpu"), seed=given.seed, **place)
-    limits = {"min_groups": given.min_groups, "timeout": given.timeout, "skip_after": given.skip_after}
-    faults = None if given.plain else thinwire.Faults(**limits)
     if given.plain:
         init_plainly(group, groups)
-    replica = thinwire.attach(model, optimizer, job.config, faults=faults)
-    highest = [part["lr"] for part in optimizer.param_groups]
+    scheduler = scheduled(optimizer, recipe.rate, steps=given.steps, epochs=1.0)
+    replica = thinwire.attach(model, optimizer, job.config, faults=None if given.plain else faults(given))
     log = (given.out / f"{group}-{os.getpid()}.jsonl").open("w", buffering=1)
-    sent, stalls = replica.traffic.slow_bytes, random.Random(given.seed)
-    while replica.step < given.steps:
-        factor = recipe.rate.factor(replica.step, given.steps, 1.0)
-        for part, rate in zip(optimizer.param_groups, highest, strict=True):
-            part["lr"] = rate * factor
-        x, y = batcher.batch(replica.step)
+    stalls = random.Random(given.seed)
+    folder = given.out / "saves" if given.save_every else None
+    for step in steps(replica, given.steps, folder=folder, save_every=given.save_every or None, scheduler=scheduler):
+        sent = averaged_bytes(replica)
+        x, y = batcher.batch(step)
         loss = recipe.task.loss(replica(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        crossed = replica.traffic.slow_bytes > sent
-        log.write(json.dumps([replica.step, time.time(), crossed, time.process_time()]) + "\n")
-        sent = replica.traffic.slow_bytes
+        averages = replica.step > step and averaged_bytes(replica) > sent
+        changes = sum(event["event"] == "groups" for event in replica.events)
+        row = [replica.step, time.time(), averages, time.process_time(), changes, replica.phase]
+        log.write(json.dumps(row) + "\n")
         time.sleep(given.slow)
         if group == given.late_group and stalls.random() < given.stalls:
             time.sleep(given.late)
@@ -83,9 +89,37 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--skip-after", type=float, help="seconds that others wait before it leaves out steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=12.0)
+    parser.add_argument("--defaults", action="store_true", help="Faults() as it is")
+    parser.add_argument("--save-every", type=int, default=0, help="steps between two saves; 0 saves nothing")
     parser.add_argument("--plain", action="store_true", help="without `faults=`: what it costs is the difference")
     parser.add_argument("--min-groups", type=int, default=1)
     return parser.parse_args()
+
+
+def faults(given: argparse.Namespace) -> thinwire.Faults:
+    if given.defaults:
+        return thinwire.Faults()
+    return thinwire.Faults(min_groups=given.min_groups, timeout=given.timeout, skip_after=given.skip_after)
+
+
+def steps(
+    replica: thinwire.Replica, total: int, *, folder: Path | None, save_every: int | None, scheduler: LambdaLR
+) -> Iterator[int]:
+    """Yield the steps that are left; saves come before a step, where a group that joins begins too."""
+    parts = scheduler.optimizer.param_groups
+    if folder is not None and not replica.step and (saved := checkpoint.find(folder)):
+        replica.load(saved)
+    while replica.step < total:
+        if folder is not None and save_every and replica.step and not replica.step % save_every:
+            replica.save(checkpoint.at_step(folder, replica.step))
+        for part, rate, factor in zip(parts, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+            part["lr"] = rate * factor(replica.step)
+        yield replica.step
+
+
+def averaged_bytes(replica: thinwire.Replica) -> int:
+    """Return the bytes of gradients and parameters that this group has sent to others; votes are not among them."""
+    return sum(map(replica.traffic.slow_bytes_for, ("gradients", "merge")))
 
 
 def init_plainly(group: int, groups: int) -> None:

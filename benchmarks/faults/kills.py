@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from launch import Groups, print_rows
+from launch import Groups, Step, print_rows
 
 
 def arguments() -> argparse.Namespace:
@@ -75,9 +75,9 @@ def _is_near_the_end(groups: Groups, steps: int) -> bool:
     return any(lines and lines[-1][0] > 0.9 * steps for lines in groups.steps().values())
 
 
-def _alone(lines: list[tuple[int, float, bool]]) -> int:
-    """Steps since the last one in which something was sent."""
-    return next((since for since, (_, _, sent) in enumerate(reversed(lines)) if sent), len(lines))
+def _alone(lines: list[Step]) -> int:
+    """Steps since the last one in which groups averaged."""
+    return next((since for since, step in enumerate(reversed(lines)) if step.averages), len(lines))
 
 
 if __name__ == "__main__":
