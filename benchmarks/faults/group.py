@@ -16,7 +16,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 
 import thinwire
 from thinwire.jobs import Job
-from thinwire.train import checkpoint
 from thinwire.train.batcher import Batcher
 from thinwire.train.schedule import scheduled
 
@@ -55,7 +52,7 @@ def main() -> None:
     log = (given.out / f"{group}-{os.getpid()}.jsonl").open("w", buffering=1)
     stalls = random.Random(given.seed)
     folder = given.out / "saves" if given.save_every else None
-    for step in steps(replica, given.steps, folder=folder, save_every=given.save_every or None, scheduler=scheduler):
+    for step in replica.steps(given.steps, folder=folder, save_every=given.save_every or None, scheduler=scheduler):
         sent = averaged_bytes(replica)
         x, y = batcher.batch(step)
         loss = recipe.task.loss(replica(x), y)
@@ -100,21 +97,6 @@ def faults(given: argparse.Namespace) -> thinwire.Faults:
     if given.defaults:
         return thinwire.Faults()
     return thinwire.Faults(min_groups=given.min_groups, timeout=given.timeout, skip_after=given.skip_after)
-
-
-def steps(
-    replica: thinwire.Replica, total: int, *, folder: Path | None, save_every: int | None, scheduler: LambdaLR
-) -> Iterator[int]:
-    """Yield the steps that are left; saves come before a step, where a group that joins begins too."""
-    parts = scheduler.optimizer.param_groups
-    if folder is not None and not replica.step and (saved := checkpoint.find(folder)):
-        replica.load(saved)
-    while replica.step < total:
-        if folder is not None and save_every and replica.step and not replica.step % save_every:
-            replica.save(checkpoint.at_step(folder, replica.step))
-        for part, rate, factor in zip(parts, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-            part["lr"] = rate * factor(replica.step)
-        yield replica.step
 
 
 def averaged_bytes(replica: thinwire.Replica) -> int:
