@@ -19,7 +19,7 @@ from thinwire.comm.ledger import Ledger
 from thinwire.comm.topology import Topology
 from thinwire.compiling import Recompilations, compile_in_place
 from thinwire.elastic.recovery import Recovery
-from thinwire.errors import AbandonedSaveError, CollectiveError, GivenUpError, LostError, SaveError, ThinwireError
+from thinwire.errors import AbandonedSaveError, CollectiveError, LostError, SaveError, ThinwireError
 from thinwire.factor.export import to_plain
 from thinwire.factor.layers import mark_as_read, weight_was_read
 from thinwire.guards import (
@@ -282,10 +282,10 @@ class Replica(nn.Module):
         agree_on_buffers(self._method)
         self._agree_on_read_weights()
 
-    def rejoin(self, error: GivenUpError) -> None:
-        """Join again after this group was given up, and take over what the others have come to."""
-        assert self._recovery is not None, "only with faults="
-        self._recovery.rejoin(error)
+    def before_step(self) -> None:
+        """Where `steps()` begins a round: groups join here; collective."""
+        if self._recovery is not None:
+            self._recovery.before_step()
 
     @property
     def joined_late(self) -> bool:
@@ -362,7 +362,8 @@ class Replica(nn.Module):
         self._refuse_finished("save()")
         self._refuse_other_flags()
         found: list[Files] = []
-        self._together(lambda: found.append(self._captured()), "save()", changes=False)
+        if not self._together(lambda: found.append(self._captured()), "save()", changes=False):
+            raise LostError("this group was given up and cannot save; start it again to join")
         return found[-1]
 
     def _captured(self) -> Files:
@@ -392,7 +393,8 @@ class Replica(nn.Module):
         self._refuse_finished("load()")
         self._refuse_other_flags()
         self.wait_for_save()
-        self._together(lambda: self._load(folder, check=check), "load()", changes=False)
+        if not self._together(lambda: self._load(folder, check=check), "load()", changes=False):
+            raise LostError("this group was given up while it loaded a save; start it again to join")
         self._stepping.expect_changes()
 
     def resume(self, folder: Path | str) -> Path | None:
@@ -409,7 +411,8 @@ class Replica(nn.Module):
 
         self._refuse_finished("resume()")
         self.wait_for_save()
-        self._together(load, "load()", changes=False)
+        if not self._together(load, "load()", changes=False):
+            raise LostError("this group was given up while it loaded a save; start it again to join")
         self._stepping.expect_changes()
         return found[-1]
 
@@ -593,12 +596,12 @@ class Replica(nn.Module):
         if not self._is_skipped:
             _call_all(self._method.context.after_update, optimizer)
 
-    def _together(self, work: Callable[[], None], call: str, *, changes: bool = True, last: bool = False) -> None:
-        """Do work that all groups do together; if one is lost, the others do it again."""
-        if self._recovery is None:
-            work()
-        else:
-            self._recovery.together(work, call, changes=changes, last=last)
+    def _together(self, work: Callable[[], None], call: str, *, changes: bool = True, last: bool = False) -> bool:
+        """Do work that all groups do together; if one is lost, the others do it again. Whether it was done here."""
+        if self._recovery is not None:
+            return self._recovery.together(work, call, changes=changes, last=last)
+        work()
+        return True
 
     def _keep_baseline(self) -> None:
         """A world of another size takes the next steps."""

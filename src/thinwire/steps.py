@@ -1,7 +1,7 @@
 """The loop that every worker walks through alike, also one that joins in the middle: `for step in replica.steps(…)`.
 
 What all groups do together comes before a step, never after it: that is where a group that joins begins, as the others
-do. So in each round: go by `replica.step`, stop if all stop, save if it is due, set the learning rate, yield.
+do. So in each round: let others in, go by `replica.step`, stop if all stop, save if it is due, set the rate, yield.
 """
 
 import logging
@@ -15,7 +15,7 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from thinwire import saves
-from thinwire.errors import ConfigError, GivenUpError, SaveError
+from thinwire.errors import ConfigError, SaveError
 from thinwire.stopping import EXIT_CODE, SIGNALS
 from thinwire.store import write_tensors
 
@@ -57,15 +57,16 @@ class _Loop:
     def steps(self) -> Iterator[int]:
         replica = self.replica
         self._resume()
-        while replica.step < self.total:
+        while True:
+            replica.before_step()  # a group that was given up may be elsewhere then
+            step = replica.step
+            if step >= self.total:
+                return
             if replica.stop_requested():
                 self._stop()
                 return
-            step = replica.step
             if self._is_due(step):
                 self._save(step)
-                if replica.step != step:  # this group was given up meanwhile and is elsewhere now
-                    continue
             self._set_rate(step)
             yield step
 
@@ -96,8 +97,6 @@ class _Loop:
                 raise
             if not self.replica.topology.rank:
                 log.warning("%s; training goes on", error)
-        except GivenUpError as error:
-            self.replica.rejoin(error)
 
     def _stop(self) -> None:
         """After a signal: save and end the process; after `stop()` there is nothing to do."""

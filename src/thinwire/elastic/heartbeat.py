@@ -30,7 +30,7 @@ from thinwire.errors import CollectiveError, ThinwireError
 
 log = logging.getLogger("thinwire")
 
-BEAT_S = 0.5
+_BEAT_S = 0.5
 _LEAST_S = 0.05
 _DIFFERENT_S = 2.0
 """For so long workers may seem to wait in different calls: what others do is known with a delay of a beat or two."""
@@ -196,7 +196,7 @@ class Heartbeat(Watch):
 
     def _once(self) -> None:
         now = time.monotonic()
-        if now - self._looked > max(4 * BEAT_S, self._faults.silence / 2):
+        if now - self._looked > max(4 * _BEAT_S, self._faults.silence / 2):
             for peer in self._peers.values():  # this process stood still, not the others
                 peer.since = now
         self._looked = now
@@ -266,7 +266,7 @@ class Heartbeat(Watch):
     def _pause(self) -> float:
         """Seconds between two looks at the store; short enough to notice in time that others wait."""
         after = self._faults.skip_after
-        return BEAT_S if after is None else min(BEAT_S, max(_LEAST_S, after / 4))
+        return _BEAT_S if after is None else min(_BEAT_S, max(_LEAST_S, after / 4))
 
     _warned = False
 

@@ -45,7 +45,7 @@ from thinwire.comm.sent import Ranks
 from thinwire.comm.topology import Topology
 from thinwire.comm.watch import attempt
 from thinwire.config.faults import Faults
-from thinwire.elastic.heartbeat import BEAT_S, Heartbeat
+from thinwire.elastic.heartbeat import Heartbeat
 from thinwire.elastic.store import Meeting, Store, StoreLostError
 from thinwire.errors import CollectiveError, ConfigError, GivenUpError, LostError, one_line
 
@@ -136,7 +136,7 @@ class Membership:
         key = f"slot/{self.slot.group}/{self.slot.worker}"
         if (text := self.store.get(key)) is not None:
             before = json.loads(text)
-            self.heartbeat.follow([before["process"]])
+            self.heartbeat.follow([before["process"], *self._members(self.store.get("run") or "")])
             if self._is_alive([before["process"]]):
                 raise ConfigError(
                     f"worker {self.slot.worker} of group {self.slot.group} is running already: process {before['pid']} "
@@ -158,14 +158,10 @@ class Membership:
             )
 
     def _is_alive(self, processes: Sequence[str]) -> bool:
-        """Whether one of them beats; waits until that is known."""
-        end = time.monotonic() + self.faults.silence + 2 * BEAT_S
-        while time.monotonic() < end:
+        """Whether one of them beats; waits until that is known, which it is from the start of following them on."""
+        while not all(map(self.heartbeat.gone, processes)):
             if any(map(self.heartbeat.is_beating, processes)):
                 return True
-            known = [self.heartbeat.of(process) for process in processes]
-            if all(beat is not None and beat.left for beat in known):
-                return False
             time.sleep(_POLL_S)
         return False
 
@@ -177,10 +173,14 @@ class Membership:
         return self.store.first("run", uuid.uuid4().hex[:8], instead_of=run)
 
     def _is_over(self, run: str) -> bool:
-        over, now = self.store.get_all([f"{run}/over", f"{run}/now"])
-        members = [process for own in self._groups_of(int(now or 0), run).values() for process in own]
+        members = self._members(run)
         self.heartbeat.follow(members)
-        return over is not None or (bool(members) and not self._is_alive(members))
+        return self.store.get(f"{run}/over") is not None or (bool(members) and not self._is_alive(members))
+
+    def _members(self, run: str) -> list[str]:
+        """The processes of a run's last generation; none if it has not begun."""
+        now = int(self.store.get(f"{run}/now") or 0)
+        return [process for own in self._groups_of(now, run).values() for process in own]
 
     def _met(self, end: float) -> bool:
         """Wait until all groups are here to begin a run; False if they began another one."""

@@ -34,6 +34,7 @@ from thinwire.methods.merging import restored
 
 log = logging.getLogger("thinwire")
 
+_STEP = "a step"
 _TRIES = 3
 """So often in a row a call may fail although no group is lost, and a group may be given up before it takes part."""
 
@@ -47,7 +48,10 @@ class Recovery:
         self.votes = 0
         """Votes that this worker has seen complete."""
         self._lets_in = False  # as of the last vote, a group waits to be let in
-        self._in_vain = self._given_up = 0
+        self._in_vain = self._rejoins = 0
+        self._given_up: GivenUpError | None = None
+        self.by_steps = False
+        """Whether the script loops over `steps()`: groups then join before a step, else after one."""
         self.on_regroup: list[Callable[[], None]] = []
         """Called when other groups are to come, while those before are still known."""
         self.on_lost: list[Callable[[], None]] = []
@@ -70,20 +74,42 @@ class Recovery:
         self._open()
         self._take()
 
-    def rejoin(self, error: GivenUpError) -> None:
-        """Join again after this group was given up: it was frozen, cut off or too slow, and is here."""
-        method, group = self.method, self.membership.slot.group
-        self._given_up += 1
-        if self._given_up > _TRIES:
-            raise LostError(f"group {group} was given up {self._given_up} times in a row: {error}") from None
-        log.warning("after step %d: %s; it does so by itself", method.step, error)
+    def rejoin(self) -> None:
+        """Join again if this group was given up: it was frozen, cut off or too slow, and is here."""
+        error, self._given_up = self._given_up, None
+        if error is None:
+            return
+        method, group, step = self.method, self.membership.slot.group, self.method.step
+        self._rejoins += 1
+        if self._rejoins > _TRIES:
+            raise LostError(f"{error}; that was the {self._rejoins}th time in a row") from None
         _call_all([*self.on_regroup, *self.on_lost])
-        step, self.joined_late = method.step, True
         method.abandon_pending()
         self.membership.leave_world()
         self.membership.join_and(self._open_and_take)
-        self._lets_in = False
+        method.gradients.throw_away()
+        self._lets_in, self.joined_late = False, True
         log.warning("group %d is back, at step %d instead of %d", group, method.step, step)
+
+    def _note_given_up(self, error: GivenUpError) -> None:
+        """Go on with the script up to the next step, where this group can join again."""
+        log.warning("after step %d: %s; it does so by itself", self.method.step, error)
+        error.__traceback__ = error.__context__ = None
+        self._given_up = error
+
+    def before_step(self) -> None:
+        """In a loop over `steps()`: here a group that was given up joins again, and others are let in.
+
+        All that a script does after a step is done by then, and nothing that it does before the next one.
+        """
+        self.by_steps = True
+        self.rejoin()
+        if self._lets_in:
+            try:
+                self._regroup(None, ready=False, admits=True)
+            except GivenUpError as error:
+                self._note_given_up(error)
+                self.rejoin()
 
     def close(self) -> None:
         """Leave the run; the others learn of it at once."""
@@ -93,18 +119,21 @@ class Recovery:
 
     def before_update(self) -> bool:
         """Whether the step may be taken; collective where gradients were exchanged."""
-        try:
-            return self._before_update()
-        except GivenUpError as error:
-            self.rejoin(error)
-            self.method.gradients.throw_away()
-            return False
+        if self._given_up is None:
+            try:
+                return self._before_update()
+            except GivenUpError as error:
+                self._note_given_up(error)
+        self.method.gradients.throw_away()
+        if not self.by_steps:
+            self.rejoin()
+        return False
 
     def _before_update(self) -> bool:
         gradients = self.method.gradients
         if gradients.code is None or len(self.method.topology.groups) == 1:
             return True
-        with self.membership.heartbeat.joint("a step"):
+        with self.membership.heartbeat.joint(_STEP):
             lost, ready = gradients.lost, gradients.lost is None
             if ready:
                 lost = self._vote()
@@ -128,7 +157,9 @@ class Recovery:
         try:
             self._end_step()
         except GivenUpError as error:
-            self.rejoin(error)
+            self._note_given_up(error)
+        if not self.by_steps:
+            self.rejoin()
 
     def _end_step(self) -> None:
         method, votes = self.method, self.votes
@@ -138,13 +169,14 @@ class Recovery:
         if self._trains_apart and self.membership.faults.skip_after is not None:
             self._leave_out_if_late()
         if method.meets_next:
-            self.together(self._count_and_end, "a step")
+            if not self.together(self._count_and_end, _STEP):
+                return
         else:
             self._until_done(self._count_and_end, again=method.settle)
         if len(method.topology.groups) == 1:  # with nobody to average with there was no vote
             self._vote()
         self._leave_if_told(after_average=self.votes > votes)
-        if self._lets_in:  # here all are at the same place of their scripts, which is where whoever joins begins
+        if self._lets_in and not self.by_steps:  # all are at the same place of their scripts: where who joins begins
             self._regroup(None, ready=False, admits=True)
 
     @property
@@ -180,14 +212,25 @@ class Recovery:
 
     # What groups do together.
 
-    def together(self, work: Callable[[], None], call: str, *, changes: bool = True, last: bool = False) -> None:
-        """Do work that all groups do together, on all of them or on none.
+    def together(self, work: Callable[[], None], call: str, *, changes: bool = True, last: bool = False) -> bool:
+        """Do work that all groups do together, on all of them or on none; whether it was done.
 
-        If it `changes` nothing, there is no copy. Who has seen the `last` one leaves, and says so.
+        If it `changes` nothing, there is no copy. Who has seen the `last` one leaves, and says so. A group that was
+        given up has no part in it; at the end of a run it is lost.
         """
-        with self.membership.heartbeat.joint(call):
-            while not self._tried_together(work, changes=changes, last=last):
-                pass
+        if self._given_up is None:
+            try:
+                with self.membership.heartbeat.joint(call):
+                    while not self._tried_together(work, changes=changes, last=last):
+                        pass
+                return True
+            except GivenUpError as error:
+                self._note_given_up(error)
+        if last:
+            raise LostError(f"{self._given_up}; it has no part in {call}")
+        if call != _STEP:
+            log.warning("group %d has no part in %s: it was given up", self.membership.slot.group, call)
+        return False
 
     def _tried_together(self, work: Callable[[], None], *, changes: bool, last: bool) -> bool:
         copies: list[Undo] = []
@@ -217,7 +260,8 @@ class Recovery:
                 merge_into(short)
                 merged[:] = [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
 
-        self.together(look, "merged()", changes=False)
+        if not self.together(look, "merged()", changes=False):
+            return  # this group evaluates what it has
         stack.enter_context(restored(model))
         with torch.no_grad():
             for t, value in zip((*model.parameters(), *model.buffers()), merged, strict=True):
@@ -244,7 +288,7 @@ class Recovery:
         if lost is None:
             self._count_votes(self.votes + 1)
             self._lets_in = bool(wants)
-            self._in_vain = self._given_up = 0
+            self._in_vain = self._rejoins = 0
         return lost
 
     def _count_votes(self, votes: int) -> None:
