@@ -10,6 +10,8 @@ Four groups train digits and save every 25 steps. Faults come at random moments:
     pause        a group is frozen with SIGSTOP for 1 to 30 s
     freeze       a group is frozen for good; after 40 s its launcher kills it and starts it again
     store        the store is killed, and started again on the same port after 0.2 to 10 s
+    store-pause  the store is frozen for 1 to 10 s
+    pause-all    all groups are frozen at once, for 1 to 30 s
     all          all groups are killed at once, and started again on the same store
     all+store    the store too
 
@@ -40,9 +42,12 @@ from launch import Groups, Step
 import thinwire
 
 METHODS = "ab,localsgd:every=8,diloco:every=8,daso,oialr,topk,powersgd,onebit,allreduce,ab-paper"
-KINDS = {"kill": 6, "pause": 4, "freeze": 2, "store": 3, "all": 2, "all+store": 1}
+KINDS = {"kill": 6, "pause": 4, "freeze": 2, "store": 3, "store-pause": 2, "pause-all": 1, "all": 2, "all+store": 1}
 """How often each fault is drawn."""
-LENGTHS = {"kill": (0.2, 15), "pause": (1, 30), "freeze": (40, 40), "store": (0.2, 10), "all": (0.5, 5)}
+LENGTHS = {
+    **{"kill": (0.2, 15), "pause": (1, 30), "freeze": (40, 40), "store": (0.2, 10), "all": (0.5, 5)},
+    **{"store-pause": (1, 10), "pause-all": (1, 30)},
+}
 """Seconds until a group goes on or is started again."""
 ONE = ("kill", "pause", "freeze")
 """Faults that hit one group."""
@@ -245,6 +250,7 @@ class Run:
     def _begin(self, fault: Fault) -> None:
         self.faults.append(fault)
         acts = {"kill": self._kill, "pause": self._pause, "freeze": self._freeze, "store": self._store}
+        acts |= {"store-pause": self._pause_store, "pause-all": self._pause_all}
         acts.get(fault.plan.kind, self._all)(fault)
         self.event = time.time()
 
@@ -289,6 +295,29 @@ class Run:
     def _store(self, fault: Fault) -> None:
         self.groups.kill_store()
         self._later(fault.plan.length, None, lambda: self._store_up(fault))
+
+    def _pause_store(self, fault: Fault) -> None:
+        self.groups.store.send_signal(signal.SIGSTOP)
+
+        def thaw() -> None:
+            self.groups.store.send_signal(signal.SIGCONT)
+            fault.until = time.time()
+
+        self._later(fault.plan.length, None, thaw)
+
+    def _pause_all(self, fault: Fault) -> None:
+        now = set(self.groups.running) - self.frozen
+        self.frozen |= now
+        for group in now:
+            self.groups.signal(group, signal.SIGSTOP)
+
+        def thaw() -> None:
+            self.frozen -= now
+            for group in now:
+                self.groups.signal(group, signal.SIGCONT)
+            fault.until = time.time()
+
+        self._later(fault.plan.length, None, thaw)
 
     def _all(self, fault: Fault) -> None:
         store = fault.plan.kind == "all+store"
