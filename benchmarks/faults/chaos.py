@@ -24,6 +24,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import random
 import re
 import shutil
@@ -45,8 +46,13 @@ METHODS = "ab,localsgd:every=8,diloco:every=8,daso,oialr,topk,powersgd,onebit,al
 KINDS = {"kill": 6, "pause": 4, "freeze": 2, "store": 3, "store-pause": 2, "pause-all": 1, "all": 2, "all+store": 1}
 """How often each fault is drawn."""
 LENGTHS = {
-    **{"kill": (0.2, 15), "pause": (1, 30), "freeze": (40, 40), "store": (0.2, 10), "all": (0.5, 5)},
-    **{"store-pause": (1, 10), "pause-all": (1, 30)},
+    "kill": (0.2, 15),
+    "pause": (1, 30),
+    "freeze": (40, 40),
+    "store": (0.2, 10),
+    "all": (0.5, 5),
+    "store-pause": (1, 10),
+    "pause-all": (1, 30),
 }
 """Seconds until a group goes on or is started again."""
 ONE = ("kill", "pause", "freeze")
@@ -297,10 +303,10 @@ class Run:
         self._later(fault.plan.length, None, lambda: self._store_up(fault))
 
     def _pause_store(self, fault: Fault) -> None:
-        self.groups.store.send_signal(signal.SIGSTOP)
+        os.kill(self.groups.store.pid, signal.SIGSTOP)
 
         def thaw() -> None:
-            self.groups.store.send_signal(signal.SIGCONT)
+            os.kill(self.groups.store.pid, signal.SIGCONT)
             fault.until = time.time()
 
         self._later(fault.plan.length, None, thaw)
