@@ -179,7 +179,9 @@ def different_calls(group: int, worker: int, config: Any, out: str) -> Any:
             replica.save(out)
 
 
-@pytest.mark.parametrize("config", [AllReduce(), LocalSGD(every=5)], ids=["allreduce", "apart"])
+@pytest.mark.parametrize(
+    "config", [pytest.param(AllReduce(), marks=pytest.mark.slow), LocalSGD(every=5)], ids=["allreduce", "apart"]
+)
 def test_groups_in_different_calls_are_refused_by_name_on_all(config: Any, tmp_path: Path) -> None:
     began = time.monotonic()
     found = Launchers(different_calls, 3, 1, config, str(tmp_path / "save")).collect(timeout=200)
@@ -508,16 +510,21 @@ def test_groups_that_are_all_told_to_leave_save_and_stop(tmp_path: Path) -> None
 
 
 def stops_early(rank: int, config: Any) -> tuple[int, str]:
-    """Rank 1 asks for a stop after its step 7."""
-    model = small.mlp()
-    optimizer = small.sgd(model)
-    replica = thinwire.attach(model, optimizer, config)
-    for step in replica.steps(10_000):
-        small.step(replica, optimizer, rank, step)
-        if rank == 1 and step == 7:
-            replica.stop("the loss rose")
-    assert replica.stopped_by == "the loss rose"
-    return replica.step, small.model_bits(replica.finish())
+    """Rank 1 asks for a stop after its step 7; another replica of the same process is not meant."""
+    for asks in (True, False):
+        model = small.mlp()
+        optimizer = small.sgd(model)
+        replica = thinwire.attach(model, optimizer, config)
+        for step in replica.steps(10_000 if asks else 20):
+            small.step(replica, optimizer, rank, step)
+            if asks and rank == 1 and step == 7:
+                replica.stop("the loss rose")
+        found = replica.stopped_by, replica.step, small.model_bits(replica.finish())
+        if asks:
+            assert found[0] == "the loss rose"
+            first = found[1:]
+    assert found[:2] == (None, 20)
+    return first
 
 
 @pytest.mark.parametrize("config", [AllReduce(), LocalSGD(every=50)], ids=["in step", "apart"])

@@ -19,6 +19,7 @@ from thinwire.comm.ledger import Ledger
 from thinwire.comm.topology import Topology
 from thinwire.compiling import Recompilations, compile_in_place
 from thinwire.elastic.recovery import Recovery
+from thinwire.elastic.stop import ElasticStop
 from thinwire.errors import AbandonedSaveError, CollectiveError, LostError, SaveError, ThinwireError
 from thinwire.factor.export import to_plain
 from thinwire.factor.layers import mark_as_read, weight_was_read
@@ -44,7 +45,7 @@ from thinwire.settings import describe as describe_config
 from thinwire.shards import ShardedModel, whole_of
 from thinwire.stepping import Stepping
 from thinwire.steps import iterate, rescue
-from thinwire.stopping import Stop, handle_signals, request
+from thinwire.stopping import Stop, handle_signals, next_number
 from thinwire.uneven import Joining, refuse_joining
 
 log = logging.getLogger("thinwire")
@@ -75,6 +76,7 @@ class Replica(nn.Module):
         self._shows_merged = False
         self._save: Save | None = None
         self._stop: Stop | None = None
+        self._stop_number = next_number()  # here, where all workers are: some may ask for a stop before others look
         self._recompiles = Recompilations()
         self.averages: list[nn.Module] = []
         """Moving averages of this replica, which saves include."""
@@ -169,7 +171,7 @@ class Replica(nn.Module):
 
         `steps()` then ends, and `stop_requested()` is True, on all workers.
         """
-        request(why)
+        self._stops.asked = why
 
     def stop_requested(self) -> bool:
         """Whether a signal or `stop()` has asked for a stop: leave the loop; collective, but sends nothing.
@@ -178,17 +180,20 @@ class Replica(nn.Module):
         process but are noted here, and a second one ends it at once.
         """
         handle_signals()
-        if self._recovery is not None:
-            return self._recovery.stop.now(self.step)
-        if self._stop is None:
-            self._stop = Stop(self.wire)
-        return self._stop.now()
+        return self._stops.now(self.step)
 
     @property
     def stopped_by(self) -> str | None:
         """What asked for a stop, such as "SIGTERM" or what was given to `stop()`."""
-        stop = self._stop if self._recovery is None else self._recovery.stop
-        return None if stop is None else stop.why
+        return self._stops.why
+
+    @property
+    def _stops(self) -> Stop | ElasticStop:
+        if self._recovery is not None:
+            return self._recovery.stop
+        if self._stop is None:
+            self._stop = Stop(self.wire, self._stop_number)
+        return self._stop
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:

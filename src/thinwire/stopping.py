@@ -36,6 +36,11 @@ _requested: list[str] = []
 _numbers = itertools.count(1)
 
 
+def next_number() -> int:
+    """Reserve a number for a `Stop`, the same on all workers."""
+    return next(_numbers)
+
+
 def request(why: str) -> None:
     """Ask for a stop after the current step, of all workers of this job; from any thread."""
     _requested.append(why)
@@ -91,10 +96,14 @@ def _listen(heard: socket.socket) -> None:
 
 
 class Stop:
-    """Whether the workers of a job stop now; one worker's end of it. Making one is collective: all make as many."""
+    """Whether the workers of a job stop now; one worker's end of it."""
 
-    def __init__(self, wire: Wire) -> None:
-        self._world, number = wire.topology.world, next(_numbers)
+    def __init__(self, wire: Wire, number: int) -> None:
+        """`number` is `next_number()`, which all workers have called equally often."""
+        self._world = wire.topology.world
+        self.asked: str | None = None
+        """Why this worker asks for a stop, if no signal does."""
+        self._request = f"{_ASKED}/{number}"
         self._keys = [f"{_ASKED}/{number}/{rank}" for rank in self._world]
         self._own = self._keys[wire.topology.rank]
         self._lock = threading.Lock()
@@ -112,12 +121,16 @@ class Stop:
     @property
     def why(self) -> str | None:
         """What asked for the stop."""
-        return requested() or self._why
+        return self._own_request or self._why
+
+    @property
+    def _own_request(self) -> str | None:
+        return requested() or self.asked
 
     def now(self, step: int = 0) -> bool:
         """Whether this step was the last; all workers ask after each step, and get the same answer."""
         if self._thread is None:
-            return requested() is not None
+            return self._own_request is not None
         with self._lock:
             self._taken += 1
             if self._noted is None:
@@ -135,9 +148,9 @@ class Stop:
     def _watch(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone, and so is the job
             while not self._ended.wait(_LOOK_S):
-                self._why = process_groups.posted(_ASKED)
-                if self._why is None and (own := requested()) is not None:
-                    process_groups.post(_ASKED, own)
+                self._why = process_groups.posted(self._request)
+                if self._why is None and (own := self._own_request) is not None:
+                    process_groups.post(self._request, own)
                     self._why = own
                 if self._why is not None:
                     self._agree()

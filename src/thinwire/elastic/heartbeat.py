@@ -242,8 +242,11 @@ class Heartbeat(Watch):
             )
 
     def _interrupt_if_in_vain(self) -> None:
-        """Hang up if this worker waits for somebody who cannot come."""
-        if any(self.gone(mate) for mate in self._mates):
+        """Hang up if this worker waits for somebody who cannot come.
+
+        Inside its own group only for one that has left: one that is silent may hold Python's lock for a while.
+        """
+        if any((beat := self.of(mate)) is not None and beat.left for mate in self._mates):
             self.connections.hang_up(within=True)
         elif self.beat.call and (self.is_called or self._waits_in_vain()):
             self.connections.hang_up()

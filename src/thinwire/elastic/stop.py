@@ -32,6 +32,8 @@ class ElasticStop:
 
     def __init__(self, membership: Membership) -> None:
         self._membership, self._heartbeat = membership, membership.heartbeat
+        self.asked: str | None = None
+        """Why this worker asks for a stop, if no signal does."""
         self._lock = threading.Lock()
         self._step = 0
         self._noted: int | None = None
@@ -43,7 +45,7 @@ class ElasticStop:
     @property
     def why(self) -> str | None:
         """What asked for the stop."""
-        return self._why or requested()
+        return self._why or requested() or self.asked
 
     def now(self, step: int) -> bool:
         """Whether this step was the last; asked after each step, with the same answer on all workers."""
@@ -72,7 +74,7 @@ class ElasticStop:
         if self._membership.generation < 0:
             return
         why, last = store.get_all([f"{run}/stop", f"{run}/last"])
-        if why is None and (own := requested()) is not None and not self._would_leave(own):
+        if why is None and (own := requested() or self.asked) is not None and not self._would_leave(own):
             why = store.first(f"{run}/stop", own)
         if why is None:
             return

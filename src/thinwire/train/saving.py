@@ -10,7 +10,7 @@ from pathlib import Path
 
 from thinwire import saves
 from thinwire.errors import ConfigError, SaveError, one_line
-from thinwire.stopping import Stop
+from thinwire.stopping import Stop, next_number
 from thinwire.train import checkpoint, folder
 from thinwire.train.run import Run
 
@@ -47,7 +47,7 @@ def save_and_wait(run: Run) -> None:
 @contextmanager
 def stopping(run: Run) -> Iterator[Stop]:
     """Follow requests to stop; collective."""
-    stop = Stop(run.replica.wire)
+    stop = Stop(run.replica.wire, next_number())
     try:
         yield stop
     finally:
