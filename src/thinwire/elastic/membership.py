@@ -122,7 +122,7 @@ class Membership:
         end = time.monotonic() + self.faults.start
         while True:
             self.run = self._find_run()
-            if self._key("0/groups") is not None:
+            if self._has_begun:
                 log.info("group %d joins a run that is under way", self.slot.group)
                 if self._joined_and(work):
                     return
@@ -130,6 +130,11 @@ class Membership:
                 if (lost := attempt(work)) is not None:
                     raise LostError(f"a group was lost while the run began ({lost}); start all groups again")
                 return
+
+    @property
+    def _has_begun(self) -> bool:
+        """A store that has been away knows only the generation that is going on."""
+        return any(text is not None for text in self.store.get_all([f"{self.run}/now", f"{self.run}/0/groups"]))
 
     def _claim_slot(self) -> None:
         """Refuse a second process in this slot; one that has died is silent."""
@@ -188,8 +193,16 @@ class Membership:
         self._report(0, Report(self.process, self.slot.workers))
         key, said = f"{self.run}/0/groups", began
         while self.store.get(key) is None:
-            if (self.store.get("run") or self.run) != self.run:
+            run, now = self.store.get_all(["run", f"{self.run}/now"])
+            if run not in (None, self.run):
                 return False
+            if now is not None:  # it has begun, perhaps just now and with this group: the list was written first
+                if self.store.get(key) is None:
+                    return False
+                continue
+            if run is None:
+                self.store.first("run", self.run)  # the store has been away
+                self._report(0, Report(self.process, self.slot.workers))
             here = self._here(0, range(self._expected))
             if len(here) == self._expected:
                 self.store.first(f"{self.run}/about", json.dumps(self._about))
