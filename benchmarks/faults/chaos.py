@@ -415,7 +415,7 @@ class Run:
         down = max([0.0, *ups]) + round_seconds(steps)
         limit, most = down + PROMISED_S + self.given.timeout / 3, down + 2 * self.given.timeout
         longest = gap(fault, steps, end)
-        others = [death for death in self.deaths if death[1] not in fault.groups and fault.at < death[0] < end]
+        others = [death for death in self.deaths if fault.at < death[0] < end and not self._was_away(death, steps)]
         row = {"row": "fault", **self.about, "number": number, "kind": fault.plan.kind, "groups": fault.groups}
         row |= {"step": fault.step, "phase": fault.phase, "length": round(fault.plan.length, 2), "away": fault.away}
         row |= {"seconds": _since(fault, on), "back": _since(fault, again), "gap": longest}
@@ -431,6 +431,12 @@ class Run:
         row |= {"lost saves": lost, "deaths": len(self.deaths), "left behind": left}
         row |= {"said": sorted({said for _, _, said in self.deaths})[:3], "seconds": round(time.time() - self.start)}
         return row | {"well": self.ended == "finished" and models == 1 and not lost and not left}
+
+    def _was_away(self, death: tuple[float, int, str], steps: Steps) -> bool:
+        """Whether a fault had hit the group that ended, and it was not back yet."""
+        at, group, _ = death
+        own = [fault for fault in self.faults if group in fault.groups and fault.at < at]
+        return any((again := back(fault, steps)) is None or at < again for fault in own)
 
     def _last_moment(self, steps: Steps) -> float:
         """Return when groups last averaged; where they hang, now."""
