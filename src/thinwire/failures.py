@@ -22,8 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from thinwire.comm.losses import is_loss
-from thinwire.comm.missing import uneven_batches
+from thinwire.comm.missing import is_loss, note_uncaught, uneven_batches
 from thinwire.errors import ConfigError, ConsequenceError, Stopped, ThinwireError, is_refusal, one_line
 from thinwire.files import parse_json
 from thinwire.schema import ANY, COUNT, TEXT, wrong
@@ -143,7 +142,9 @@ def as_worker() -> Iterator[None]:
         report = {"time": time.time_ns(), "kind": "stopped", "message": str(stopped)}
         _report_and_exit(Path(error_dir), report, code=0)  # torchrun waits for the others then, and kills none
     except Exception as error:
-        _report_and_exit(Path(error_dir), {"time": time.time_ns(), "kind": _kind(error), "message": _message(error)})
+        report = {"time": time.time_ns(), "kind": _kind(error), "message": _message(error)}
+        note_uncaught(error)  # before this process ends, and its connections close
+        _report_and_exit(Path(error_dir), report)
 
 
 def _kind(error: Exception) -> str:

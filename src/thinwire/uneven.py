@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from thinwire.comm import process_groups
 from thinwire.config import AB, AllReduce, DiLoCo, LocalSGD, OneBit, PowerSGD
 from thinwire.errors import ConfigError, DisagreementError
 from thinwire.joining import load_values, pack, unpack, values_of
@@ -150,6 +151,7 @@ class Joining:
         others = [rank for rank, each in enumerate(said) if each.trained < most]
         if together and others:
             self._give(last, others)
+        process_groups.note_meeting(self.method.topology.rank)  # whatever steps each has taken
         return together and self.method.topology.rank in others
 
     def _give(self, giver: int, takers: list[int]) -> None:

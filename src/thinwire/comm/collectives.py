@@ -68,9 +68,9 @@ class Wire:
         self._control = None
         if topology.world_size > 1:
             self._control = process_groups.control_group()
-            self.ledger.times.on_step = process_groups.StepNotes(topology.rank)
+            self.ledger.times.on_step = process_groups.step_notes(topology.rank)
             process_groups.register_holder(self)
-            missing.explain_uncaught(topology.rank, self.ledger.times)
+            missing.explain_uncaught(topology, self.ledger.times)
 
     def in_background(self) -> "Wire":
         """The same wire for another thread: its own process group between groups, and waiting for it is not timed."""
@@ -325,14 +325,9 @@ class Wire:
 
     def _meet(self, call: str, failed: BaseException | None) -> None:
         steps, why = self.ledger.times.steps, None if failed is None else one_line(failed)
-        number = process_groups.sign_in(self.topology.rank, call, steps, why)
-        try:
-            with missing.warn_if_slow(call, self.topology, number, steps):
-                dist.monitored_barrier(
-                    self._control, timeout=process_groups.timeout_of(self._control), wait_all_ranks=True
-                )
-        except RuntimeError as error:
-            raise missing.explained(call, self.topology, number, steps, error) from error
+        timeout, polls = process_groups.timeout_of(self._control), not self.outlives_groups
+        with missing.meeting(call, self.topology, steps, why, timeout, polls=polls) as (number, left):
+            dist.monitored_barrier(self._control, timeout=left, wait_all_ranks=True)
         if failed is None and (found := process_groups.failure(number)):
             raise OtherRankError(f"{call} failed on rank {found[0]}: {found[1]}")
 
