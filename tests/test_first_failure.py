@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import logging
 import os
 import resource
 import subprocess
@@ -145,29 +144,14 @@ def test_other_files_in_a_save_are_kept(tmp_path):
 # Uneven batches.
 
 
-def _waits_long(topology: Any) -> None:
-    """A long wait is logged with the missing rank."""
-    said: list[str] = []
-    missing._LONG_S = 0
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    missing.log.addHandler(handler)
-    with missing.warn_if_slow("finish()", topology, process_groups.sign_in(0, "finish()", 3), 3):
-        until(lambda: said, "the warning")
-    missing.log.removeHandler(handler)
-    assert said[0].startswith("rank 0 has waited 0 s in finish() for rank 1; ") and "drop_last=True" in said[0]
-
-
 def _uneven(rank: int, config: Any) -> dict[str, str]:
-    process_groups._STEPS_EVERY_S = 0
+    process_groups._NOTE_S = 0.05
     model = small.mlp()
     optimizer = small.sgd(model)
     replica = thinwire.attach(model, optimizer, config)
     try:
         list(small.walk(replica, optimizer, rank, 3 if rank == 0 else 5))
-        if rank == 0:
-            _waits_long(replica.topology)
-        until(lambda: rank == 1 or (process_groups.steps_begun(1) or 0) > 3, "the other rank's next step")
+        until(lambda: rank == 1 or ((other := process_groups.progress(1)) and other.step > 3), "the other's next step")
         replica.finish()
     except MissingRankError as error:
         return {"error": str(error)}
@@ -183,10 +167,10 @@ def _uneven(rank: int, config: Any) -> dict[str, str]:
 def test_different_numbers_of_batches_are_reported(config):
     early, late = gang.run(_uneven, 2, config, patience=4)
     assert "finish() is collective: every rank must call it, and rank 1 did not" in early["error"]
-    told = "ranks took different numbers of batches: rank 0 is here after 3 steps, rank 1 is in step 4 or later; give"
+    told = "ranks took different numbers of batches: rank 0 is here after 3 steps, rank 1 is in step 4 or later; put"
     assert told in early["error"]
-    assert "drop_last=True" in early["error"] and "Join does not apply" in early["error"]
-    told = "ranks took different numbers of batches: rank 0 came to finish() after 3 steps, rank 1 was in step 4; give"
+    assert "with replica.join():" in early["error"] and "drop_last=True" in early["error"]
+    told = "ranks took different numbers of batches: rank 0 came to finish() after 3 steps, rank 1 was in step 4; put"
     assert told in late["told"] and f"thinwire: {told}" in late["torch"]
 
 

@@ -3,6 +3,7 @@
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from thinwire import ConfigError
 from thinwire.cli import main
 from thinwire.loggers import NAMES, Log, Loggers, TensorBoard, chosen
 from thinwire.loggers.choice import _is_installed
-from thinwire.loggers.tracker import shown
+from thinwire.loggers.tracker import FILE, shown
 from thinwire.recipes import named
 from thinwire.train import fit
 
@@ -230,3 +231,66 @@ def test_the_share_of_waiting_is_of_the_time_so_far() -> None:
     assert all(isinstance(value, int | float) for value in replica.numbers().values())
     replica.detach()
     assert not torch.distributed.is_initialized()
+
+
+# Workers whose rank changes.
+
+
+class Ranked:
+    """What a `Log` sees of a replica."""
+
+    phase, phases = "local", ("local", "finished")
+
+    def __init__(self, rank: int) -> None:
+        self.topology = SimpleNamespace(rank=rank, world_size=2)
+        self.step = 0
+
+    def describe(self) -> dict[str, Any]:
+        return {"method": "localsgd", "config": {"every": 4}}
+
+    def numbers(self) -> dict[str, float]:
+        return {}
+
+
+def test_the_worker_that_becomes_rank_0_goes_on_in_the_same_run(tmp_path: Path) -> None:
+    replica, seen = Ranked(1), []
+    (tmp_path / FILE).write_text('{"wandb": "ab12"}')
+    with Log(replica, [seen.append], out=tmp_path) as log:  # type: ignore[arg-type]
+        log.step(loss=1.0)
+        assert not seen
+        replica.topology.rank, replica.step = 0, 7
+        log.step(loss=0.5)
+        assert [record["kind"] for record in seen] == ["begin", "step"] and seen[0]["resumed"]
+        assert seen[0]["step"] == seen[1]["step"] == 7 and seen[1]["loss"] == 0.5
+        replica.topology.rank = 1
+        log.step(loss=0.4)
+        log.evaluation(accuracy=0.5)
+        assert len(seen) == 2
+        replica.topology.rank = 0
+        log.step(loss=0.3)
+    assert [record["kind"] for record in seen] == ["begin", "step", "step", "end"]
+    assert (tmp_path / FILE).is_file(), "the trackers' ids belong to the same run"
+
+
+def test_rank_0_that_is_so_no_more_says_nothing_even_at_the_end(tmp_path: Path) -> None:
+    replica, seen = Ranked(0), []
+    with Log(replica, [seen.append], out=tmp_path) as log:  # type: ignore[arg-type]
+        replica.topology.rank = 1
+        log.step(loss=1.0)
+    replica.topology.rank = 0
+    log.step(loss=1.0)
+    assert [record["kind"] for record in seen] == ["begin"]
+
+
+def test_a_logger_that_cannot_go_on_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def unreachable(record: dict[str, Any]) -> None:
+        raise ConnectionError("no route to host")
+
+    replica = Ranked(1)
+    log = Log(replica, [unreachable], out=tmp_path)  # type: ignore[arg-type]
+    replica.topology.rank = 0
+    with caplog.at_level(logging.WARNING, "thinwire"):
+        log.step(loss=1.0)
+        log.step(loss=1.0)
+    (warned,) = [record.getMessage() for record in caplog.records]
+    assert warned.endswith("training does: ConnectionError: no route to host")

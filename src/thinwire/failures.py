@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from thinwire.comm.missing import uneven_batches
+from thinwire.comm.missing import is_loss, note_uncaught, uneven_batches
 from thinwire.errors import ConfigError, ConsequenceError, Stopped, ThinwireError, is_refusal, one_line
 from thinwire.files import parse_json
 from thinwire.schema import ANY, COUNT, TEXT, wrong
@@ -40,13 +40,6 @@ _FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d
 _STOPPED = re.compile(r"Sending process (\d+) closing signal")
 _RANK = re.compile(r"^\s*rank +: (\d+) \(local_rank")
 _EXIT = re.compile(r"^\s*exitcode +: (-?\d+) \(pid: (\d+)\)")
-
-# How gloo, nccl and torch's store say that another worker is gone; only to tell a cause from its consequences.
-_LOST = re.compile(
-    r"connection (was )?(likely )?(closed|reset|refused|aborted)|broken pipe|remote process exited|timed? ?out|"
-    r"pair closure|monitoredbarrier|socket|no route to host|network is unreachable",
-    re.IGNORECASE,
-)
 
 
 class WorkerError(ThinwireError, RuntimeError):
@@ -149,7 +142,9 @@ def as_worker() -> Iterator[None]:
         report = {"time": time.time_ns(), "kind": "stopped", "message": str(stopped)}
         _report_and_exit(Path(error_dir), report, code=0)  # torchrun waits for the others then, and kills none
     except Exception as error:
-        _report_and_exit(Path(error_dir), {"time": time.time_ns(), "kind": _kind(error), "message": _message(error)})
+        report = {"time": time.time_ns(), "kind": _kind(error), "message": _message(error)}
+        note_uncaught(error)  # before this process ends, and its connections close
+        _report_and_exit(Path(error_dir), report)
 
 
 def _kind(error: Exception) -> str:
@@ -159,7 +154,7 @@ def _kind(error: Exception) -> str:
         return "config"
     if isinstance(error, ThinwireError):
         return "cause"
-    return "lost" if isinstance(error, ConnectionError) or _LOST.search(str(error)) else "cause"
+    return "lost" if isinstance(error, ConnectionError) or is_loss(error) else "cause"
 
 
 def _message(error: Exception) -> str:

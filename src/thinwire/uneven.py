@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from thinwire.comm import process_groups
 from thinwire.config import AB, AllReduce, DiLoCo, LocalSGD, OneBit, PowerSGD
 from thinwire.elastic.handover import load_values, pack, rates_of, set_rates, unpack, values_of
 from thinwire.errors import ConfigError, DisagreementError
@@ -149,6 +150,7 @@ class Joining:
         others = [rank for rank, each in enumerate(said) if each.trained < most]
         if together and others:
             self._give(last, others)
+        process_groups.note_meeting(self.method.topology.rank)  # whatever steps each has taken
         return together and self.method.topology.rank in others
 
     def _give(self, giver: int, takers: list[int]) -> None:

@@ -79,10 +79,10 @@ class Wire:
             if topology.world_size > 1:
                 self._control = process_groups.control_group()
         if topology.world_size > 1:
-            if not self.outlives_groups:  # whose heartbeat says it
-                self.ledger.times.on_step = process_groups.StepNotes(topology.rank)
             process_groups.register_holder(self)
-            missing.explain_uncaught(topology.rank, self.ledger.times)
+            if not self.outlives_groups:  # whose heartbeat says where it is, and why it ends
+                self.ledger.times.on_step = process_groups.step_notes(topology.rank)
+                missing.explain_uncaught(topology, self.ledger.times)
 
     def in_background(self) -> "Wire":
         """The same wire for another thread: its own process group between groups, and waiting for it is not timed."""
@@ -334,7 +334,7 @@ class Wire:
         """
         if self.topology.world_size == 1:
             return
-        if self.outlives_groups and failed is None:  # without the store, which may be away, and without torch's advice
+        if self.outlives_groups:  # without the store, which may be away, and without torch's advice
             self._reduce(torch.zeros(1), dist.ReduceOp.MAX, "control")
             return
         sent = self.topology.star(self.topology.world, 4)
@@ -342,14 +342,9 @@ class Wire:
 
     def _meet(self, call: str, failed: BaseException | None) -> None:
         steps, why = self.ledger.times.steps, None if failed is None else one_line(failed)
-        number = process_groups.sign_in(self.topology.rank, call, steps, why)
-        try:
-            with missing.warn_if_slow(call, self.topology, number, steps):
-                dist.monitored_barrier(
-                    self._control, timeout=process_groups.timeout_of(self._control), wait_all_ranks=True
-                )
-        except RuntimeError as error:
-            raise missing.explained(call, self.topology, number, steps, error) from error
+        timeout = process_groups.timeout_of(self._control)
+        with missing.meeting(call, self.topology, steps, why, timeout) as (number, left):
+            dist.monitored_barrier(self._control, timeout=left, wait_all_ranks=True)
         if failed is None and (found := process_groups.failure(number)):
             raise OtherRankError(f"{call} failed on rank {found[0]}: {found[1]}")
 

@@ -83,3 +83,24 @@ def _sockets() -> dict[int, str]:
             if (name := os.readlink(entry)).startswith("socket:"):
                 found[int(entry.name)] = name
     return found
+
+
+def connection_to(port: int) -> tuple[int, str] | None:
+    """One of this process's connections to a port; None if there is none, or that is not known."""
+    for number, name in _sockets().items():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+            over_ip = connection.family in (socket.AF_INET, socket.AF_INET6)
+            if over_ip and connection.getpeername()[1] == port:
+                return number, name
+    return None
+
+
+def is_hung_up(number: int, name: str) -> bool:
+    """Whether the other side has closed a connection; takes nothing out of it."""
+    if _sockets().get(number) != name:
+        return False  # this side has closed it
+    try:
+        with socket.socket(fileno=os.dup(number)) as connection:
+            return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)

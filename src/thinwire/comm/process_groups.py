@@ -4,25 +4,28 @@ import atexit
 import contextlib
 import functools
 import gc
-import itertools
 import json
 import logging
 import os
 import sys
+import threading
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
+from thinwire.comm.connections import connection_to, is_hung_up
 from thinwire.comm.sent import Ranks
+from thinwire.comm.times import Stage
 
 # Process groups cost connections, and a process that attaches twice wants the same ones again.
 _process_groups: dict[tuple[Any, ...], Any] = {}
 _CONTROL: Ranks = ()
-_STEPS_EVERY_S = 1.0
+_NOTE_S, _BEAT_S, _STOP_S = 1.0, 2.0, 2.0
 
 
 def leave() -> None:
@@ -109,7 +112,10 @@ def _end() -> None:
     Not after an error: leaving waits for pending collectives, and other ranks must learn of the failure first. A
     command of ours then exits at once; a user's script runs its other exit handlers.
     """
-    if getattr(sys, "last_type", None) is not None:
+    raised = getattr(sys, "last_type", None) is not None
+    if _notes is not None:
+        _notes.close(ended=not raised and _failed_with is None)
+    if raised:
         return
     if _failed_with is not None and dist.is_initialized():
         logging.shutdown()
@@ -122,7 +128,7 @@ def _end() -> None:
 
 
 # A barrier reports missing ranks to rank 0 only, and to no rank if rank 0 is missing. So each rank leaves a note first.
-_barriers = itertools.count(1)
+_meetings = 0  # barriers of this world that all ranks have passed, and loops with `join()` that all have left
 
 
 class Note(NamedTuple):
@@ -134,20 +140,46 @@ class Note(NamedTuple):
     """What the barrier is for."""
     steps: int
     """Steps taken before it."""
+    gave_up: bool = False
+    """Whether the rank waits there no more."""
 
 
 def sign_in(rank: int, call: str, steps: int, failed: str | None = None) -> int:
     """Note that this rank has reached its next barrier, maybe with a failure; returns the barrier's number."""
-    number = next(_barriers)
+    number, store = _meetings + 1, _quiet(_store())
     if failed is not None:
-        _store().set(f"thinwire/failed/{number}", json.dumps([rank, failed]))
-    _store().set(f"thinwire/barrier/{rank}", json.dumps([number, call, steps]))
+        store.set(f"thinwire/failed/{number}", json.dumps([rank, failed]))
+    store.set(f"thinwire/barrier/{rank}", json.dumps(Note(number, call, steps)))
+    store.add(f"thinwire/came/{number}", 1)
     return number
+
+
+def sign_out(rank: int, note: Note) -> None:
+    """Note that this rank has given up on a barrier, which it may try again."""
+    with contextlib.suppress(RuntimeError):
+        store = _quiet(_store())
+        store.set(f"thinwire/barrier/{rank}", json.dumps(note._replace(gave_up=True)))
+        store.add(f"thinwire/came/{note.number}", -1)
+
+
+def came(number: int) -> int:
+    """How many ranks have reached that barrier, as long as not all have passed it."""
+    return _quiet(_store()).add(f"thinwire/came/{number}", 0)
+
+
+def note_meeting(rank: int) -> None:
+    """Note that all ranks are at the same place of their scripts."""
+    global _meetings
+    if _notes is not None:
+        _notes.restart()  # first: old steps after a new meeting would look like going on
+    _meetings += 1
+    if rank == 0:  # all have counted, and have read what there was to read of the barrier before
+        remove_posted([f"thinwire/came/{_meetings}", f"thinwire/failed/{_meetings - 1}"])
 
 
 def notes(world: Ranks) -> dict[int, Note]:
     """The last note of each rank that left one."""
-    found = {rank: _read(f"thinwire/barrier/{rank}") for rank in world}
+    found = {rank: _read(f"thinwire/barrier/{rank}", _lasting_store) for rank in world}
     return {rank: Note(*note) for rank, note in found.items() if note is not None}
 
 
@@ -157,24 +189,43 @@ def failure(number: int) -> tuple[int, str] | None:
     return None if found is None else (found[0], found[1])
 
 
-def steps_begun(rank: int) -> int | None:
-    """The last step that the rank's `StepNotes` recorded."""
-    return _read(f"thinwire/steps/{rank}")
+class Uncaught(NamedTuple):
+    """The error by which a rank ended."""
+
+    rank: int
+    kind: str
+    """As whoever noted it calls it."""
+    line: str
 
 
-def _read(key: str) -> Any:
+def note_uncaught(error: Uncaught) -> None:
+    """Leave a note of an error that ends this process; also after the script itself has ended the world."""
+    store = _lasting_store()
+    number = store.add("thinwire/uncaught", 1)
+    store.set(f"thinwire/uncaught/{number}", json.dumps(error))
+
+
+def uncaught() -> list[Uncaught]:
+    """The errors by which ranks ended, the first of them first; raises RuntimeError if the store is gone."""
+    store = _lasting_store()
+    keys = [f"thinwire/uncaught/{i}" for i in range(1, 1 + store.add("thinwire/uncaught", 0))]
+    return [Uncaught(*json.loads(store.get(key))) for key in keys if store.check([key])]
+
+
+def _read(key: str, store: Callable[[], Any] | None = None) -> Any:
     """The JSON at this key; None if there is none, or the store is gone."""
     try:
-        if _notes is not None:
-            text = _notes.get(key)
+        if _board is not None:
+            text = _board.get(key)
         else:
-            text = _store().get(key) if _store().check([key]) else None
+            found = (store or _store)()
+            text = found.get(key) if found.check([key]) else None
         return None if text is None else json.loads(text)
     except (RuntimeError, ValueError):
         return None
 
 
-class Notes(Protocol):
+class Board(Protocol):
     """Where workers leave notes for each other, in place of the store of a world that may end."""
 
     def set(self, key: str, value: str) -> None: ...
@@ -182,18 +233,18 @@ class Notes(Protocol):
     def delete(self, key: str) -> None: ...
 
 
-_notes: Notes | None = None
+_board: Board | None = None
 
 
-def keep_notes_in(notes: Notes) -> None:
+def keep_notes_in(board: Board) -> None:
     """From now on leave and find notes there."""
-    global _notes
-    _notes = notes
+    global _board
+    _board = board
 
 
 def post(key: str, value: Any) -> None:
     """Leave a plain value where every rank finds it; any thread may."""
-    (_store() if _notes is None else _notes).set(key, json.dumps(value))
+    (_store() if _board is None else _board).set(key, json.dumps(value))
 
 
 def posted(key: str) -> Any:
@@ -205,24 +256,121 @@ def remove_posted(keys: list[str]) -> None:
     """Forget values that were read, so that the store does not grow."""
     for key in keys:
         with contextlib.suppress(RuntimeError):
-            if _notes is not None:
-                _notes.delete(key)
+            if _board is not None:
+                _board.delete(key)
             else:
                 _store().delete_key(key)
 
 
+class Progress(NamedTuple):
+    """How far a rank has come, as it notes itself."""
+
+    meetings: int
+    """How often it has met all others."""
+    place: int
+    """Where it is since then: grows with each step, and within a step."""
+    step: int
+    """The number of the step it is in, or has taken last."""
+    beat: int
+    """Changes as long as the rank lives and is attached."""
+    ended: bool = False
+    """Whether its script is over."""
+
+
 class StepNotes:
-    """Notes the step a rank is in, at most once per second: it cannot answer while it waits for other ranks."""
+    """Notes how far this rank has come, from a thread: a rank cannot answer while it waits for others.
+
+    At most once per second. While nothing changes it still writes now and then, so that others know that it lives.
+    """
 
     def __init__(self, rank: int) -> None:
         self._key = f"thinwire/steps/{rank}"
-        self._due = 0.0
+        self._world = weakref.ref(dist.group.WORLD)
+        self.lasting = _client(rank)
+        self.line = None if (store := _tcp()) is None else connection_to(store.port)
+        self._taken = self._stage = self._step = self._beat = 0
+        self._rests = False
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._write, daemon=True, name="thinwire-steps")
+        register_holder(self)
+        self._thread.start()
 
-    def __call__(self, step: int) -> None:
-        if time.monotonic() >= self._due and dist.is_initialized():
-            self._due = time.monotonic() + _STEPS_EVERY_S
-            with contextlib.suppress(RuntimeError):
-                _store().set(self._key, json.dumps(step))
+    def __call__(self, step: int, stage: Stage) -> None:
+        self._step, self._rests = step, False
+        if stage is Stage.TAKEN:
+            self._stage = 0  # first: the thread may look in between
+            self._taken += 1
+        else:
+            self._stage = max(self._stage, stage)
+
+    @property
+    def place(self) -> int:
+        """Where this rank is since it met all others."""
+        return Stage.TAKEN * self._taken + self._stage
+
+    def restart(self) -> None:
+        """Count from here."""
+        self._taken = 0
+
+    def rest(self, rests: bool = True) -> None:
+        """Write nothing: no replica is attached, and whoever keeps the store may leave."""
+        self._rests = rests
+
+    def close(self, *, ended: bool = False) -> None:
+        """Write no more, but that the script has ended."""
+        self._over.set()
+        self._thread.join(_STOP_S)
+        if ended and not self._rests and not self._thread.is_alive():
+            with contextlib.suppress(RuntimeError, ValueError):
+                self._note(ended=True)
+
+    def release_groups(self) -> None:
+        """Write no more: process groups may be about to end, and with them the store."""
+        self.close()
+
+    def _write(self) -> None:
+        before, due = None, 0.0
+        with contextlib.suppress(RuntimeError, ValueError):  # the store is gone, or the world
+            while dist.group.WORLD is self._world():
+                now = _meetings, self.place, self._step
+                if not self._rests and (now != before or time.monotonic() >= due):
+                    self._note()
+                    before, due = now, time.monotonic() + _BEAT_S
+                if self._over.wait(_NOTE_S):
+                    return
+
+    def _note(self, *, ended: bool = False) -> None:
+        self._beat += 1
+        _lasting_store().set(self._key, json.dumps(Progress(_meetings, self.place, self._step, self._beat, ended)))
+
+
+_notes: StepNotes | None = None
+
+
+def step_notes(rank: int) -> StepNotes:
+    """Notes of this world's steps; one for all replicas, since they share a script."""
+    global _notes
+    if _notes is None:
+        _notes = StepNotes(rank)
+    _notes.rest(False)
+    return _notes
+
+
+def rest() -> None:
+    """Tell nobody any more that this rank lives: it is attached to nothing."""
+    if _notes is not None:
+        _notes.rest()
+
+
+def place() -> int:
+    """Where this rank is since it met all others."""
+    return 0 if _notes is None else _notes.place
+
+
+def progress(rank: int) -> Progress | None:
+    """How far a rank has come, within a second; None if nothing was heard of it."""
+    found = _read(f"thinwire/steps/{rank}", _lasting_store)
+    return None if found is None else Progress(*found)
 
 
 def world_size() -> int:
@@ -232,6 +380,30 @@ def world_size() -> int:
 
 def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
+
+
+def _lasting_store() -> Any:
+    """The job's store, also after the script itself has ended the world, if another process serves it."""
+    lasting = None if dist.is_initialized() or _notes is None else _notes.lasting
+    return _quiet(lasting or _store())
+
+
+def _quiet(store: Any) -> Any:
+    """The store, if its server is there: torch would say that it is gone in a page of C++."""
+    if _notes is not None and _notes.line is not None and is_hung_up(*_notes.line):
+        raise RuntimeError("the job's store is gone")
+    return store
+
+
+def _client(rank: int) -> Any:
+    """The store if this process is only a client of it: one that serves it must be able to end it."""
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    return None if serves or _tcp() is None else _store()
+
+
+def _tcp() -> Any:
+    store = getattr(_store(), "_underlying_non_prefix_store", None)
+    return store if isinstance(store, dist.TCPStore) else None
 
 
 def process_group(members: Ranks, thread: str = "") -> Any:
@@ -252,10 +424,12 @@ def control_group() -> Any:
 
 def _known_groups() -> dict[tuple[Any, ...], Any]:
     """This world's groups; forgets those of a world that was destroyed."""
+    global _notes, _meetings
     world = tuple(range(dist.get_world_size()))
     if _process_groups.get(world) is not dist.group.WORLD:
         _process_groups.clear()
         _process_groups[world] = dist.group.WORLD
+        _notes, _meetings = None, 0
     return _process_groups
 
 

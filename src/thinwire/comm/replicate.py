@@ -319,6 +319,8 @@ class Replicated:
     def _count_backward(self) -> None:
         """Gradients, and what DDP itself sends: the order of buckets, once, before the second pass; used flags."""
         self.backwards += 1
+        if self.members == self.wire.topology.world:
+            self.wire.ledger.times.average_gradients()
         self.wire.count_overlapped("gradients", self._exchange())
         if self.options.get("find_unused_parameters") and not self.options.get("static_graph"):
             self.wire.count("control", self.wire.topology.all_reduce(self.members, 4 * self._trained))

@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from enum import IntEnum
 from typing import Any, Protocol
 
 import torch
@@ -107,6 +108,15 @@ class _Phase:
     after_steps: Spent = field(default_factory=Spent)
 
 
+class Stage(IntEnum):
+    """How far a step is. Forward passes count less than what follows: one worker may have taken one for itself."""
+
+    BEGUN = 1
+    AVERAGES = 3
+    """The world averages its gradients."""
+    TAKEN = 5
+
+
 class Times:
     """The sums of one worker."""
 
@@ -118,8 +128,8 @@ class Times:
         self._began: Mark = None
         self._in_step = False
         self._booked = Spent()  # all waiting and decomposing
-        self.on_step: Callable[[int], None] | None = None
-        """Called with the number of each step that begins."""
+        self.on_step: Callable[[int, Stage], None] | None = None
+        """Called with the number of a step, and how far it is."""
         self.on_work: Callable[[str, int, int], None] | None = None
         """Called during work that may take long: with what it is, how many parts are done, and of how many."""
 
@@ -156,8 +166,16 @@ class Times:
             self._in_step = True
             self.clock.begin_step(self.begun)
             self._began = self.clock.mark()
-            if self.on_step is not None:
-                self.on_step(self.begun)
+            self._note(Stage.BEGUN)
+
+    def average_gradients(self) -> None:
+        """The world averages this step's gradients."""
+        if self._in_step:
+            self._note(Stage.AVERAGES)
+
+    def _note(self, stage: Stage) -> None:
+        if self.on_step is not None:
+            self.on_step(self.begun, stage)
 
     def end_step(self) -> None:
         """The optimizer's update is done."""
@@ -166,6 +184,7 @@ class Times:
         if self._in_step:
             self.clock.charge(self._began, self.clock.mark(), mine.in_steps)
             self._in_step = False
+        self._note(Stage.TAKEN)
 
     def waited(self, start: Mark, end: Mark, account: Account) -> None:
         """Add time spent waiting for the wire to an account; inside a step it does not count as compute."""

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from thinwire.comm import process_groups
 from thinwire.comm.topology import Topology
 from thinwire.factor.convert import Kept, Layer, find_layers, to_factors, to_full
 from thinwire.methods.agree import agreed_factors
@@ -180,6 +181,7 @@ class Method(ABC):
     def release(self) -> None:
         """Release the model, in its present shape."""
         self.gradients.replicated.unwrap()
+        process_groups.rest()
         for callback in self.context.on_release:
             callback()
 

@@ -200,6 +200,7 @@ class GradientAveraging:
 
     def _exchange_now(self) -> None:
         again, self._outcomes = self._staged, {}
+        self.wire.ledger.times.average_gradients()
         if self._early is not None and not again:
             ledger = self.wire.ledger
             start = ledger.clock.mark()
