@@ -6,13 +6,11 @@ killed is back within a second. They end when that process does, so none outlive
 
 import argparse
 import contextlib
-import ctypes
 import importlib
 import json
 import multiprocessing
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -28,7 +26,9 @@ PORT = 29431
 """On virtual hosts, where no other process listens."""
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SCRIPT.parent), os.environ.get("PYTHONPATH")]))
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["group", "thinwire.cli", "torch._dynamo"])  # the last is loaded by optimizers
+_forks.set_forkserver_preload(
+    ["tethered", "group", "thinwire.cli", "torch._dynamo"]
+)  # the last is loaded by optimizers
 _END_S = 10.0
 """Seconds in which a process that was killed is gone."""
 
@@ -91,7 +91,7 @@ class Forked:
 
 def _call_main(script: str, environment: dict[str, str], words: Sequence[str], log: Path) -> None:
     """In a new process, do what the script does."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the process that forked it
+    importlib.import_module("tethered").tether()
     os.environ.update(environment)
     with log.open("ab") as file:
         for output in (sys.stdout, sys.stderr):
