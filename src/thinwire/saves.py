@@ -109,13 +109,25 @@ class Save:
         why = None if self._error is None else one_line(self._error)
         try:
             if self._rank:
-                process_groups.post(f"{self._key}/{self._rank}", [entries, why])
+                self._tell([entries, why])
             else:
                 self._commit(entries)
         except Exception as error:
             self._error = self._error or error
         if self._error is not None and not threading.main_thread().is_alive():
             log.warning("the save `%s` was not written: %s", self.folder, one_line(self._error))
+
+    def _tell(self, note: Any) -> None:
+        """Leave a note of what was written; until rank 0 has read it, if the store may forget it."""
+        key, deadline = f"{self._key}/{self._rank}", time.monotonic() + _OTHERS_WRITE_S
+        process_groups.post(key, note)
+        while self._wire.outlives_groups and not self._abandoned.wait(10 * _LOOK_S):
+            if process_groups.posted(f"{self._key}/done") is not None or time.monotonic() > deadline:
+                return
+            if not threading.main_thread().is_alive():
+                deadline = min(deadline, time.monotonic() + _AT_EXIT_S)
+            if process_groups.posted(key) is None:
+                process_groups.post(key, note)
 
     def _commit(self, entries: dict[str, manifest.Entry]) -> None:
         try:
@@ -150,6 +162,8 @@ class Save:
                 raise TimeoutError(f"nothing was heard of the files of rank {ranks}")
             if len(found) < len(keys):
                 time.sleep(_LOOK_S)
+        if self._wire.outlives_groups:
+            process_groups.post(f"{self._key}/done", True)
         process_groups.remove_posted(keys)
         return [found[key] for key in keys]
 

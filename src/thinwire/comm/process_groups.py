@@ -215,12 +215,8 @@ def uncaught() -> list[Uncaught]:
 def _read(key: str, store: Callable[[], Any] | None = None) -> Any:
     """The JSON at this key; None if there is none, or the store is gone."""
     try:
-        if _board is not None:
-            text = _board.get(key)
-        else:
-            found = (store or _store)()
-            text = found.get(key) if found.check([key]) else None
-        return None if text is None else json.loads(text)
+        found = (store or _store)()
+        return json.loads(found.get(key)) if found.check([key]) else None
     except (RuntimeError, ValueError):
         return None
 
@@ -249,7 +245,10 @@ def post(key: str, value: Any) -> None:
 
 def posted(key: str) -> Any:
     """What was left under this key; None if nothing was."""
-    return _read(key)
+    if _board is None:
+        return _read(key)
+    text = _board.get(key)
+    return None if text is None else json.loads(text)
 
 
 def remove_posted(keys: list[str]) -> None:

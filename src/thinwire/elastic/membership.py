@@ -54,6 +54,8 @@ log = logging.getLogger("thinwire")
 _POLL_S = 0.05
 _ATTEMPTS = 5
 _SAY_S = 30.0
+_KNOWN_S = 2.0
+"""Seconds in which members write down again what a store has forgotten."""
 
 Groups = dict[int, list[str]]
 """For each group the processes of its workers."""
@@ -300,7 +302,8 @@ class Membership:
         self._report(number, report)
         self.caller = int(self.store.first(f"{self.run}/{number}/called", str(self.slot.group)))
         groups = self._decided(number, report)
-        if self.process not in groups.get(self.slot.group, ()):
+        is_over = int(self._key("now") or 0) > number  # the others are further by now
+        if is_over or self.process not in groups.get(self.slot.group, ()):
             raise GivenUpError(
                 f"group {self.slot.group} was given up: {self._why_given_up(number)}; start it again to join the others"
             )
@@ -313,14 +316,17 @@ class Membership:
         """Wait until all are here or will not come; the list that was written first."""
         patience = max(self.faults.timeout - report.waited, 2 * self.faults.silence)
         key, end = f"{self.run}/{number}/groups", time.monotonic() + patience
+        known = time.monotonic() + (_KNOWN_S if self._key("now") is None else 0.0)
         while (text := self.store.get(key)) is None:
+            if int(self._key("now") or 0) >= number and self.store.get(key) is None:
+                return {}  # the others are further, and the store has forgotten how
             reports = self._reports(number, self._all_slots(number))
             own = reports.get((self.slot.group, self.slot.worker))
             if own is None or own.process != self.process:
                 self._report(number, report)  # the store has been away, and has forgotten it
             here = {g: own for g, own in self.groups.items() if self._has_reported(g, own, reports)}
             missing = [g for g, own in self.groups.items() if g not in here and not self._is_gone(g, own, reports)]
-            if not missing or time.monotonic() > end:
+            if time.monotonic() > known and (not missing or time.monotonic() > end):
                 self.store.first(key, json.dumps(self._without_slow(here, reports) | self._wanting(here, reports)))
             else:
                 time.sleep(_POLL_S)
@@ -430,7 +436,10 @@ class Membership:
         store.first(f"slot/{self.slot.group}/{self.slot.worker}", self._about_process)
         store.first(f"{self.run}/about", json.dumps(self._about))
         store.first(f"{self.run}/{self.generation}/groups", json.dumps(self.groups))
-        store.set(f"{self.run}/now", str(self.generation))
+        key = f"{self.run}/now"
+        now = store.get(key) or ""
+        while not now or int(now) < self.generation:  # one that wakes up late must not turn it back
+            now = store.first(key, str(self.generation), instead_of=now)
 
     # What the heartbeat's thread looks at.
 
@@ -439,12 +448,12 @@ class Membership:
         generation, base = self.generation, f"{self.run}/{self.generation + 1}"
         if generation < 0:
             return
-        keys = [f"{self.run}/now", f"{base}/wants", f"{base}/called", f"{self.run}/{generation}/at"]
-        now, wants, called, at = store.get_all(keys)
+        keys = ["run", f"{self.run}/now", f"{base}/wants", f"{base}/called", f"{self.run}/{generation}/at"]
+        run, now, wants, called, at = store.get_all(keys)
         if generation != self.generation:
             return
-        if now is None:
-            self._register(store)
+        if now is None or (run != self.run and store.get(f"{run}/now") is None):
+            self._register(store)  # the store has been away; or a group took this run for dead and waits for another
         if wants is not None:
             self.wanted = generation + 1
         if at is not None and (self._awaited is None or self._awaited[0] != int(at)):
