@@ -23,8 +23,8 @@ from thinwire.comm import missing, process_groups
 from thinwire.errors import MissingRankError
 
 HERE = Path(__file__).parent
-SOON = {"GRACE_S": 1.0, "_SILENT_S": 3.0}
-"""Shorter waits than users have."""
+SOON = {"GRACE_S": 1.0, "_SILENT_S": 3.0, "_CAUSE_S": 60.0, "_STORE_S": 120.0}
+"""Shorter waits than users have where something will not come, longer ones where it only comes late here."""
 REMEDY = "put `with replica.join():` around the loop, end all ranks after the same step by `replica.stop()`, or give"
 
 
