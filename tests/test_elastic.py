@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
 import gang
 import small
@@ -141,6 +142,29 @@ def test_a_group_in_its_own_backward_pass_is_not_disturbed_by_the_loss_of_anothe
     assert len(alive) == 4 and len(set(alive.values())) == 1, alive
 
 
+def two_optimizers(group: int, worker: int) -> Any:
+    """They step in another order than they were attached in; group 1 dies before its gradients are exchanged."""
+    torch.set_num_threads(1)
+    model = small.mlp()
+    parameters = list(model.parameters())
+    optimizers = [AdamW(parameters[:4], 3e-3), AdamW(parameters[4:], 3e-3)]
+    replica = thinwire.attach(model, optimizers, AllReduce(), faults=Faults(timeout=TIMEOUT))
+    for step in replica.steps(12):
+        loss = F.cross_entropy(replica(small.batch(group, step)[0]), small.batch(group, step)[1])
+        model.zero_grad()
+        if group == 1 and step == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss.backward()
+        for optimizer in reversed(optimizers):
+            optimizer.step()
+    return {"bits": small.model_bits(replica.finish())}
+
+
+@pytest.mark.slow
+def test_a_step_is_skipped_by_all_optimizers_in_whatever_order() -> None:
+    one(Launchers(two_optimizers, 3, 1).collect(), 2)
+
+
 # Errors that are not of lost peers.
 
 
@@ -199,7 +223,7 @@ def looped(
     torch.set_num_threads(1)
     model = small.net()
     optimizer = AdamW(model.parameters(), 3e-3)
-    scheduler = LambdaLR(optimizer, lambda step: 1 - step / (2 * total))
+    scheduler = ExponentialLR(optimizer, 0.97)  # goes on from the rate that is there, right or wrong
     replica = thinwire.attach(model, optimizer, config, faults=Faults(timeout=TIMEOUT))
     note(replica, "training")
     first, rates, merged = replica.step, {}, {}
@@ -500,6 +524,31 @@ def test_a_group_can_leave_and_the_others_go_on(every: int, tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
+def two_leave(group: int, worker: int) -> Any:
+    """Of the two workers of group 1 only one is told."""
+    torch.set_num_threads(1)
+    model = small.mlp()
+    optimizer = AdamW(model.parameters(), 3e-3)
+    faults = Faults(timeout=TIMEOUT, on_term="leave")
+    replica = thinwire.attach(model, optimizer, LocalSGD(every=8), faults=faults)
+    try:
+        for step in replica.steps(500):
+            if (group, worker, step) == (1, 1, 5):
+                os.kill(os.getpid(), signal.SIGTERM)
+            small.step(replica, optimizer, replica.data_rank, step)
+            time.sleep(0.01)
+    except SystemExit as left:
+        return left.code, replica.step
+    return small.model_bits(replica.finish())
+
+
+@pytest.mark.slow
+def test_all_workers_of_a_group_leave_after_the_same_step() -> None:
+    found = Launchers(two_leave, 3, 2).collect()
+    assert found[1, 0] == found[1, 1] and found[1, 0][0] == 75
+    assert len({value for (group, _), value in found.items() if group != 1}) == 1
+
+
 @pytest.mark.slow
 def test_groups_that_are_all_told_to_leave_save_and_stop(tmp_path: Path) -> None:
     faults = Faults(timeout=TIMEOUT, on_term="leave")
@@ -542,7 +591,7 @@ def resumes(rank: int, out: str, until: int) -> tuple[str, list[float]]:
     model = small.mlp()
     optimizer = small.sgd(model)
     replica = thinwire.attach(model, optimizer, LocalSGD(every=4))
-    scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    scheduler = CosineAnnealingLR(optimizer, 25)
     rates = []
     for step in replica.steps(until, folder=out, save_every=6, keep=1, scheduler=scheduler):
         rates.append(optimizer.param_groups[0]["lr"])

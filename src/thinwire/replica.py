@@ -69,6 +69,7 @@ class Replica(nn.Module):
         self._release: list[Callable[[], None]] = []
         self._recovery = recovery
         self._joining: Joining | None = None
+        self._has_voted = False  # on the step that optimizers are taking
         self._is_skipped = False  # a group was lost, and nobody takes this step
         self._finished = False
         self._was_called = False
@@ -180,7 +181,7 @@ class Replica(nn.Module):
         process but are noted here, and a second one ends it at once.
         """
         handle_signals()
-        return self._stops.now(self.step)
+        return self._recovery.stops() if self._recovery is not None else bool(self._stops.now(self.step))
 
     @property
     def stopped_by(self) -> str | None:
@@ -291,6 +292,11 @@ class Replica(nn.Module):
         """Where `steps()` begins a round: groups join here; collective."""
         if self._recovery is not None:
             self._recovery.before_step()
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the others went on without this worker's group; it joins them again before its next step."""
+        return self._recovery is not None and self._recovery.is_given_up
 
     @property
     def joined_late(self) -> bool:
@@ -574,7 +580,7 @@ class Replica(nn.Module):
                 "replica was not called in train() mode outside no_sync(); call replica(x), not the model, not in "
                 "eval(), and the last batch of a step not in no_sync()"
             )
-        self._was_called = False
+        self._was_called = self._has_voted = False
         self._refuse_other_flags()
         if not self._state_is_known:
             refuse_state(self._method)
@@ -591,8 +597,8 @@ class Replica(nn.Module):
         self._recompiles.update()
 
     def _before_update(self, optimizer: Optimizer) -> None:
-        first = optimizer is self._method.optimizers[0]
-        if self._recovery is not None and first:
+        if self._recovery is not None and not self._has_voted:  # before any of several optimizers, in whatever order
+            self._has_voted = True
             self._is_skipped = not self._recovery.before_update()
         if not self._is_skipped:
             _call_all(self._method.context.before_update, optimizer)

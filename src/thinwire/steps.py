@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from thinwire import saves
-from thinwire.errors import ConfigError, SaveError
+from thinwire.errors import ConfigError, LostError, SaveError
 from thinwire.stopping import EXIT_CODE, SIGNALS
 from thinwire.store import write_tensors
 
@@ -52,7 +53,7 @@ class _Loop:
     ) -> None:
         self.replica, self.total, self.folder, self.save_every = replica, total, folder, save_every
         self.keep, self.scheduler = keep, scheduler
-        self.saved_at = -1
+        self.saved_at = self.rate_at = -1
 
     def steps(self) -> Iterator[int]:
         replica = self.replica
@@ -109,23 +110,36 @@ class _Loop:
             return
         if replica.step != self.saved_at:
             self._save(replica.step, must=True)
+        if replica.is_given_up:
+            raise LostError(
+                f"stopped by {why}, but this group was given up before and is not in the save of the others"
+            )
         log.info("stopped by %s and saved after step %d", why, replica.step)
         sys.exit(EXIT_CODE)
 
     def _set_rate(self, step: int) -> None:
         """Bring the scheduler to this step, also if this worker comes from elsewhere."""
-        scheduler = self.scheduler
-        if scheduler is None or scheduler.last_epoch == step:
+        scheduler, before = self.scheduler, self.rate_at
+        self.rate_at = step
+        if scheduler is None or before == step:
             return
         if scheduler.last_epoch > step:
             raise ConfigError(
                 f"the scheduler is at step {scheduler.last_epoch} before step {step} of the replica: leave "
                 "`scheduler.step()` out of a loop over `steps(…, scheduler=scheduler)`"
             )
+        if step != before + 1 or step == 0:  # a save may have set rates, from which the scheduler must not go on
+            _set_rates(scheduler)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")  # others took those steps
             while scheduler.last_epoch < step:
                 scheduler.step()
+
+
+def _set_rates(scheduler: Any) -> None:
+    """Set the rates that belong to the step at which the scheduler is."""
+    for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+        group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
 
 
 def rescue(replica: Any) -> str:

@@ -12,11 +12,11 @@ says what comes next: a pass that averages gradients, the end of a step, or noth
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire.comm import process_groups
 from thinwire.config import AB, AllReduce, DiLoCo, LocalSGD, OneBit, PowerSGD
-from thinwire.elastic.handover import load_values, pack, rates_of, set_rates, unpack, values_of
+from thinwire.elastic.handover import load_values, pack, unpack, values_of
 from thinwire.errors import ConfigError, DisagreementError
 from thinwire.methods.ab import ABMethod
 from thinwire.methods.averaging import LocalTraining
@@ -159,12 +159,12 @@ class Joining:
             return
         wire, method = self.method.wire, self.method
         gives = method.topology.rank == giver
-        payload = pack(values_of(method) | {"rates": rates_of(method)}) if gives else None
+        payload = pack(values_of(method) | {"rates": _rates(method)}) if gives else None
         packed = wire.broadcast_bytes(payload, (giver, *takers), "join")
         if packed is not None and not gives:
             whole = unpack(packed)
             load_values(method, whole)
-            set_rates(method, whole["rates"])
+            _set_rates(method, whole["rates"])
 
 
 def refuse_joining(method: Method, *, has_scaler: bool, has_faults: bool) -> None:
@@ -191,3 +191,12 @@ def refuse_joining(method: Method, *, has_scaler: bool, has_faults: bool) -> Non
     for what, is_used in settings.items():
         if is_used:
             raise ConfigError(f"join() is not for {what} so far; give all workers equally many batches")
+
+
+def _rates(method: Method) -> list[float]:
+    return [float(group["lr"]) for _, group in method.optimizers.groups]
+
+
+def _set_rates(method: Method, rates: list[float]) -> None:
+    for (_, group), rate in zip(method.optimizers.groups, rates, strict=True):
+        group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate

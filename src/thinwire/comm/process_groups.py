@@ -49,7 +49,9 @@ def built_in() -> list[str]:
 
 def open_world(store: Any, rank: int, size: int, timeout: float) -> None:
     """Start `torch.distributed` on gloo with workers that meet at a store."""
+    hook = sys.excepthook
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    sys.excepthook = hook  # torch adds one more for each world, with a rank that may be another's by then
 
 
 def name_from_zero() -> None:
@@ -57,7 +59,7 @@ def name_from_zero() -> None:
 
     torch names them by their number, counts those that could not be opened too, and forgets the count with a world.
     """
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    open_world(dist.HashStore(), 0, 1, 60.0)
     dist.destroy_process_group()
 
 

@@ -18,14 +18,14 @@ def hand_over(method: Method, membership: Membership, votes: int) -> None:
     ranks = membership.donor_and_new
     packed = None
     if method.topology.rank == ranks[0]:
-        packed = pack({"votes": votes, "method": method.state_dict(), "rates": rates_of(method)} | values_of(method))
+        packed = pack({"votes": votes, "method": method.state_dict()} | values_of(method))
     method.wire.broadcast_bytes(packed, ranks, "join")
 
 
 def take_over(method: Method, membership: Membership) -> int:
     """In a group that joins: be what a group that is in the run is, with nothing left unsent; collective.
 
-    Returns the votes that there were.
+    Learning rates stay as they are: a scheduler brings them here from where it is itself. Returns the votes so far.
     """
     packed = method.wire.broadcast_bytes(None, membership.donor_and_new, "join")
     assert packed is not None, "this worker is not among those that take"
@@ -35,7 +35,6 @@ def take_over(method: Method, membership: Membership) -> int:
     shared = _moved(whole["method"]["shared"], next(method.model.parameters()).device)
     method.load_state_dict(Saved(shared, [local], None, lambda: load_values(method, whole), stays=True))
     method.forwards = method.step
-    set_rates(method, whole["rates"])
     return whole["votes"]
 
 
@@ -54,17 +53,6 @@ def load_values(method: Method, whole: dict[str, Any]) -> None:
     for optimizer, found in zip(method.optimizers, whole["optimizers"], strict=True):
         state = {int(i): values for i, values in found.items()}
         optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
-
-
-def rates_of(method: Method) -> list[float]:
-    """The learning rate of each parameter group."""
-    return [float(group["lr"]) for _, group in method.optimizers.groups]
-
-
-def set_rates(method: Method, rates: list[float]) -> None:
-    """Set the learning rates to what `rates_of` gave."""
-    for (_, group), rate in zip(method.optimizers.groups, rates, strict=True):
-        group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
 
 
 def pack(tree: Any) -> Tensor:

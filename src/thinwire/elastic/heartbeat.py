@@ -142,6 +142,11 @@ class Heartbeat(Watch):
         silent = time.monotonic() - known.since
         return f"no sign of life for {silent:.1f} s" if silent >= self._faults.silence else None
 
+    @property
+    def any_gone(self) -> bool:
+        """Whether one of those that are followed is gone."""
+        return any(map(self.gone, list(self._peers)))
+
     def close(self, why: str) -> None:
         """Say that this worker leaves, as far as the store can be reached, and beat no more."""
         if not self._stop.is_set():

@@ -130,7 +130,9 @@ class Membership:
                     return
             elif self._met(end):
                 if (lost := attempt(work)) is not None:
-                    raise LostError(f"a group was lost while the run began ({lost}); start all groups again")
+                    members = [process for own in self.groups.values() for process in own]
+                    why = next((why for process in members if (why := self.heartbeat.gone(process))), lost)
+                    raise LostError(f"a group was lost while the run began ({why}); start all groups again")
                 return
 
     @property
@@ -207,6 +209,7 @@ class Membership:
                 self._report(0, Report(self.process, self.slot.workers))
             here = self._here(0, range(self._expected))
             if len(here) == self._expected:
+                self._about["workers"] = json.dumps([len(here[group]) for group in range(self._expected)])
                 self.store.first(f"{self.run}/about", json.dumps(self._about))
                 self.store.first(key, json.dumps(here))
                 break
@@ -231,6 +234,7 @@ class Membership:
     def _refuse_another_run(self) -> None:
         """What all groups must have in common, before anything is handed over."""
         about = json.loads(self._key("about") or "{}")
+        self._about["workers"] = about.get("workers", self._about.get("workers", "[]"))
         for name, here in self._about.items():
             if (there := about.get(name, here)) != here:
                 what = "THINWIRE_GROUPS" if name == "groups" else name
@@ -493,8 +497,8 @@ class Membership:
     @property
     def data_place(self) -> tuple[int, int]:
         """This worker's number among all that there would be if no group were missing, and how many these are."""
-        group, worker, workers = self.slot
-        return group * workers + worker, self._expected * workers
+        workers = json.loads(self._about.get("workers") or "[]")
+        return sum(workers[: self.slot.group]) + self.slot.worker, sum(workers)
 
     # The world.
 

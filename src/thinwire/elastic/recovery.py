@@ -69,6 +69,7 @@ class Recovery:
 
     def _take(self) -> None:
         self._count_votes(take_over(self.method, self.membership))
+        self.stop.learn(self.method.step)  # now: others may be about to stop here
 
     def _open_and_take(self) -> None:
         self._open()
@@ -110,6 +111,22 @@ class Recovery:
             except GivenUpError as error:
                 self._note_given_up(error)
                 self.rejoin()
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the others went on without this group, which has not joined them again."""
+        return self._given_up is not None
+
+    def stops(self) -> bool:
+        """Whether all stop after this step; if somebody is silent, the others agree without."""
+        while self._given_up is None and (answer := self.stop.now(self.method.step)) is not True:
+            if answer is False:
+                return False
+            try:
+                self._regroup(None, ready=False)
+            except GivenUpError as error:
+                self._note_given_up(error)
+        return self._given_up is None
 
     def close(self) -> None:
         """Leave the run; the others learn of it at once."""
@@ -184,7 +201,14 @@ class Recovery:
         return self.method.gradients.code is None and len(self.method.topology.groups) > 1
 
     def _leave_if_told(self, *, after_average: bool) -> None:
-        if not self.stop.leaves(after_average=after_average or not self._trains_apart):
+        leaves = self.stop.leaves(after_average=after_average or not self._trains_apart)
+        if self.membership.faults.on_term == "leave" and self.membership.slot.workers > 1:
+            said = torch.tensor([float(leaves)])  # all of a group leave after the same step
+            if (lost := attempt(lambda: self.method.wire.sum_in_group(said, "control"))) is not None:
+                self._regroup(lost, ready=False)
+                return
+            leaves = bool(said)
+        if not leaves:
             return
         group, step = self.membership.slot.group, self.method.step
         log.warning("group %d leaves after step %d, as SIGTERM asked; the others go on", group, step)

@@ -8,6 +8,7 @@ With `Faults(on_term="leave")` a group that SIGTERM has reached leaves the run i
 that no signal has reached; best right after an average, when nothing is lost with it.
 """
 
+import logging
 import threading
 import time
 
@@ -15,9 +16,12 @@ from thinwire.elastic.membership import Membership
 from thinwire.elastic.store import Store
 from thinwire.stopping import EXIT_CODE, requested
 
+log = logging.getLogger("thinwire")
+
 _GRACE_S = 2.0
 """A signal to all groups may reach one of them first; so long it waits to see whether it is alone."""
 _POLL_S = 0.02
+_UNHEARD_S = 5.0
 
 
 class Left(SystemExit):
@@ -40,6 +44,8 @@ class ElasticStop:
         self._last: int | None = None
         self._why: str | None = None
         self._told_at: float | None = None
+        self._asked_at: float | None = None
+        self._said = False
         self._heartbeat.on_look.append(self._look)
 
     @property
@@ -47,18 +53,38 @@ class ElasticStop:
         """What asked for the stop."""
         return self._why or requested() or self.asked
 
-    def now(self, step: int) -> bool:
-        """Whether this step was the last; asked after each step, with the same answer on all workers."""
+    def now(self, step: int) -> bool | None:
+        """Whether this step was the last; asked after each step, with the same answer on all workers.
+
+        None if that cannot be agreed on with the groups that there are: one is silent, or others have left it.
+        """
         with self._lock:
             self._step = step
             noted = self._noted
         self._heartbeat.say(at=step)
         if noted is None:
+            self._say_if_ignored()
             return False
-        end = time.monotonic() + self._membership.faults.timeout
-        while self._last is None and time.monotonic() < end:
+        while self._last is None:
+            if self._heartbeat.is_called or self._heartbeat.any_gone:
+                return None
             time.sleep(_POLL_S)
-        return step >= (noted if self._last is None else self._last)
+        return step >= self._last
+
+    def learn(self, step: int) -> None:
+        """Find out at once whether a stop was asked for, in a group that joins."""
+        with self._lock:
+            self._step = step
+        self._look(self._membership.store)
+
+    def _say_if_ignored(self) -> None:
+        """A request cannot reach the others while the store is away."""
+        if (why := requested() or self.asked) is None or self._told_at is not None:
+            return
+        self._asked_at = self._asked_at or time.monotonic()
+        if not self._said and time.monotonic() - self._asked_at > _UNHEARD_S:
+            self._said = True
+            log.warning("%s asks for a stop, but the store does not answer: all stop when it is back", why)
 
     def leaves(self, *, after_average: bool) -> bool:
         """Whether this group leaves now; without an average only if none comes soon."""
@@ -116,7 +142,7 @@ class ElasticStop:
         noted: list[int | None] = [self._noted]
         for own in self._membership.groups.values():
             for process in own:
-                if process != self._membership.process and not self._heartbeat.gone(process):
+                if process != self._membership.process:
                     beat = self._heartbeat.of(process)
                     noted.append(beat.stop if beat is not None and beat.stop >= 0 else None)
         return noted

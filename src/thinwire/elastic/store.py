@@ -115,7 +115,8 @@ def meeting(timeout: float) -> Meeting:
         )
     address, group, groups = (os.environ[name] for name in (STORE, GROUP, GROUPS))
     host, _, port = address.rpartition(":")
-    if not (host and port.isdigit() and group.isdigit() and groups.isdigit() and int(group) < int(groups)):
+    numbers = all(text.isascii() and text.isdigit() for text in (port, group, groups))
+    if not (host and numbers and 0 < int(port) < 65536 and int(group) < int(groups)):
         raise ConfigError(
             f"{STORE}={address!r}, {GROUP}={group!r}, {GROUPS}={groups!r}: give host:port, a number from 0 on, and "
             "how many groups there are"
