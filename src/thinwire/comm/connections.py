@@ -58,14 +58,15 @@ def _shut_down(noted: Mapping[int, str]) -> None:
                     connection.shutdown(socket.SHUT_RDWR)
 
 
-def limit_waits(port: int, seconds: float) -> None:
-    """Let this process's new connections to a port fail when the other side has been silent for so long.
+def limit_waits(port: int, seconds: float) -> list[tuple[int, str]]:
+    """Let this process's new connections to a port fail when the other side has been silent for so long; return them.
 
     A store's client would wait for an answer for a quarter of an hour if the link is cut, and for ever if the store's
     process is frozen, whose kernel still answers.
     """
     limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-    for number in _sockets():
+    found = []
+    for number, name in _sockets().items():
         with contextlib.suppress(OSError, AttributeError), socket.socket(fileno=os.dup(number)) as connection:
             is_limited = any(connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, len(limit)))
             is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
@@ -73,6 +74,8 @@ def limit_waits(port: int, seconds: float) -> None:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
+                found.append((number, name))
+    return found
 
 
 def _sockets() -> dict[int, str]:

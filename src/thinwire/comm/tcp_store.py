@@ -3,15 +3,27 @@
 import socket
 import threading
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from thinwire.comm.connections import limit_waits
+from thinwire.comm.connections import is_hung_up, limit_waits
 from thinwire.errors import ConfigError
 
 
-def connect(host: str, port: int, seconds: float) -> Any:
+class Connection(NamedTuple):
+    """A client, and the connections that it has."""
+
+    client: Any
+    lines: list[tuple[int, str]]
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the store has gone: torch would say so in a page of C++."""
+        return any(is_hung_up(*line) for line in self.lines)
+
+
+def connect(host: str, port: int, seconds: float) -> Connection:
     """A client, each of whose answers is awaited for so long; so is the store itself, which may be frozen."""
     socket.create_connection((host, port), timeout=seconds).close()  # torch prints a page of C++ if nobody listens
     made: list[Any] = []
@@ -29,8 +41,7 @@ def connect(host: str, port: int, seconds: float) -> Any:
         raise TimeoutError(f"no answer for {seconds:g} s")
     if isinstance(made[0], Exception):
         raise made[0]
-    limit_waits(port, seconds)
-    return made[0]
+    return Connection(made[0], limit_waits(port, seconds))
 
 
 def inside(prefix: str, client: Any) -> Any:

@@ -40,7 +40,7 @@ class Store:
         self.host, self.port, self._name, self._timeout = host, port, name, timeout
         self._patience = timeout if patience is None else patience
         self._answer_s = min(5.0, max(1.0, timeout / 4))
-        self._client: Any = None
+        self._connection: tcp_store.Connection | None = None
         self._lock = threading.Lock()
 
     def another(self, inside: str = "", *, patience: float | None = None) -> "Store":
@@ -70,18 +70,18 @@ class Store:
 
     def for_torch(self, prefix: str, timeout: float) -> Any:
         """A connection of its own for process groups to meet by."""
-        return tcp_store.inside(self._name + prefix, tcp_store.connect(self.host, self.port, timeout))
+        return tcp_store.inside(self._name + prefix, tcp_store.connect(self.host, self.port, timeout).client)
 
     def _call(self, work: Callable[[Any], Any]) -> Any:
         end = time.monotonic() + self._patience
         while True:
             try:
                 with self._lock:
-                    if self._client is None:
-                        self._client = tcp_store.connect(self.host, self.port, self._answer_s)
-                    return work(self._client)
+                    if self._connection is None or self._connection.is_closed:
+                        self._connection = tcp_store.connect(self.host, self.port, self._answer_s)
+                    return work(self._connection.client)
             except (RuntimeError, OSError) as error:
-                self._client = None  # an answer that comes late would be taken for that of the next call
+                self._connection = None  # an answer that comes late would be taken for that of the next call
                 if time.monotonic() >= end:
                     raise StoreLostError(
                         f"the store at {self.host}:{self.port} has not answered for {self._patience:g} s ({error}), so "
