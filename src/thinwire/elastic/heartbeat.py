@@ -7,7 +7,7 @@ A beat says what its worker does, so that everybody knows at any time who is ali
     call, step the joint call in which it waits for other groups; none while it trains alone
     at         the step it is in
     stop       the step after which it can stop, once a stop was asked for
-    told       whether a signal told its group to leave
+    leaving    whether a signal asked its group to leave
     left       why it has left, if it has
 
 The thread interrupts a worker that waits in a joint call for a group that cannot come: one that has left, shows no
@@ -46,7 +46,7 @@ class Beat(NamedTuple):
     step: int = 0
     at: int = 0
     stop: int = -1
-    told: bool = False
+    leaving: bool = False
     left: str = ""
 
     @property

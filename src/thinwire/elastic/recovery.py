@@ -192,7 +192,7 @@ class Recovery:
             self._until_done(self._count_and_end, again=method.settle)
         if len(method.topology.groups) == 1:  # with nobody to average with there was no vote
             self._vote()
-        self._leave_if_told(after_average=self.votes > votes)
+        self._leave_if_asked(after_average=self.votes > votes)
         if self._lets_in and not self.by_steps:  # all are at the same place of their scripts: where who joins begins
             self._regroup(None, ready=False, admits=True)
 
@@ -200,7 +200,7 @@ class Recovery:
     def _trains_apart(self) -> bool:
         return self.method.gradients.code is None and len(self.method.topology.groups) > 1
 
-    def _leave_if_told(self, *, after_average: bool) -> None:
+    def _leave_if_asked(self, *, after_average: bool) -> None:
         leaves = self.stop.leaves(after_average=after_average or not self._trains_apart)
         if self.membership.faults.on_term == "leave" and self.membership.slot.workers > 1:
             said = torch.tensor([float(leaves)])  # all of a group leave after the same step

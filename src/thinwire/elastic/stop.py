@@ -43,7 +43,7 @@ class ElasticStop:
         self._noted: int | None = None
         self._last: int | None = None
         self._why: str | None = None
-        self._told_at: float | None = None
+        self._signal_at: float | None = None
         self._asked_at: float | None = None
         self._said = False
         self._heartbeat.on_look.append(self._look)
@@ -79,7 +79,7 @@ class ElasticStop:
 
     def _say_if_ignored(self) -> None:
         """A request cannot reach the others while the store is away."""
-        if (why := requested() or self.asked) is None or self._told_at is not None:
+        if (why := requested() or self.asked) is None or self._signal_at is not None:
             return
         self._asked_at = self._asked_at or time.monotonic()
         if not self._said and time.monotonic() - self._asked_at > _UNHEARD_S:
@@ -88,10 +88,10 @@ class ElasticStop:
 
     def leaves(self, *, after_average: bool) -> bool:
         """Whether this group leaves now; without an average only if none comes soon."""
-        if self._told_at is None or self._why is not None or not self._enough_stay():
+        if self._signal_at is None or self._why is not None or not self._enough_stay():
             return False
         patience = _GRACE_S if after_average else max(_GRACE_S, self._membership.faults.timeout / 6)
-        return time.monotonic() - self._told_at >= patience
+        return time.monotonic() - self._signal_at >= patience
 
     # The heartbeat's thread.
 
@@ -116,18 +116,18 @@ class ElasticStop:
     def _would_leave(self, own: str) -> bool:
         if self._membership.faults.on_term != "leave" or own != "SIGTERM":
             return False
-        self._told_at = self._told_at or time.monotonic()
-        self._heartbeat.say(told=True)
+        self._signal_at = self._signal_at or time.monotonic()
+        self._heartbeat.say(leaving=True)
         return self._enough_stay()
 
     def _enough_stay(self) -> bool:
-        """Whether enough other groups are there that nobody has told to leave."""
+        """Whether enough other groups are there that no signal has reached."""
         beats, membership = self._heartbeat, self._membership
         staying = [
             group
             for group, own in membership.groups.items()
             if group != membership.slot.group
-            and not any(beats.gone(p) or ((beat := beats.of(p)) is not None and beat.told) for p in own)
+            and not any(beats.gone(p) or ((beat := beats.of(p)) is not None and beat.leaving) for p in own)
         ]
         return len(staying) >= membership.faults.min_groups
 
