@@ -22,14 +22,19 @@ class Connections:
     def __init__(self) -> None:
         self._within: dict[int, str] = {}
         self._between: dict[int, str] = {}
+        self._before: dict[int, str] | None = None  # those that were there when the first began to be opened
 
     @contextlib.contextmanager
     def noted(self, *, within: bool = False) -> Iterator[None]:
         """Note those that are opened inside."""
-        before = _sockets()
+        before, outermost = _sockets(), self._before is None
+        if outermost:
+            self._before = before
         try:
             yield
         finally:
+            if outermost:
+                self._before = None
             opened = {number: name for number, name in _sockets().items() if before.get(number) != name}
             if within:
                 self._within |= opened
@@ -46,6 +51,12 @@ class Connections:
         if within:
             noted, self._within = noted | self._within, {}
         _shut_down(noted)
+
+    def interrupt_opening(self) -> None:
+        """Shut down what has been opened so far, if more is being opened: whoever waits for it there gets an error."""
+        before = self._before
+        if before is not None:
+            _shut_down({number: name for number, name in _sockets().items() if before.get(number) != name})
 
 
 def _shut_down(noted: Mapping[int, str]) -> None:

@@ -255,6 +255,8 @@ class Heartbeat(Watch):
             self.connections.hang_up(within=True)
         elif self.beat.call and (self.is_called or self._waits_in_vain()):
             self.connections.hang_up()
+        if self.any_gone:
+            self.connections.interrupt_opening()
 
     def _waits_in_vain(self) -> bool:
         now = time.monotonic()
