@@ -271,6 +271,7 @@ def gives_up_and_tries_again(rank: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_refused_call_may_be_made_again() -> None:
     (refused,), nothing = gang.run(gives_up_and_tries_again, 2)
     assert "rank 1 is in step " in refused and not nothing

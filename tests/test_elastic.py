@@ -64,7 +64,7 @@ def test_two_groups_go_on_without_one_that_is_frozen(name: str, where: str, when
 @pytest.mark.parametrize(
     ("name", "where", "when", "hold"),
     [
-        ("ab", "check", 12, 15),
+        pytest.param("ab", "check", 12, 15, marks=pytest.mark.slow),
         *part_of_the_slow(
             ("allreduce", "backward", 9, 12),
             ("int8", "vote", 9, 12),
@@ -182,6 +182,7 @@ def fails_always(group: int, worker: int) -> Any:
         small.step(replica, optimizer, group, number)
 
 
+@pytest.mark.slow
 def test_an_error_without_a_lost_group_is_raised_and_not_tried_for_ever() -> None:
     found = Launchers(fails_always, 3, 1).collect(timeout=120)
     assert found[1, 0].startswith("RuntimeError: this dtype is not supported")
@@ -321,7 +322,7 @@ def attached(group: int, worker: int, config: Any, environment: dict[str, str], 
 @pytest.mark.parametrize(
     ("config", "environment", "said"),
     [
-        (LocalSGD(every=2), {}, "worker 0 of group 1 is running already: process"),
+        pytest.param(LocalSGD(every=2), {}, "worker 0 of group 1 is running already", marks=pytest.mark.slow),
         pytest.param(
             *(LocalSGD(every=2), {"THINWIRE_GROUP": "2", "THINWIRE_GROUPS": "3"}),
             "group 2 cannot join the run on this store: its THINWIRE_GROUPS is 3, the run has 2",
@@ -581,7 +582,9 @@ def stops_early(rank: int, config: Any) -> tuple[int, str]:
     return first
 
 
-@pytest.mark.parametrize("config", [AllReduce(), LocalSGD(every=50)], ids=["in step", "apart"])
+@pytest.mark.parametrize(
+    "config", [pytest.param(AllReduce(), marks=pytest.mark.slow), LocalSGD(every=50)], ids=["in step", "apart"]
+)
 def test_early_stopping_ends_all_workers_after_the_same_step(config: Any) -> None:
     (first, model), (second, other) = gang.run(stops_early, 2, config)
     assert 8 <= first == second < 10_000 and model == other
@@ -665,7 +668,8 @@ def saves_meanwhile(group: int, worker: int, out: str, wait: bool) -> Any:
     return {"bits": small.model_bits(replica.finish()), "events": replica.events}
 
 
-@pytest.mark.parametrize("wait", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("wait", [False, True])
 def test_a_group_that_dies_while_files_are_written_costs_at_most_that_save(wait: bool, tmp_path: Path) -> None:
     found = one(Launchers(saves_meanwhile, 3, 1, str(tmp_path), wait).collect(), 2)
     assert [event["lost"] for event in found[0]["events"]] == [[1]]
@@ -682,6 +686,7 @@ def places(group: int, worker: int) -> Any:
     return place
 
 
+@pytest.mark.slow
 def test_data_is_shared_out_by_numbers_that_stay() -> None:
     found = Launchers(places, 2, 2).collect()
     assert found == {(0, 0): (0, 4), (0, 1): (1, 4), (1, 0): (2, 4), (1, 1): (3, 4)}

@@ -156,8 +156,8 @@ def part_of_the_slow(*cases: tuple[Any, ...]) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "where", "when"),
     [
-        ("diloco", "check", 7),
         ("ab", "cut", 16),
+        pytest.param("diloco", "check", 7, marks=pytest.mark.slow),
         *part_of_the_slow(
             ("allreduce", "vote", 9),
             ("coded", "backward", 3),
