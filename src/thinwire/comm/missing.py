@@ -154,12 +154,14 @@ class Waiting:
         return 0 if other is None or other.meetings != self.number - 1 else other.place - process_groups.place()
 
     def _absent(self) -> list[int]:
-        """Ranks that left no note of this barrier; none if no rank left a note, not even this one."""
-        notes = process_groups.notes(self.world)
-        return [r for r in self.world if r not in notes or not self._is_here(notes[r])] if notes else []
+        """Ranks that never came to this barrier, or else those that left it: they waited in vain for the others.
 
-    def _is_here(self, note: Note) -> bool:
-        return note.number >= self.number and not note.gave_up
+        None if no rank left a note, not even this one.
+        """
+        notes = process_groups.notes(self.world)
+        came = {rank: note for rank, note in notes.items() if note.number >= self.number}
+        never = [rank for rank in self.world if rank not in came] if notes else []
+        return never or [rank for rank, note in came.items() if note.gave_up]
 
     # What is said about it.
 
