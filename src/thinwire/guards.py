@@ -90,6 +90,25 @@ def check_parameters(method: Method, call: str, *, everywhere: bool = False, fin
     _refuse_different(method, call, [rank for part in parts for rank in part if rows[rank] != rows[part[0]]])
 
 
+def refuse_other_loads(method: Method) -> None:
+    """All workers must have loaded the same state dict, whole while groups train apart; collective."""
+    held: list[Tensor] = list(method.model.parameters())
+    if method.in_sync and not method.wire.is_sharded:
+        states = [state for o in method.optimizers for state in o.state.values()]
+        held += [value for state in states for _, value in sorted(state.items()) if isinstance(value, Tensor)]
+    rows = method.wire.all_gather_scalars(method.wire.checksum(held), "checksums")
+    if odd := [rank for rank, row in enumerate(rows) if row != rows[0]]:
+        raise DisagreementError(
+            f"load_state_dict(): after it {_named(odd)} other values than rank 0, after step {method.step}; load the "
+            "same state of the model and of its optimizers on all workers, all of it while groups train apart; or go "
+            "back to a save by replica.load(folder)"
+        )
+
+
+def _named(odd: Sequence[int]) -> str:
+    return f"rank {odd[0]} holds" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))} hold"
+
+
 def _can_go_on(method: Method, bad: set[int]) -> bool:
     """Whether groups that diverged are left out of the next average, and there are others."""
     leaves_out = getattr(method.config, "diverged", "stop") == "leave_out" and not method.in_sync

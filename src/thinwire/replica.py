@@ -28,10 +28,12 @@ from thinwire.guards import (
     attached,
     check_parameters,
     refuse_evaluating,
+    refuse_other_loads,
     refuse_state,
     refuse_wrappers,
     sign_as,
 )
+from thinwire.loads import Loads
 from thinwire.methods.agreement import Agreement
 from thinwire.methods.base import Method
 from thinwire.methods.registry import name_of
@@ -116,6 +118,8 @@ class Replica(nn.Module):
             end_step=self._end_step,
         )
         self._release += self._stepping.follow(scaler, self._agree_on_scale)
+        self._loads = Loads(self.module, method.optimizers)
+        self._release += self._loads.follow()
         attached.add(self)
 
     # Training.
@@ -130,6 +134,7 @@ class Replica(nn.Module):
             )
         refuse_wrappers(self, self._method, first=self.step == 0)
         refuse_evaluating(self._method)
+        self._begin_again_if_loaded()
         self._stepping.batch()
         self._was_called = self._was_called or self._method.gradients.replicated.syncs
         self._begin_step()
@@ -232,6 +237,7 @@ class Replica(nn.Module):
     def merged(self) -> Iterator["Replica"]:
         """Give every worker the merged model for a while; collective. Its bytes count as "evaluate"."""
         self._refuse_other_flags()
+        self._begin_again_if_loaded()
         with contextlib.ExitStack() as stack:
             if self._recovery is None:
                 self._merge_into(stack)
@@ -259,6 +265,7 @@ class Replica(nn.Module):
             check_cutoff(cutoff, zero_allowed=True)
         if not self.in_sync:
             self._refuse_other_flags()
+        self._begin_again_if_loaded()
         try:
             self._together(lambda: self._finish(cutoff), "finish()", last=True)
         except (LostError, CollectiveError) as error:
@@ -331,7 +338,10 @@ class Replica(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the plain model's state into its present shape."""
+        """Load the plain model's state into its present shape; the same on all workers.
+
+        All begin again from it before the next batch, save or average: without what groups agreed on before.
+        """
         return self.module.load_state_dict(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -353,6 +363,7 @@ class Replica(nn.Module):
         earlier = self._end_of_save()  # before copies are made: memory holds those of one save
         self._refuse_finished("save()")
         self._refuse_other_flags()
+        self._begin_again_if_loaded()
         self._together(lambda: self._begin_save(folder, wait=wait), "save()", changes=False)
         if earlier is not None:
             raise earlier
@@ -372,6 +383,7 @@ class Replica(nn.Module):
         """This worker's files of a save, in memory, for a save that holds more than the replica; collective."""
         self._refuse_finished("save()")
         self._refuse_other_flags()
+        self._begin_again_if_loaded()
         found: list[Files] = []
         if not self._together(lambda: found.append(self._captured()), "save()", changes=False):
             raise LostError("this group was given up and cannot save; start it again to join")
@@ -429,8 +441,22 @@ class Replica(nn.Module):
 
     def _load(self, folder: Path | str, *, check: bool) -> None:
         self._method.wire.barrier("load()")
+        self._loads.clear()
         earlier = snapshot.load(self._method, self._scaler, folder, self.averages, check=check)
         self._baseline.begin(earlier, self.step)
+
+    def _begin_again_if_loaded(self) -> None:
+        """All workers have loaded the same state since the last step, or say who has not; collective if one has."""
+        if self._loads.are_new:
+            self._together(self._begin_again, "load_state_dict()")
+            self._loads.clear()
+            self._stepping.expect_changes()
+
+    def _begin_again(self) -> None:
+        self._method.wire.barrier("load_state_dict()")
+        refuse_other_loads(self._method)
+        with self._unrounded():
+            self._method.begin_again()
 
     # What it is doing.
 
@@ -597,6 +623,7 @@ class Replica(nn.Module):
         self._recompiles.update()
 
     def _before_update(self, optimizer: Optimizer) -> None:
+        self._begin_again_if_loaded()
         if self._recovery is not None and not self._has_voted:  # before any of several optimizers, in whatever order
             self._has_voted = True
             self._is_skipped = not self._recovery.before_update()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire import optimizer_files
+from thinwire import loads, optimizer_files
 from thinwire.errors import ConfigError
 from thinwire.files import json_text, read_json, understood
 from thinwire.manifest import verify
@@ -177,7 +177,8 @@ def _predecessor(method: Method, groups: Sequence[Sequence[int]]) -> int:
 
 
 def _load_model(model: nn.Module, file: Path) -> None:
-    model.load_state_dict(_all_keys(model, read_tensors(file, model.state_dict())))
+    with loads.ignored():
+        model.load_state_dict(_all_keys(model, read_tensors(file, model.state_dict())))
 
 
 def _scale(scaler: Any) -> dict[str, Any] | None:

@@ -89,7 +89,9 @@ def test_the_command_of_a_run(study) -> None:
 
 def test_an_unknown_study_or_set_is_answered_with_those_there_are(study) -> None:
     run = study("run")
-    with pytest.raises(SystemExit, match=r"no study worlds, choose from: hundredfold, large_batch, thousandfold, words"):
+    with pytest.raises(
+        SystemExit, match=r"no study worlds, choose from: hundredfold, large_batch, thousandfold, words"
+    ):
         run.wanted(given(study="worlds", set="rates"))
     with pytest.raises(SystemExit, match=r"no rate, choose from: rates, allreduce, headline, search"):
         run.wanted(given(study="words", set="rate"))

@@ -36,7 +36,7 @@ _LONG_S = 30.0
 _SILENT_S = 10.0
 _LOOK_S, _POLL_S = 1.0, 0.25
 _STORE_S, _CAUSE_S = 5.0, 2.0
-_ENTRANCES = ("finish()", "save()", "load()", "merged()", "epoch_end()")
+_ENTRANCES = ("finish()", "save()", "load()", "load_state_dict()", "merged()", "epoch_end()")
 """User calls that all ranks should make at about the same time; writing a save may take one rank longer."""
 _CAUSE, _MISSING, _LOST = "cause", "missing", "lost"
 REMEDY = (

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from thinwire import loads
 from thinwire.elastic.membership import Membership
 from thinwire.methods.base import Method
 from thinwire.methods.context import Saved
@@ -49,10 +50,11 @@ def values_of(method: Method) -> dict[str, Any]:
 
 def load_values(method: Method, whole: dict[str, Any]) -> None:
     """Load what `values_of` gave into a model and optimizers of the same shapes."""
-    method.model.load_state_dict(whole["model"])
-    for optimizer, found in zip(method.optimizers, whole["optimizers"], strict=True):
-        state = {int(i): values for i, values in found.items()}
-        optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+    with loads.ignored():
+        method.model.load_state_dict(whole["model"])
+        for optimizer, found in zip(method.optimizers, whole["optimizers"], strict=True):
+            state = {int(i): values for i, values in found.items()}
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 
 
 def pack(tree: Any) -> Tensor:

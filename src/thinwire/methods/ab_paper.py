@@ -262,6 +262,11 @@ class PaperABMethod(Factoring):
         state["local"]["average"] = average["local"]
         return state
 
+    def begin_again(self) -> None:
+        super().begin_again()
+        if self.average is not None:
+            self._make_average()
+
     def load_state_dict(self, saved: Saved) -> None:
         """Go to a place in the timetable and give the model the shape it had there."""
         shared = saved.shared

@@ -341,6 +341,14 @@ class LocalTraining(Method):
         for fragment in self.fragments:
             fragment.drop()
 
+    def begin_again(self) -> None:
+        """All hold what was loaded: agreed values, momentum and residuals start from it."""
+        super().begin_again()
+        self.contributions.clear()
+        if self.phase != "warmup":
+            self._make_fragments()
+            self.statistics.restart()
+
     def abandon_pending(self) -> None:
         for fragment in self.fragments:
             fragment.abandon()

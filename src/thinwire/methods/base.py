@@ -2,6 +2,7 @@
 
     attach()                     once, when every worker holds the same model
     after_step()                 when a step is over; the only place where phase or shape may change
+    begin_again()                when other values were loaded into the model
     merged()                     around an evaluation while workers hold different models
     finish(cutoff)               once, at the end: one model on all workers, as small as the method makes it
     state_dict(), load_state_dict(…)    what a checkpoint needs beyond model and optimizer
@@ -132,7 +133,16 @@ class Method(ABC):
         }
 
     def drop_pending(self) -> None:  # noqa: B027
-        """Forget what was sent and has not arrived: a save is loaded, perhaps because it is what diverged."""
+        """Forget what was sent and has not arrived: something is loaded, perhaps because it is what diverged."""
+
+    def begin_again(self) -> None:
+        """Other values were loaded into the model, the same on all workers: forget what belongs to those before them.
+
+        Collective.
+        """
+        self.drop_pending()
+        self.gradients.forget()
+        self.observed.zero_()
 
     def abandon_pending(self) -> None:  # noqa: B027
         """Forget the same without waiting: groups are not as they were when it was sent."""

@@ -147,6 +147,10 @@ class DASOMethod(Method):
             if any(t.numel() for t in tensors())
         ]
 
+    @property
+    def _code(self) -> str:
+        return self.config.warmup_code if self.phase == "warmup" else self.config.wire
+
     def _statistics(self) -> list[Tensor]:
         """Running means and variances; in fewer bits a small variance next to a large one could become negative."""
         norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
@@ -320,6 +324,10 @@ class DASOMethod(Method):
         for part in self.averaged:
             part.drop()
 
+    def begin_again(self) -> None:
+        super().begin_again()
+        self._make_averaged(self._code)
+
     def abandon_pending(self) -> None:
         self._counters = None
         for part in self.averaged:
@@ -336,7 +344,7 @@ class DASOMethod(Method):
         self.epochs, self.sent_at = shared["epochs"], shared["sent_at"]
         self.second_moment.load_state_dict(shared["second_moment"])
         self.second_moment.share = self.weight
-        self._make_averaged(self.config.warmup_code if self.phase == "warmup" else self.config.wire)
+        self._make_averaged(self._code)
         for i, (part, kept) in enumerate(zip(self.averaged, shared["averaged"], strict=False)):
             part.load_state_dict(kept, local["averaged"][i] if local else {}, saved.stays)
 

@@ -283,6 +283,12 @@ class GradientAveraging:
         for p in self._trained:
             p.grad = None
 
+    def forget(self) -> None:
+        """Drop what exchanges left out: it belongs to parameters that are no more."""
+        self._staged = False
+        for bucket in self.buckets:
+            bucket.forget()
+
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
