@@ -7,6 +7,7 @@ buffers *after* a step and not before the next forward pass, with the same resul
 between steps. Nothing is broadcast at wrapping: workers hold the same values.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,6 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -70,6 +75,7 @@ class Replicated:
         self._accumulating = False
         self._named: dict[str, nn.Parameter] = {}
         self._flags: list[tuple[Any, ...]] = []
+        self._registered = 0
         if taken := sorted(_OWN & self.options.keys()):
             raise ConfigError(f"`ddp` options {', '.join(taken)} are set by Thinwire itself; leave them out")
 
@@ -85,6 +91,7 @@ class Replicated:
             return
         self._named = dict(self.model.named_parameters())
         self._flags = [_flags(p) for p in self._named.values()]
+        self._registered = _registered()
         group = self.wire.process_group(members)
         process_groups.register_holder(self)
         for module in self._norms:
@@ -125,6 +132,7 @@ class Replicated:
 
         DDP's hooks are on objects that a change of type or device replaces. A single worker may change any.
         """
+        self._refuse_new(step)
         now = [_flags(p) for p in self._named.values()]
         if now == self._flags:
             return
@@ -143,6 +151,20 @@ class Replicated:
             f"parameter {changed[0]!r}{more} was {what} after step {step}, but workers exchange what they trained when "
             "they were attached; undo it, or while all layers are full detach(), freeze or unfreeze, and attach() again"
         )
+
+    def _refuse_new(self, step: int) -> None:
+        """A parameter that was added since is averaged by nobody."""
+        if not self._named or self._registered == (now := _registered()):
+            return
+        known = {id(p) for p in self._named.values()}
+        if new := [name for name, p in self.model.named_parameters() if id(p) not in known]:
+            more = f" and {len(new) - 1} more" if len(new) > 1 else ""
+            raise ConfigError(
+                f"parameter {new[0]!r}{more} was added to the model or replaced there by step {step}, but workers "
+                "exchange what they trained when they were attached; add it before attach(), or while all layers are "
+                "full detach(), add it to the model and its optimizer, and attach() again"
+            )
+        self._registered = now
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass, prepared for a backward pass that averages gradients."""
@@ -327,6 +349,26 @@ class Replicated:
         elif self.backwards == 2:
             order = bucket_order(self.wire.topology, self.members, self._trained, len(self._exchange()))
             self.wire.count("control", order, calls=2)
+
+
+_registrations = 0
+
+
+def _note_registration(*_: Any) -> None:
+    global _registrations
+    _registrations += 1
+
+
+@functools.cache
+def _watch_registrations() -> None:
+    register_module_parameter_registration_hook(_note_registration)
+    register_module_module_registration_hook(_note_registration)
+
+
+def _registered() -> int:
+    """How often modules of this process were given parameters or parts, so that a walk through them may be spared."""
+    _watch_registrations()
+    return _registrations
 
 
 def _flags(parameter: nn.Parameter) -> tuple[Any, ...]:

@@ -27,7 +27,7 @@ from thinwire.comm.topology import Topology
 from thinwire.factor.convert import Kept, Layer, find_layers, to_factors, to_full
 from thinwire.methods.agree import agreed_factors
 from thinwire.methods.context import MethodContext, Saved
-from thinwire.methods.counters import check_counters
+from thinwire.methods.counters import check_counters, counters
 from thinwire.methods.gathered import agreed_in_turn, gathered_layer
 from thinwire.methods.gradients import GradientAveraging
 from thinwire.methods.untraced import untraced
@@ -207,9 +207,14 @@ class Method(ABC):
         self.phase = phase
         self.wire.ledger.phase = phase
 
+    @property
+    def counters(self) -> list[float]:
+        """What must be the same on all workers: steps, batches and learning rates."""
+        return counters(self.step, self.forwards, self.optimizers)
+
     def check_counters(self) -> None:
-        """Refuse workers at different steps; called before every change of phase, collective."""
-        rows = check_counters(self.wire, self.step, self.forwards, self.context.has_scaler, self.waits.own)
+        """Refuse workers at different steps or learning rates; called before every change of phase, collective."""
+        rows = check_counters(self.wire, self.counters, self.context.has_scaler, self.waits.own)
         self.waits.meet(rows, self.topology.groups, self.topology.rank)
 
     def agreed_factors(self, cutoff: float | None) -> Iterable[tuple[Layer, tuple[Tensor, ...]]]:

@@ -176,7 +176,7 @@ class DASOMethod(Method):
                 self._arrive()
 
     def _send(self, overlap: int, first: int = 0) -> None:
-        self._counters = gather_counters(self.wire, self.step, self.forwards)
+        self._counters = gather_counters(self.wire, self.counters)
         for part in self.averaged[first:]:
             keep_own = part is self.averaged[0] and overlap > 0 and self.config.compensate
             part.send(self.step, overlap, keep_own=keep_own)
@@ -202,7 +202,7 @@ class DASOMethod(Method):
         """Wait for pending averages; they are still applied when they are due."""
         if self._counters is not None:
             rows, self._counters = self._counters.wait().tolist(), None
-            compare_counters(rows, self.step, self.context.has_scaler)
+            compare_counters(rows, self.context.has_scaler)
         sound = [part.receive() for part in self.averaged if part.pending is not None]
         if not all(sound):
             for part in self.averaged:

@@ -1,0 +1,102 @@
+"""Habits that make workers differ are refused at the next step or average, by name, and not when the work is lost."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gang
+import small
+import thinwire
+from thinwire.errors import ConfigError, DisagreementError
+
+APART: dict[str, Any] = {
+    "localsgd": lambda: thinwire.LocalSGD(warmup=0, every=3),
+    "diloco, under way": lambda: thinwire.DiLoCo(warmup=2, every=4, overlap=2),
+    "daso": lambda: thinwire.DASO(total_steps=40, warmup=2, cooldown=4, every=3, overlap=1, plateau_patience=None),
+    "ab": lambda: thinwire.AB(total_steps=60, warmup=2, every=3, factor_at=4, cutoff=0.6),
+    "paper": small.ab,
+    "oialr": lambda: thinwire.OIALR(total_steps=30, factor_at=10),
+}
+
+
+def own_plateau(rank: int, names: list[str]) -> list[str]:
+    """Each worker's scheduler follows its own loss."""
+    return [_follow_own_loss(rank, APART[name]()) for name in names]
+
+
+def _follow_own_loss(rank: int, config: Any) -> str:
+    model = small.mlp()
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, config)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    with pytest.raises(DisagreementError) as caught:
+        for number in small.walk(replica, optimizer, rank, 20):
+            scheduler.step(float(number if rank == 1 else -number))
+    replica.detach()
+    return str(caught.value)
+
+
+def test_rates_that_differ_are_found_at_the_next_average() -> None:
+    for messages in gang.run(own_plateau, 2, list(APART)):
+        for message in messages:
+            assert "workers train at different learning rates at step" in message
+            assert "rank 1 has " in message and ", the others 0.05; give schedulers the same" in message
+
+
+def a_rate_of_one_group(rank: int) -> str:
+    model = small.mlp()
+    optimizer = torch.optim.SGD([{"params": [p], "lr": 0.1} for p in model.parameters()])
+    replica = thinwire.attach(model, optimizer, thinwire.LocalSGD(warmup=0, every=3))
+    optimizer.param_groups[2]["lr"] = 0.1 - 0.05 * rank
+    with pytest.raises(DisagreementError) as caught:
+        for _ in small.walk(replica, optimizer, rank, 4):
+            pass
+    return str(caught.value)
+
+
+def test_a_rate_of_one_parameter_group_is_found() -> None:
+    for message in gang.run(a_rate_of_one_group, 2):
+        assert "rank 1 has 0.1, the others 0.1, and others in some parameter group;" in message
+
+
+class Growing(nn.Module):
+    """A model that is given one more layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.late = nn.Linear(64, 32), nn.Identity()
+        self.middle, self.head = nn.Linear(32, 32), nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.middle(F.relu(self.late(F.relu(self.body(x.flatten(1)))))))
+
+
+def added(rank: int, tells_optimizer: bool) -> list[tuple[int, str]]:
+    """By method, the step at which a layer that was added after step 5 is refused, and how."""
+    found = []
+    for make in (thinwire.AllReduce, *APART.values()):
+        model = Growing()
+        optimizer = small.sgd(model)
+        replica = thinwire.attach(model, optimizer, make())
+        with pytest.raises(ConfigError) as caught:
+            for number in small.walk(replica, optimizer, rank, 8):
+                if number == 4:
+                    model.late = nn.Linear(32, 32)
+                    if tells_optimizer:
+                        optimizer.add_param_group({"params": list(model.late.parameters())})
+        found.append((replica.step, str(caught.value)))
+        replica.detach()
+    return found
+
+
+@pytest.mark.parametrize("tells_optimizer", [False, True])
+def test_a_parameter_that_is_added_late_is_refused_at_the_next_step(tells_optimizer: bool) -> None:
+    for found in gang.run(added, 2, tells_optimizer):
+        for step, message in found:
+            assert step == 5
+            assert "'late.weight' and 1 more was added to the model or replaced there by step 5" in message
+            assert "add it before attach()" in message
