@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import logging
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from thinwire.errors import ConfigError, DisagreementError, DivergedError, Thinw
 from thinwire.methods.base import Method
 from thinwire.methods.merging import average_buffers
 from thinwire.shards import local, whole_of
+
+log = logging.getLogger("thinwire")
 
 attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Replicas whose hooks are on an optimizer now."""
@@ -67,6 +70,55 @@ def refuse_replaced(method: Method) -> None:
             f"the model has changed since attach(): {what}; change or shard a model before its optimizer is built and "
             "attached, or detach() first"
         )
+
+
+class KeptParameters:
+    """Warns of parameters that a script took from the model before they were replaced, and still uses.
+
+    A list that was made for `clip_grad_norm_` misses the factors from then on, and clips nothing of them.
+    """
+
+    _WAIT, _TRIES = 2, 3
+    """Steps until the graph of the last loss is gone, and how often to look at what else holds them."""
+
+    def __init__(self, method: Method) -> None:
+        self.method = method
+        self._watched: list[weakref.ref[nn.Parameter]] = []
+        self._left, self._tries = 0, self._TRIES
+
+    def end_step(self) -> None:
+        """A step is over; what was replaced and is still held some steps later is in use."""
+        replaced = self.method.optimizers.replaced
+        if self._watched:
+            self._left -= 1
+            if self._left == 0:
+                self._look([p for ref in self._watched if (p := ref()) is not None])
+                self._watched = []
+        elif replaced and self._tries:
+            self._watched, self._left = list(replaced), self._WAIT
+        replaced.clear()
+
+    def _look(self, alive: list[nn.Parameter]) -> None:
+        if not alive:
+            return
+        self._tries -= 1
+        gc.collect()
+        holders = [found for found in gc.get_referrers(*alive) if found is not alive]
+        lists = [list(found.values()) if isinstance(found, dict) else found for found in holders if _is_list(found)]
+        held = {id(value) for found in lists for value in found}.intersection(map(id, alive))
+        if held and self.method.topology.rank == 0:
+            self._tries = 0
+            log.warning(
+                "weights were replaced by factors after step %d, but a list or dict that was made before still holds "
+                "%d of the old parameters, which nobody trains any more: what uses it, such as clip_grad_norm_(kept, "
+                "…), does nothing to the factors. Ask for parameters each time: clip_grad_norm_(model.parameters(), …)",
+                *(self.method.step - self._WAIT, len(held)),
+            )
+
+
+def _is_list(value: Any) -> bool:
+    """Whether a script may keep parameters there; graphs hold theirs in other ways."""
+    return isinstance(value, list | tuple | dict | set)
 
 
 def check_parameters(method: Method, call: str, *, everywhere: bool = False, finite: bool = True) -> None:

@@ -24,6 +24,7 @@ from thinwire.errors import AbandonedSaveError, CollectiveError, LostError, Save
 from thinwire.factor.export import to_plain
 from thinwire.factor.layers import mark_as_read, weight_was_read
 from thinwire.guards import (
+    KeptParameters,
     agree_on_buffers,
     attached,
     check_parameters,
@@ -118,6 +119,7 @@ class Replica(nn.Module):
             end_step=self._end_step,
         )
         self._release += self._stepping.follow(scaler, self._agree_on_scale)
+        self._kept_parameters = KeptParameters(method)
         self._loads = Loads(self.module, method.optimizers)
         self._release += self._loads.follow()
         attached.add(self)
@@ -621,6 +623,7 @@ class Replica(nn.Module):
             else:
                 self._method.end_step() if self._recovery is None else self._recovery.end_step()
         self._recompiles.update()
+        self._kept_parameters.end_step()
 
     def _before_update(self, optimizer: Optimizer) -> None:
         self._begin_again_if_loaded()

@@ -4,6 +4,7 @@ Most models have one optimizer. Some have several, such as Muon for hidden matri
 trained parameter is then in exactly one of them.
 """
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, overload
@@ -20,6 +21,8 @@ class Optimizers(Sequence[Optimizer]):
 
     def __init__(self, *each: Optimizer) -> None:
         self.each = each
+        self.replaced: list[weakref.ref[nn.Parameter]] = []
+        """Parameters that were given up for others, and that nothing should hold any more."""
 
     def __len__(self) -> int:
         return len(self.each)
@@ -110,6 +113,7 @@ class Optimizers(Sequence[Optimizer]):
         Where a group has names, `suffixes` are appended to the weight's name, one per factor; none for a full weight.
         """
         gone = {id(p) for p in old}
+        self.replaced += [weakref.ref(p) for p in old]
         for _, group in self.groups:
             places = [i for i, p in enumerate(group["params"]) if id(p) in gone]
             if places:
