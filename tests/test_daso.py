@@ -258,12 +258,12 @@ def tiny_updates(rank: int) -> dict[str, Any]:
     for wire, compensate in itertools.product(("fp32", "bf16", "int8"), (False, True)):
         model = nn.Linear(4, 4)
         nn.init.ones_(model.weight)
-        optimizer = torch.optim.SGD(model.parameters(), 1e-5 * (1 + rank))
+        optimizer = torch.optim.SGD(model.parameters(), 1e-5)
         config = daso(every=2, overlap=1, wire=wire, compensate=compensate)
         replica = thinwire.attach(model, optimizer, config)
         for _ in range(40):
             optimizer.zero_grad()
-            replica(torch.ones(1, 4)).sum().backward()
+            ((1 + rank) * replica(torch.ones(1, 4)).sum()).backward()
             optimizer.step()
         found[wire, compensate] = float(1 - replica.finish().weight.mean())
     half = small.mlp().to(torch.bfloat16)

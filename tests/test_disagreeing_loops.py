@@ -43,7 +43,10 @@ def test_rates_that_differ_are_found_at_the_next_average() -> None:
     for messages in gang.run(own_plateau, 2, list(APART)):
         for message in messages:
             assert "workers train at different learning rates at step" in message
-            assert "rank 1 has " in message and ", the others 0.05; give schedulers the same" in message
+            assert (
+                "rank 1 has " in message
+                and ", the others 0.05, in parameter group 0; give schedulers the same" in message
+            )
 
 
 def a_rate_of_one_group(rank: int) -> str:
@@ -59,7 +62,7 @@ def a_rate_of_one_group(rank: int) -> str:
 
 def test_a_rate_of_one_parameter_group_is_found() -> None:
     for message in gang.run(a_rate_of_one_group, 2):
-        assert "rank 1 has 0.1, the others 0.1, and others in some parameter group;" in message
+        assert "rank 1 has 0.05, the others 0.1, in parameter group 2;" in message
 
 
 class Growing(nn.Module):

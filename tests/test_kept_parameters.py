@@ -43,7 +43,9 @@ def test_a_script_that_keeps_old_parameters_is_told_once(way: str, habit: str, c
     with caplog.at_level(logging.WARNING, "thinwire"):
         trained(WAYS[way](), habit)
     (told,) = [record.getMessage() for record in caplog.records if "made before" in record.getMessage()]
-    assert re.search(r"still holds [23] of the old parameters", told) and "clip_grad_norm_(model.parameters(), …)" in told
+    assert (
+        re.search(r"still holds [23] of the old parameters", told) and "clip_grad_norm_(model.parameters(), …)" in told
+    )
 
 
 @pytest.mark.parametrize("habit", ["asks each time", "losses with their graphs"])

@@ -204,6 +204,20 @@ def refuse_state(method: Method) -> None:
                 )
 
 
+def refuse_masters(method: Method) -> None:
+    """Refuse copies of parameters in an optimizer's state where weights become factors; after each step."""
+    if not method.wire.is_simulated:
+        method.masters.look()
+    for name in sorted(method.masters.names) if method.layers else ():
+        kind = next(type(o).__name__ for o in method.optimizers if any(name in state for state in o.state.values()))
+        raise ConfigError(
+            f"optimizer {kind} cannot be attached with {type(method.config).__name__}: it trains copies of the "
+            f"parameters that it keeps as {name!r} in its state, and factors have none; use one that trains the "
+            "parameters themselves, such as AdamW, or a method that leaves weights whole: LocalSGD, DiLoCo, DASO, "
+            "AllReduce"
+        )
+
+
 def _unsaved(value: Any) -> str | None:
     """The type of whatever is not a plain tensor or value, or lists and dicts of them; None if all is."""
     if isinstance(value, list | tuple):

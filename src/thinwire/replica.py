@@ -29,6 +29,7 @@ from thinwire.guards import (
     attached,
     check_parameters,
     refuse_evaluating,
+    refuse_masters,
     refuse_other_loads,
     refuse_state,
     refuse_wrappers,
@@ -613,6 +614,7 @@ class Replica(nn.Module):
         if not self._state_is_known:
             refuse_state(self._method)
             self._state_is_known = True
+        refuse_masters(self._method)
         self.traffic.times.end_step()
         if self._is_skipped:
             self._is_skipped = False

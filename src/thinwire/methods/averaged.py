@@ -56,23 +56,26 @@ class AveragedTensors:
         measured: bool = False,
         scaled: bool = False,
         is_fixed: Callable[[Tensor], bool] = lambda t: False,
+        master_of: Callable[[Tensor], Tensor] = lambda t: t,
     ) -> None:
         """`tensors` gives them as they are now; with `rotating` one member of a group carries all of them.
 
         Those that are fixed are sent with the others and never moved. With `offload` the CPU holds everything between
-        two averages. If `measured`, groups say with each average how far they came, unless values are averaged.
+        two averages. Where an optimizer trains a copy of a tensor, its `master_of`, that is averaged, and the tensor
+        follows. If `measured`, groups say with each average how far they came, unless values are averaged.
         With `scaled` changes are sent in any code.
         """
         self.wire = wire
         self.tensors = tensors
         self.is_fixed = is_fixed
+        self.master_of = master_of
         self.outer = outer
         self.level = step
         """The last step after which all groups held the same tensors."""
         self.pending: PendingAverage | None = None
         self.momentum: Tensor | None = None
         """None before the first outer step."""
-        flat = pack_wide(tensors())
+        flat = pack_wide(self._masters)
         self.scratch = torch.empty_like(flat)  # allocating it each time costs more than filling it
         self.agreed = None if code == "fp32" and outer is None and not scaled else flat
         """What groups last agreed on; None where values are averaged."""
@@ -117,7 +120,7 @@ class AveragedTensors:
         """
         self._check_size()
         self._to_device()
-        flat = pack_wide(self.tensors(), out=self.scratch)
+        flat = pack_wide(self._masters, out=self.scratch)
         self.pending = PendingAverage(step, overlap, own=flat.clone() if keep_own else None)
         if self.agreed is not None:
             flat.sub_(self.agreed)
@@ -183,7 +186,7 @@ class AveragedTensors:
             return 0.0
         self._check_size()
         self._to_device()
-        change = pack_wide(self.tensors(), out=self.scratch).sub_(self.agreed)
+        change = pack_wide(self._masters, out=self.scratch).sub_(self.agreed)
         return float(torch.linalg.vector_norm(change, dtype=torch.float64))
 
     def outer_state(self) -> Iterator[tuple[str, int, Tensor]]:
@@ -242,12 +245,19 @@ class AveragedTensors:
         """The tensors in the flat vector's dtype, written back at the end; and the part of the vector for each."""
         flat = flat if flat is not None else self.scratch if self.agreed is None else self.agreed
         parts = _views(flat, self._shapes)
-        pairs = [(reals(t), part) for t, part in zip(self.tensors(), parts, strict=True) if not self.is_fixed(t)]
-        wide = [t.detach().to(flat.dtype) for t, _ in pairs]
+        pairs = [(t, part) for t, part in zip(self.tensors(), parts, strict=True) if not self.is_fixed(t)]
+        held = [reals(self.master_of(t)) for t, _ in pairs]
+        wide = [t.detach().to(flat.dtype) for t in held]
         yield wide, [part for _, part in pairs]
-        for (t, _), changed in zip(pairs, wide, strict=True):
-            if t.dtype != changed.dtype:
-                t.detach().copy_(changed)
+        for (t, _), own, changed in zip(pairs, held, wide, strict=True):
+            if own.dtype != changed.dtype:
+                own.detach().copy_(changed)
+            if own is not reals(t):
+                reals(t).detach().copy_(own)
+
+    @property
+    def _masters(self) -> list[Tensor]:
+        return [self.master_of(t) for t in self.tensors()]
 
     @property
     def _parts(self) -> list[Tensor]:
@@ -361,7 +371,8 @@ class AveragedTensors:
 @contextmanager
 def all_restored(model: nn.Module, averaged: Sequence[AveragedTensors]) -> Iterator[None]:
     """Restore the model and these averages at the end."""
-    with restored(model), ExitStack() as stack:
+    masters = [master for each in averaged for t in each.tensors() if (master := each.master_of(t)) is not t]
+    with restored([*model.parameters(), *model.buffers(), *masters]), ExitStack() as stack:
         for each in averaged:
             stack.enter_context(each.restored())
         yield

@@ -27,9 +27,10 @@ from thinwire.comm.topology import Topology
 from thinwire.factor.convert import Kept, Layer, find_layers, to_factors, to_full
 from thinwire.methods.agree import agreed_factors
 from thinwire.methods.context import MethodContext, Saved
-from thinwire.methods.counters import check_counters, counters
+from thinwire.methods.counters import Counters
 from thinwire.methods.gathered import agreed_in_turn, gathered_layer
 from thinwire.methods.gradients import GradientAveraging
+from thinwire.methods.masters import Masters
 from thinwire.methods.untraced import untraced
 from thinwire.methods.waits import Waits
 from thinwire.shards import shard_again, with_modules
@@ -47,6 +48,8 @@ class Method(ABC):
         self.config = config
         self.context = context
         self.model, self.optimizers, self.wire = context.model, context.optimizers, context.wire
+        self.masters = Masters(context.optimizers)
+        self.counters = Counters(context.wire, context.optimizers, context.has_scaler)
         self.gradients = GradientAveraging(context)
         self.step = 0
         self.forwards = 0
@@ -141,6 +144,7 @@ class Method(ABC):
         Collective.
         """
         self.drop_pending()
+        self.masters.follow()
         self.gradients.forget()
         self.observed.zero_()
 
@@ -207,14 +211,9 @@ class Method(ABC):
         self.phase = phase
         self.wire.ledger.phase = phase
 
-    @property
-    def counters(self) -> list[float]:
-        """What must be the same on all workers: steps, batches and learning rates."""
-        return counters(self.step, self.forwards, self.optimizers)
-
     def check_counters(self) -> None:
         """Refuse workers at different steps or learning rates; called before every change of phase, collective."""
-        rows = check_counters(self.wire, self.counters, self.context.has_scaler, self.waits.own)
+        rows = self.counters.check(self.step, self.forwards, self.waits.own)
         self.waits.meet(rows, self.topology.groups, self.topology.rank)
 
     def agreed_factors(self, cutoff: float | None) -> Iterable[tuple[Layer, tuple[Tensor, ...]]]:

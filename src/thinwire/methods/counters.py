@@ -8,58 +8,65 @@ import struct
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from typing import NoReturn
 
 from thinwire.comm.collectives import Pending, Wire
 from thinwire.errors import DisagreementError
 from thinwire.factor.optimizers import Optimizers
 
-_LENGTH = 4
-"""Of a worker's row: steps, batches, its largest learning rate, and a checksum of all its rates."""
 
+class Counters:
+    """What each worker says of itself: steps, batches, and a checksum of its learning rates."""
 
-def check_counters(wire: Wire, own: Sequence[float], has_scaler: bool, more: Sequence[float] = ()) -> list[list[float]]:
-    """Refuse workers that are at different steps or rates; collective. What `more` each of them says, by rank."""
-    rows = wire.all_gather_scalars([*own, *more], "control")
-    compare_counters([row[:_LENGTH] for row in rows], has_scaler)
-    return [row[_LENGTH:] for row in rows]
+    LENGTH = 3
 
+    def __init__(self, wire: Wire, optimizers: Optimizers, has_scaler: bool) -> None:
+        self.wire = wire
+        self.optimizers = optimizers
+        self.has_scaler = has_scaler
 
-def gather_counters(wire: Wire, own: Sequence[float]) -> Pending:
-    """Every worker's counters, for `compare_counters`, without waiting."""
-    return wire.all_gather_scalars_async(list(own), "control")
+    def own(self, step: int, batches: int) -> list[float]:
+        """This worker's."""
+        rates = self._rates()
+        return [step, batches, zlib.crc32(struct.pack(f"{len(rates)}d", *rates))]
 
+    def check(self, step: int, batches: int, more: Sequence[float] = ()) -> list[list[float]]:
+        """Refuse workers that are at different steps or rates; collective. What `more` each of them says, by rank."""
+        rows = self.wire.all_gather_scalars([*self.own(step, batches), *more], "control")
+        self.compare([row[: self.LENGTH] for row in rows])
+        return [row[self.LENGTH :] for row in rows]
 
-def counters(step: int, batches: int, optimizers: Optimizers) -> list[float]:
-    """What a worker says of itself."""
-    rates = [float(group["lr"]) for _, group in optimizers.groups if "lr" in group]
-    return [step, batches, max(rates, default=0.0), zlib.crc32(struct.pack(f"{len(rates)}d", *rates))]
+    def gather(self, step: int, batches: int) -> Pending:
+        """Every worker's, for `compare`, without waiting."""
+        return self.wire.all_gather_scalars_async(self.own(step, batches), "control")
 
+    def compare(self, rows: Sequence[Sequence[float]]) -> None:
+        """Refuse workers that are at different steps, or train at different learning rates; collective if so."""
+        steps = [(int(row[0]), int(row[1])) for row in rows]
+        # Of two equally common, the one with fewer batches: a worker that skipped a step has run one more.
+        common = max(Counter(steps).items(), key=lambda item: (item[1], -item[0][1]))[0]
+        if odd := [rank for rank, row in enumerate(steps) if row != common]:
+            which = ", ".join(f"rank {r} ran {steps[r][1]} batches in {steps[r][0]} steps" for r in odd)
+            remedy = "; give every rank the same batches to train on, and evaluate in eval() or under no_grad()"
+            if not self.has_scaler:
+                remedy += "; if a GradScaler skips steps, pass it to attach(…, scaler=scaler)"
+            raise DisagreementError(
+                f"workers disagree at step {common[0]}: {which}, the others {common[1]} in {common[0]}{remedy}"
+            )
+        # With a scaler, a scheduler may wait for steps that only some groups skipped.
+        if len({row[2] for row in rows}) > 1 and not self.has_scaler:
+            self._refuse_rates(common[0])
 
-def compare_counters(rows: Sequence[Sequence[float]], has_scaler: bool) -> None:
-    """Refuse workers that are at different steps, or train at different learning rates."""
-    steps = [(row[0], row[1]) for row in rows]
-    # Of two equally common, the one with fewer batches: a worker that skipped a step has run one more.
-    common = max(Counter(steps).items(), key=lambda item: (item[1], -item[0][1]))[0]
-    if odd := [rank for rank, row in enumerate(steps) if row != common]:
-        which = ", ".join(f"rank {r} ran {int(steps[r][1])} batches in {int(steps[r][0])} steps" for r in odd)
-        remedy = "; give every rank the same batches to train on, and evaluate in eval() or under no_grad()"
-        if not has_scaler:
-            remedy += "; if a GradScaler skips steps, pass it to attach(…, scaler=scaler)"
+    def _refuse_rates(self, step: int) -> NoReturn:
+        rates = [tuple(row) for row in self.wire.all_gather_object(self._rates())]
+        common = Counter(rates).most_common(1)[0][0]
+        rank = next(rank for rank, own in enumerate(rates) if own != common)
+        place = next((i for i, (a, b) in enumerate(zip(rates[rank], common, strict=False)) if a != b), 0)
         raise DisagreementError(
-            f"workers disagree at step {int(common[0])}: {which}, the others {int(common[1])} in "
-            f"{int(common[0])}{remedy}"
+            f"workers train at different learning rates at step {step}: rank {rank} has {rates[rank][place]:.6g}, the "
+            f"others {common[place]:.6g}, in parameter group {place}; give schedulers the same on all workers: "
+            "ReduceLROnPlateau the mean of all workers' metrics, not each worker's own"
         )
-    if not has_scaler:  # with one, a scheduler may wait for steps that only some groups skipped
-        _compare_rates([(row[2], row[3]) for row in rows], int(common[0]))
 
-
-def _compare_rates(rates: Sequence[tuple[float, float]], step: int) -> None:
-    common = Counter(rates).most_common(1)[0][0]
-    if odd := [rank for rank, rate in enumerate(rates) if rate != common]:
-        which = ", ".join(f"rank {rank} has {rates[rank][0]:.6g}" for rank in odd)
-        groups = "" if any(rates[rank][0] != common[0] for rank in odd) else ", and others in some parameter group"
-        raise DisagreementError(
-            f"workers train at different learning rates at step {step}: {which}, the others {common[0]:.6g}{groups}; "
-            "give schedulers the same on all workers: ReduceLROnPlateau the mean of all workers' metrics, not each "
-            "worker's own"
-        )
+    def _rates(self) -> list[float]:
+        return [float(group.get("lr", 0.0)) for _, group in self.optimizers.groups]

@@ -31,7 +31,6 @@ from thinwire.errors import ConfigError, DivergedError
 from thinwire.methods.averaged import AveragedTensors, all_restored, not_finite
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext, Saved
-from thinwire.methods.counters import compare_counters, gather_counters
 from thinwire.methods.diverged import refuse_diverged
 from thinwire.methods.merging import average_buffers
 from thinwire.methods.planned import Cycle, role_by_codes
@@ -142,7 +141,11 @@ class DASOMethod(Method):
             raise ConfigError("no parameter of the model is trained: all are frozen, so there is nothing to average")
         kinds: list[tuple[Callable[[], Sequence[Tensor]], str]] = [(lambda: trained, code), (self._statistics, "fp32")]
         self.averaged = [
-            AveragedTensors(self.wire, tensors, its_code, self.step, rotating=not self.config.sharded)
+            AveragedTensors(
+                *(self.wire, tensors, its_code, self.step),
+                rotating=not self.config.sharded,
+                master_of=self.masters.of,
+            )
             for tensors, its_code in kinds
             if any(t.numel() for t in tensors())
         ]
@@ -176,7 +179,7 @@ class DASOMethod(Method):
                 self._arrive()
 
     def _send(self, overlap: int, first: int = 0) -> None:
-        self._counters = gather_counters(self.wire, self.counters)
+        self._counters = self.counters.gather(self.step, self.forwards)
         for part in self.averaged[first:]:
             keep_own = part is self.averaged[0] and overlap > 0 and self.config.compensate
             part.send(self.step, overlap, keep_own=keep_own)
@@ -202,7 +205,7 @@ class DASOMethod(Method):
         """Wait for pending averages; they are still applied when they are due."""
         if self._counters is not None:
             rows, self._counters = self._counters.wait().tolist(), None
-            compare_counters(rows, self.context.has_scaler)
+            self.counters.compare(rows)
         sound = [part.receive() for part in self.averaged if part.pending is not None]
         if not all(sound):
             for part in self.averaged:

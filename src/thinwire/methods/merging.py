@@ -23,15 +23,14 @@ def average_model(wire: Wire, model: nn.Module, observed: Tensor, step: int) -> 
 
 
 @contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
-    """Restore the model's parameters and buffers at the end."""
-    own = [*model.parameters(), *model.buffers()]
-    before = [t.detach().clone() for t in own]
+def restored(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Restore the values of these at the end."""
+    before = [t.detach().clone() for t in tensors]
     try:
         yield
     finally:
         with torch.no_grad():
-            for t, value in zip(own, before, strict=True):
+            for t, value in zip(tensors, before, strict=True):
                 t.copy_(value)
 
 

@@ -1,0 +1,147 @@
+"""Optimizers that train a copy of each parameter: averages reach the copy, in all of its bits."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gang
+import small
+import thinwire
+from thinwire.errors import ConfigError
+from thinwire.factor.optimizers import Optimizers
+from thinwire.methods.masters import Masters
+
+
+class MasterSGD(torch.optim.Optimizer):
+    """SGD on copies, as mixed-precision optimizers have them."""
+
+    def __init__(self, params: Any, lr: float, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(params, {"lr": lr})
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if p.grad is not None:
+                    state.setdefault("wide", p.detach().to(self.dtype, copy=True))
+                    state["momentum"] = state.get("momentum", 0) * 0.9 + p.grad.to(self.dtype)
+                    state["wide"].sub_(state["momentum"], alpha=group["lr"])
+                    p.copy_(state["wide"])
+
+
+WAYS: dict[str, Any] = {
+    "localsgd": lambda: thinwire.LocalSGD(warmup=0, every=4),
+    "localsgd, int8": lambda: thinwire.LocalSGD(warmup=0, every=4, wire="int8"),
+    "moments": lambda: thinwire.LocalSGD(warmup=0, every=4, moments="average"),
+    "diloco": lambda: thinwire.DiLoCo(warmup=0, every=4),
+    "daso": lambda: thinwire.DASO(total_steps=17, warmup=4, cooldown=4, every=4, overlap=0, plateau_patience=None),
+}
+
+
+def distances(rank: int, dtype: torch.dtype) -> dict[str, list[float]]:
+    """By method, how far copies of this worker are from those of all workers after each step."""
+    return {name: _distances(rank, make(), dtype) for name, make in WAYS.items()}
+
+
+def _distances(rank: int, config: Any, dtype: torch.dtype) -> list[float]:
+    model = small.mlp(smooth=True).to(dtype)
+    optimizer = MasterSGD(model.parameters(), 0.1)
+    replica = thinwire.attach(model, optimizer, config)
+    found = []
+    for number in range(12):
+        x, y = small.batch(rank, number)
+        loss = nn.functional.cross_entropy(replica(x.to(dtype)).float(), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        before = small.bits(*(optimizer.state[p]["wide"] for p in model.parameters()))
+        with replica.merged():
+            pass
+        wide = [optimizer.state[p]["wide"] for p in model.parameters()]
+        assert small.bits(*wide) == before
+        assert all(torch.equal(copy.to(dtype), p) for copy, p in zip(wide, model.parameters(), strict=True))
+        flat = torch.cat([copy.flatten() for copy in wide])
+        rows = replica.wire.all_gather_object(flat.tolist())
+        found.append(float((torch.tensor(rows[0]) - torch.tensor(rows[1])).norm()))
+    replica.finish()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_average_is_not_undone(dtype: torch.dtype) -> None:
+    for found in gang.run(distances, 2, dtype):
+        for name, apart in found.items():
+            for step, distance in enumerate(apart, 1):
+                if step % 4 == 0:
+                    assert distance == 0, (name, step)
+                elif step % 4 == 1 and step > 4 and name != "daso":
+                    assert 0 < distance < apart[step + 1], (name, step)  # from a common start
+
+
+def small_steps(rank: int) -> float:
+    """How far copies come by steps that bf16 would round away."""
+    model = nn.Linear(8, 8).bfloat16()
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = MasterSGD(model.parameters(), 1e-5)
+    replica = thinwire.attach(model, optimizer, thinwire.LocalSGD(warmup=0, every=2))
+    for _ in range(8):
+        optimizer.zero_grad()
+        replica(torch.ones(1, 8, dtype=torch.bfloat16)).float().sum().backward()
+        optimizer.step()
+    return float((1 - optimizer.state[model.weight]["wide"]).mean())
+
+
+def test_averages_keep_what_a_parameter_cannot_hold() -> None:
+    first, second = gang.run(small_steps, 2)
+    assert first == second == pytest.approx(1e-5 * sum(sum(0.9**i for i in range(n)) for n in range(1, 9)), rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "config", [small.ab(), thinwire.AB(total_steps=200), thinwire.OIALR(total_steps=60)], ids=["paper", "ab", "oialr"]
+)
+def test_factors_are_refused_by_name(config: Any) -> None:
+    model = small.mlp()
+    optimizer = MasterSGD(model.parameters(), 0.1)
+    replica = thinwire.attach(model, optimizer, config)
+    with pytest.raises(ConfigError, match=r"MasterSGD cannot be attached with .*'wide' in its state, and factors have"):
+        small.step(replica, optimizer, 0, 0)
+
+
+def test_a_load_reaches_the_copies() -> None:
+    model = small.mlp()
+    optimizer = MasterSGD(model.parameters(), 0.0)
+    replica = thinwire.attach(model, optimizer, thinwire.AllReduce())
+    small.step(replica, optimizer, 0, 0)
+    other = small.mlp(1)
+    model.load_state_dict(other.state_dict())
+    small.step(replica, optimizer, 0, 1)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_what_is_no_copy_is_left_alone() -> None:
+    """Adam's moments, where a parameter began, and state that equals a parameter of zeros."""
+    for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.Rprop):
+        model = small.mlp()
+        optimizer = kind(model.parameters(), lr=0.01)
+        masters = Masters(Optimizers(optimizer))
+        for number in range(3):
+            small.step(model, optimizer, 0, number)
+            for p in model.parameters():
+                optimizer.state[p].setdefault("start", p.detach().clone())
+            masters.look()
+        assert not masters.names
+    model = small.mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    masters = Masters(Optimizers(optimizer))
+    for number in range(4):
+        optimizer.param_groups[0]["lr"] = 0.0 if number < 2 else 0.1
+        small.step(model, optimizer, 0, number)
+        for p in model.parameters():
+            optimizer.state[p].setdefault("start", p.detach().clone())
+        masters.look()
+    assert not masters.names
