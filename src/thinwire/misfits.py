@@ -91,9 +91,10 @@ def guard_averages() -> None:
 
     They are found among all objects, since a model does not know what was copied from it.
     """
-    kinds = {AveragedModel, *AveragedModel.__subclasses__()}
+    kinds: set[type[AveragedModel]] = {AveragedModel, *AveragedModel.__subclasses__()}
     torchs = {kind for kind in kinds if kind.update_parameters is AveragedModel.update_parameters}  # not thinwire.EMA
-    for average in [each for each in gc.get_objects() if type(each) in torchs]:
+    averages: list[Any] = [each for each in gc.get_objects() if type(each) in torchs]
+    for average in averages:
         average.update_parameters = functools.partial(_update, average)
 
 
