@@ -19,6 +19,10 @@ CONFIGS = {
 }
 
 
+AGREED = {"localsgd": (1, 2, 6), "diloco": (), "daso": (1, 2), "ab": (1, 3, 7, 8, 9)}
+"""Steps after which groups hold the same model: in a warm-up, right after an average, before they train apart."""
+
+
 class Heard(logging.Handler):
     """What was said of one group only."""
 
@@ -53,7 +57,7 @@ def quiet(rank: int, folder: str) -> list[str]:
             ema.update_parameters(replica)
             ema.state_dict()
             evaluate(ema)
-            if name == "localsgd" and number + 1 in (1, 2, 6):  # the warm-up, its end, an average
+            if number + 1 in AGREED[name]:
                 evaluate(replica)
                 torch.save(model.state_dict(), Path(folder) / f"model{rank}.pt")
             with torch.no_grad():
@@ -78,7 +82,7 @@ def apart(rank: int, what: str) -> list[str]:
         model = small.net()
         optimizer = small.sgd(model)
         replica = thinwire.attach(model, optimizer, make())
-        for number in range(9):
+        for number in range(11):
             small.step(replica, optimizer, rank, number)
         for _ in range(2):
             if what == "evaluates":
