@@ -191,6 +191,59 @@ def test_groups_that_train_apart_are_resumed_by_more_and_by_fewer(tmp_path: Path
     assert len(set(before)) == 1
 
 
+PENDING = {
+    "diloco": (7, thinwire.DiLoCo(warmup=2, every=4, overlap=2)),
+    "fragments": (4, thinwire.DiLoCo(warmup=2, every=4, overlap=1, fragments=2, wire="int8")),
+    "radial": (7, thinwire.DiLoCo(warmup=2, every=4, overlap=2, outer=thinwire.Radial())),
+    "lowrank": (7, thinwire.DiLoCo(warmup=2, every=4, overlap=3, wire="lowrank:2")),
+    "topk": (7, thinwire.DiLoCo(warmup=2, every=4, overlap=2, wire="topk:0.1")),
+    "left out": (7, thinwire.DiLoCo(warmup=2, every=4, overlap=2, diverged="leave_out")),
+    "localsgd": (7, thinwire.LocalSGD(warmup=2, every=4, overlap=2, fragments=3, wire="int8")),
+    "ab": (8, thinwire.AB(total_steps=STEPS, warmup=2, every=3, factor_at=5, cutoff=0.3, overlap=1)),
+    "daso": (9, thinwire.DASO(total_steps=STEPS, warmup=4, cooldown=4, every=4, overlap=2)),
+    "daso mixed": (9, thinwire.DASO(total_steps=STEPS, warmup=4, cooldown=4, every=4, overlap=2, compensate=False)),
+}
+"""A step after which an average is under way, and the config."""
+
+
+def save_while_pending(rank: int, name: str, folder: str) -> bool:
+    stop, config = PENDING[name]
+    replica, optimizer, scheduler = build(dataclasses.replace(config, group_size=1))
+    advance(replica, optimizer, scheduler, 0, stop, rank)
+    replica.save(folder)
+    method = replica._method
+    return any(part.pending for part in getattr(method, "fragments", None) or method.averaged)
+
+
+def finish_elsewhere(rank: int, name: str, folder: str) -> tuple[int, int]:
+    """Go on to the end, saving and going back once; the digest, and that of the same without going back."""
+    found = []
+    for goes_back in (False, True):
+        replica, optimizer, scheduler = build(dataclasses.replace(PENDING[name][1], group_size=1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # what groups that are gone have trained is lost
+            replica.load(folder)
+        advance(replica, optimizer, scheduler, replica.step, 15, rank)
+        replica.save(f"{folder}-15")
+        if goes_back:
+            kept = scheduler.state_dict()
+            advance(replica, optimizer, scheduler, replica.step, 18, rank)
+            replica.load(f"{folder}-15")
+            scheduler.load_state_dict(kept)
+        advance(replica, optimizer, scheduler, replica.step, STEPS, rank)
+        replica.finish()
+        found.append(values(replica))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("name", slow_but(("diloco",), PENDING))
+def test_a_pending_average_may_be_loaded_by_fewer_and_by_more(tmp_path: Path, name: str) -> None:
+    assert all(gang.run(save_while_pending, 2, name, str(tmp_path / "save")))
+    for workers in (1, 3):
+        found = gang.run(finish_elsewhere, workers, name, str(tmp_path / "save"))
+        assert len({digest for own in found for digest in own}) == 1, f"{workers} workers"
+
+
 COMPRESSING = {
     "int8": thinwire.AllReduce(wire="int8"),
     "powersgd": thinwire.PowerSGD(rank=2),

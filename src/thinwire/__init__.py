@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from thinwire.also import RandomState
 from thinwire.attaching import attach
 from thinwire.compress import Compressed, compress
 from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, Nesterov, OneBit, PowerSGD, Radial, TopK
@@ -39,6 +40,7 @@ __all__ = [
     "OneBit",
     "PowerSGD",
     "Radial",
+    "RandomState",
     "Replica",
     "SaveError",
     "Stability",

@@ -1,12 +1,18 @@
-"""One or two log lines of a replica: what it trains and how, and the result.
+"""One or two log lines of a replica: what it trains and how, the result, and what is of one group only.
 
 Messages go to the logger "thinwire". If a script has not set up logging, they go to the standard error of rank 0;
 `logging.getLogger("thinwire").setLevel(logging.WARNING)` silences them.
 """
 
 import logging
+import sys
+import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from torch import nn
 
 from thinwire import units
 from thinwire.factor.convert import Kept
@@ -57,6 +63,52 @@ def log_finished(method: Method, sizes: tuple[int, int], ranks: Collection[int],
             log.warning("%s ended before it factored anything, so the model stays full; finish(cutoff=…) cuts it", name)
     elif method.layers and after >= before:
         log.warning("%s did not make the model smaller; use a higher cutoff, here or in finish(cutoff=…)", name)
+
+
+class OneGroupNotice:
+    """Says once per run, on rank 0, that a state or an evaluation is of one group's model and not of all.
+
+    It hooks into the model; a copy of the model has a hook that says nothing.
+    """
+
+    def __init__(self, replica: Any = None) -> None:
+        self._replica = (lambda: None) if replica is None else weakref.ref(replica)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OneGroupNotice, ()
+
+    def watch(self, model: nn.Module) -> list[Callable[[], None]]:
+        """Follow the model's states and evaluations; returns what ends this."""
+        handles = (
+            model.register_state_dict_pre_hook(self._before_state),
+            model.register_forward_pre_hook(self.evaluates),
+        )
+        return [handle.remove for handle in handles]
+
+    def evaluates(self, model: nn.Module, inputs: Any = None) -> None:
+        """The model is called; compiled code asks nobody."""
+        if not model.training and not torch.compiler.is_compiling():
+            self._say("this evaluation on rank 0 is of", "around it, on all workers")
+
+    def gives_state(self) -> None:
+        """Somebody asks for the model's state."""
+        self._say("this state_dict() on rank 0 is of", "around it, on all workers, or replica.save(folder)")
+
+    def _before_state(self, model: nn.Module, *_: Any) -> None:
+        caller = sys._getframe(2).f_globals.get("__name__", "")  # of the model's state_dict()
+        if caller.partition(".")[0] != "thinwire":
+            self.gives_state()
+
+    def _say(self, what: str, remedy: str) -> None:
+        replica = self._replica()
+        if replica is None or replica.topology.rank or replica.holds_one_model:
+            return
+        self._replica = lambda: None
+        log.warning(
+            "%s the model of its own group only: groups train apart at step %d and hold different models. For their "
+            "average use `with replica.merged():` %s",
+            *(what, replica.step, remedy),
+        )
 
 
 def _ranks(ranks: Collection[int]) -> str:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from thinwire import also as beside
 from thinwire import saves, snapshot
+from thinwire.also import Also
 from thinwire.baseline import Baseline
 from thinwire.checks import check_cutoff
 from thinwire.comm.collectives import Wire
@@ -41,7 +43,8 @@ from thinwire.methods.base import Method
 from thinwire.methods.registry import name_of
 from thinwire.methods.untraced import untraced
 from thinwire.methods.waits import Waits
-from thinwire.notices import log_finished
+from thinwire.misfits import guard_averages, refuse_misfits
+from thinwire.notices import OneGroupNotice, log_finished
 from thinwire.plain_shards import to_plain_shards
 from thinwire.saves import Files, Save
 from thinwire.scaling import SharedScale
@@ -83,6 +86,7 @@ class Replica(nn.Module):
         self._stop: Stop | None = None
         self._stop_number = next_number()  # here, where all workers are: some may ask for a stop before others look
         self._recompiles = Recompilations()
+        self._decomposed = 0  # how often, when moving averages were last looked for
         self.averages: list[nn.Module] = []
         """Moving averages of this replica, which saves include."""
         self.finished_ranks: dict[str, int] = {}
@@ -122,7 +126,12 @@ class Replica(nn.Module):
         self._release += self._stepping.follow(scaler, self._agree_on_scale)
         self._kept_parameters = KeptParameters(method)
         self._loads = Loads(self.module, method.optimizers)
+        self._release += refuse_misfits(method)  # before a load is noted that is refused
         self._release += self._loads.follow()
+        self._one_group = OneGroupNotice(self)
+        if not (method.only_gradients or self.wire.is_simulated):
+            self._release += self._one_group.watch(self.module)
+        self._guard_averages()
         attached.add(self)
 
     # Training.
@@ -130,6 +139,7 @@ class Replica(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """In training, a pass whose backward averages gradients; else the bare module, without a collective."""
         if self._finished or not (self.training and torch.is_grad_enabled()):
+            self._one_group.evaluates(self.module)
             return self.module(*args, **kwargs)
         if self._shows_merged:
             raise ThinwireError(
@@ -160,6 +170,7 @@ class Replica(nn.Module):
         save_every: int | None = None,
         keep: int = 2,
         scheduler: Any = None,
+        also: Also | None = None,
     ) -> Iterator[int]:
         """Yield the number of each step to take, up to `total`, the same on all workers; collective.
 
@@ -170,10 +181,11 @@ class Replica(nn.Module):
 
         With a `folder`, a run goes on from the newest sound save in it, writes another every `save_every` steps and
         keeps the last `keep`. A `scheduler` is brought to each step here, so the loop does not call it: a group that
-        joins, and a step that is skipped, then have the right rate. When a signal has asked for a stop, all workers
-        save after the same step, and the process ends with exit code 75; after `stop()` the loop just ends.
+        joins, and a step that is skipped, then have the right rate. `also` is that of `save` and `load`; a group that
+        joins is not given it. When a signal has asked for a stop, all workers save after the same step, and the
+        process ends with exit code 75; after `stop()` the loop just ends.
         """
-        return iterate(self, total, folder=folder, save_every=save_every, keep=keep, scheduler=scheduler)
+        return iterate(self, total, folder=folder, save_every=save_every, keep=keep, scheduler=scheduler, also=also)
 
     def stop(self, why: str = "stop()") -> None:
         """Ask all workers to stop after the same step, as early stopping does; any worker may, and goes on until then.
@@ -338,6 +350,7 @@ class Replica(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The plain model's state, with `X.weight_a` and `X.weight_b` where a layer is factored."""
+        self._one_group.gives_state()
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -355,8 +368,12 @@ class Replica(nn.Module):
         """The plain model's buffers under their own names."""
         return self.module.named_buffers(*args, **kwargs)
 
-    def save(self, folder: Path | str, *, wait: bool = True) -> None:
-        """Write model, optimizer, method and ledger to a folder all workers see; collective.
+    def save(self, folder: Path | str, *, wait: bool = True, also: Also | None = None) -> None:
+        """Write model, optimizer, scaler, method and ledger to a folder all workers see; collective.
+
+        `also` are by name what else the loop goes on from: schedulers, samplers, `torch.Generator`s,
+        `thinwire.RandomState()` or any object with `state_dict` and `load_state_dict`. Each worker's own states are
+        saved, as plain values and tensors; `load(folder, also=…)` gives them back.
 
         Without `wait` everything is copied to memory and written while training goes on. The folder appears, or
         replaces an older save there, when all workers have written. One save is written at a time: the next `save`,
@@ -367,12 +384,14 @@ class Replica(nn.Module):
         self._refuse_finished("save()")
         self._refuse_other_flags()
         self._begin_again_if_loaded()
-        self._together(lambda: self._begin_save(folder, wait=wait), "save()", changes=False)
+        beside.check(also)
+        self._together(lambda: self._begin_save(folder, wait=wait, also=also), "save()", changes=False)
         if earlier is not None:
             raise earlier
 
-    def _begin_save(self, folder: Path | str, *, wait: bool) -> None:
-        self._save = Save(folder, self._captured(), self.wire)
+    def _begin_save(self, folder: Path | str, *, wait: bool, also: Also | None) -> None:
+        states = beside.captured(also, self.topology.rank)
+        self._save = Save(folder, self._captured() | states, self.wire)
         if wait:
             save, self._save = self._save, None
             save.wait()
@@ -414,26 +433,30 @@ class Replica(nn.Module):
         if self._save is not None:
             self._save.abandon()
 
-    def load(self, folder: Path | str, *, check: bool = True) -> None:
-        """Continue from what `save` wrote; collective. Without `check`, files are not compared with their checksums."""
+    def load(self, folder: Path | str, *, check: bool = True, also: Also | None = None) -> None:
+        """Continue from what `save` wrote; collective. Without `check`, files are not compared with their checksums.
+
+        Each object in `also` gets the state that was saved under its name by this worker; in a world of another size,
+        by rank 0.
+        """
         self._refuse_finished("load()")
         self._refuse_other_flags()
         self.wait_for_save()
-        if not self._together(lambda: self._load(folder, check=check), "load()", changes=False):
+        if not self._together(lambda: self._load(folder, check=check, also=also), "load()", changes=False):
             raise LostError("this group was given up while it loaded a save; start it again to join")
         self._stepping.expect_changes()
 
-    def resume(self, folder: Path | str) -> Path | None:
+    def resume(self, folder: Path | str, *, also: Also | None = None) -> Path | None:
         """Continue from the newest sound save in a folder of them, as `steps` writes them; collective.
 
-        Returns the save, or None where there is none.
+        Returns the save, or None where there is none. `also` is that of `load`.
         """
         found: list[Path | None] = []
 
         def load() -> None:
             found.append(saves.find_sound_together(Path(folder), self.wire))
             if found[-1] is not None:
-                self._load(found[-1], check=False)
+                self._load(found[-1], check=False, also=also)
 
         self._refuse_finished("resume()")
         self.wait_for_save()
@@ -442,11 +465,13 @@ class Replica(nn.Module):
         self._stepping.expect_changes()
         return found[-1]
 
-    def _load(self, folder: Path | str, *, check: bool) -> None:
+    def _load(self, folder: Path | str, *, check: bool, also: Also | None) -> None:
         self._method.wire.barrier("load()")
         self._loads.clear()
-        earlier = snapshot.load(self._method, self._scaler, folder, self.averages, check=check)
+        earlier = snapshot.load(self._method, self._scaler, folder, self.averages, check=check, also=also)
         self._baseline.begin(earlier, self.step)
+        if self.ranks():
+            guard_averages()
 
     def _begin_again_if_loaded(self) -> None:
         """All workers have loaded the same state since the last step, or say who has not; collective if one has."""
@@ -626,6 +651,18 @@ class Replica(nn.Module):
                 self._method.end_step() if self._recovery is None else self._recovery.end_step()
         self._recompiles.update()
         self._kept_parameters.end_step()
+        self._guard_averages()
+
+    def _guard_averages(self) -> None:
+        """Where layers have just been factored; not in a simulation, which has no averages."""
+        if self._decomposed != self.decompositions and not self.wire.is_simulated:
+            self._decomposed = self.decompositions
+            guard_averages()
+
+    @property
+    def holds_one_model(self) -> bool:
+        """Whether a state or an evaluation is of the model of all workers now, perhaps only until the next step."""
+        return self._finished or self._shows_merged or self._method.holds_one_model
 
     def _before_update(self, optimizer: Optimizer) -> None:
         self._begin_again_if_loaded()

@@ -34,7 +34,7 @@ Files = dict[str, str | dict[str, Tensor]]
 """What a worker writes into a save: JSON as text, or tensors that nobody changes any more."""
 
 _SAVED = re.compile(
-    r"(manifest|state|position|random-\d+|worker-rank\d+|(model|method|optimizer|average).*)\.(json|safetensors)"
+    r"(manifest|state|position|random-\d+|(worker|also)-rank\d+|(model|method|optimizer|average).*)\.(json|safetensors)"
 )
 _ENDINGS = (".writing", ".old", ".removed")
 _STEP = re.compile(r"(step-(\d+))(\.old|\.writing|\.removed)?")

@@ -6,6 +6,7 @@ optimizer.safetensors / .json    the state of all optimizers, likewise
 averageN.safetensors             the Nth moving average, if there are any; averageN-rankR where groups differ
 worker-rankR.json                a worker's own counters and ledger
 worker-rankR.safetensors         a worker's own tensors, such as gradients it has not sent yet
+also-rankR.json / .safetensors   a worker's states of what else was saved, such as a scheduler
 manifest.json                    size and checksum of all of them
 """
 
@@ -17,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire import also as beside
 from thinwire import loads, optimizer_files
+from thinwire.also import Also
 from thinwire.errors import ConfigError
 from thinwire.files import json_text, read_json, understood
 from thinwire.manifest import verify
@@ -75,7 +78,13 @@ def capture(method: Method, scaler: Any, baseline: dict[str, int], averages: Seq
 
 
 def load(
-    method: Method, scaler: Any, folder: Path | str, averages: Sequence[nn.Module] = (), *, check: bool = True
+    method: Method,
+    scaler: Any,
+    folder: Path | str,
+    averages: Sequence[nn.Module] = (),
+    *,
+    check: bool = True,
+    also: Also | None = None,
 ) -> dict[str, int]:
     """Read everything back, the model's shape first; collective. Returns the baseline.
 
@@ -86,6 +95,8 @@ def load(
         verify(folder, method.wire)
     state = read_json(folder / "state.json", schema=STATE)
     _check(method, state)
+    same_size = state["world_size"] == method.topology.world_size
+    states = beside.Found(folder, also, method.topology.rank, same_size)
     suffix = "" if state["in_sync"] else f"-rank{_predecessor(method, state['groups'])}"
 
     def load_values() -> None:
@@ -106,6 +117,7 @@ def load(
         _load_ledger(method, scaler, state, folder)
         for number, average in enumerate(averages):
             _load_average(method, state, folder / f"average{number}", average)
+    states.load()
     if (folder / f"average{len(averages)}.safetensors").is_file() or [*folder.glob(f"average{len(averages)}-rank*")]:
         warnings.warn(
             f"{folder} holds more moving averages than the {len(averages)} here; make thinwire.EMA(replica) before "

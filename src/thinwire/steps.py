@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from thinwire import saves
+from thinwire.also import Also, check
 from thinwire.errors import ConfigError, LostError, SaveError
 from thinwire.stopping import EXIT_CODE, SIGNALS
 from thinwire.store import write_tensors
@@ -26,12 +27,22 @@ _SIGNALS = {signal.name for signal in SIGNALS}
 
 
 def iterate(
-    replica: Any, total: int, *, folder: Path | str | None, save_every: int | None, keep: int, scheduler: Any
+    replica: Any,
+    total: int,
+    *,
+    folder: Path | str | None,
+    save_every: int | None,
+    keep: int,
+    scheduler: Any,
+    also: Also | None,
 ) -> Iterator[int]:
     """Yield the number of each step; see `Replica.steps`."""
     _check(total, folder, save_every, keep, scheduler)
+    check(also)
+    if also and folder is None:
+        raise ConfigError(f"`also`={{{', '.join(map(repr, also))}}} of steps() needs a `folder` for the saves")
     place = None if folder is None else Path(folder)
-    return _Loop(replica, total, place, save_every, keep, scheduler).steps()
+    return _Loop(replica, total, place, save_every, keep, scheduler, also).steps()
 
 
 def _check(total: int, folder: Path | str | None, save_every: int | None, keep: int, scheduler: Any) -> None:
@@ -49,10 +60,17 @@ def _check(total: int, folder: Path | str | None, save_every: int | None, keep: 
 
 class _Loop:
     def __init__(
-        self, replica: Any, total: int, folder: Path | None, save_every: int | None, keep: int, scheduler: Any
+        self,
+        replica: Any,
+        total: int,
+        folder: Path | None,
+        save_every: int | None,
+        keep: int,
+        scheduler: Any,
+        also: Also | None,
     ) -> None:
         self.replica, self.total, self.folder, self.save_every = replica, total, folder, save_every
-        self.keep, self.scheduler = keep, scheduler
+        self.keep, self.scheduler, self.also = keep, scheduler, also
         self.saved_at = self.rate_at = -1
 
     def steps(self) -> Iterator[int]:
@@ -76,7 +94,7 @@ class _Loop:
         replica = self.replica
         if self.folder is None or replica.step or replica.joined_late:
             return
-        found = replica.resume(self.folder)
+        found = replica.resume(self.folder, also=self.also)
         if found is not None:
             self.saved_at = replica.step
             if not replica.topology.rank:
@@ -89,7 +107,7 @@ class _Loop:
         """Write a save and delete old ones; a disk that refuses it does not end a run that can go on."""
         assert self.folder is not None
         try:
-            self.replica.save(saves.at_step(self.folder, step))
+            self.replica.save(saves.at_step(self.folder, step), also=self.also)
             self.saved_at = step
             if not self.replica.topology.rank:
                 saves.prune(self.folder, self.keep, step)

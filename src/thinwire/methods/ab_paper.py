@@ -89,6 +89,11 @@ class PaperABMethod(Factoring):
         return self.phase != "groups" or len(self.topology.groups) == 1
 
     @property
+    def holds_one_model(self) -> bool:
+        """Also right after groups were split."""
+        return self.in_sync or (self.average is not None and self.average.level == self.step)
+
+    @property
     def next_event(self) -> int:
         return self.segments[self.index].end if self.index + 1 < len(self.segments) else sys.maxsize
 

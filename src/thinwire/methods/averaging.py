@@ -86,6 +86,11 @@ class LocalTraining(Method):
         return self.phase == "warmup" or len(self.topology.groups) == 1
 
     @property
+    def holds_one_model(self) -> bool:
+        """Also right after an average."""
+        return self.in_sync or not any(self._is_apart(fragment) for fragment in self.fragments)
+
+    @property
     def next_event(self) -> int:
         """The end of the warm-up, then the next fragment that is sent, or comes back."""
         if self.phase == "warmup":

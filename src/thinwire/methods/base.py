@@ -87,6 +87,11 @@ class Method(ABC):
         return True
 
     @property
+    def holds_one_model(self) -> bool:
+        """Whether all workers hold the same parameters now, perhaps only until the next step."""
+        return self.in_sync
+
+    @property
     def averages_moments(self) -> bool:
         """Whether groups average their optimizers' state."""
         return getattr(self.config, "moments", None) == "average"

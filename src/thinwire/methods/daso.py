@@ -97,6 +97,11 @@ class DASOMethod(Method):
         return len(self.topology.groups) == 1
 
     @property
+    def holds_one_model(self) -> bool:
+        """Also right after an average that all waited for."""
+        return self.in_sync or self.averaged[0].level == self.step
+
+    @property
     def next_event(self) -> int:
         """The end of a phase; in cycling the next average that is sent, or comes back."""
         if self.phase != "cycling" or self.in_sync:

@@ -25,6 +25,7 @@ class ChangeNotes:
         """This group's, times its weight in the mean of each tensor."""
         topology, first = self.wire.topology, changes[0]
         if len(topology.groups) == 1:
+            self.values = None  # those of a pending average, which others have sent
             return
         if first.is_meta:  # a simulation only needs their size
             self.values = first.new_empty(1 + SIZE, len(changes))

@@ -143,7 +143,8 @@ class SecondMoment(CorrectedUpdates):
 
     def _scale_rows(self, states: Sequence[tuple[State, State]], weight: float) -> None:
         """Give each row of second moments the mean size it has over groups."""
-        held = [(state, group, name) for state, group in states for name in SECOND if name in state]
+        named = [(state, group, name) for state, group in states for name in SECOND if name in state]
+        held = [each for each in named if each[0][each[2]].numel()]  # no row of no elements has a mean
         if not held or len(self.wire.topology.groups) == 1:
             return
         rows = [_by_row(wide(reals(state[name]))) for state, _, name in held]

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 from contextlib import suppress
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from thinwire.also import RandomState
 from thinwire.errors import ConfigError, DamagedError
 from thinwire.files import json_text, read_json
 from thinwire.replica import Replica
@@ -47,7 +45,10 @@ POSITION = {
 def capture(replica: Replica, scheduler: LambdaLR, position: dict[str, Any]) -> Files:
     """This worker's files of a save of the whole run, in memory; collective."""
     rank, files = replica.topology.rank, replica.capture()
-    tensors, plain = _random_state()
+    state = RandomState().state_dict()
+    keys, *rest = state["numpy"]
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)} | {"numpy": keys}
+    plain = {"python": state["python"], "numpy": rest}
     files[f"random-{rank}.safetensors"] = copied(tensors)
     files[f"random-{rank}.json"] = json_text(plain)
     if rank == 0:
@@ -129,7 +130,7 @@ def load(folder: Path, replica: Replica, scheduler: LambdaLR, *, check: bool = T
         files = folder / f"random-{rank}.safetensors", folder / f"random-{rank}.json"
         tensors, plain = read_tensors(files[0]), read_json(files[1])
         try:
-            _restore_random(tensors, plain)
+            RandomState().load_state_dict(plain | tensors | {"numpy": [tensors["numpy"], *plain["numpy"]]})
         except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise DamagedError(
                 f"`{files[0]}` or `{files[1].name}` is damaged and holds no valid random state ({error}); "
@@ -158,23 +159,3 @@ def _plain(scheduler: LambdaLR) -> dict[str, Any]:
     return {k: v for k, v in state.items() if isinstance(v, int | float | list) and k != "lr_lambdas"} | {
         "lr_lambdas": [None] * len(state["lr_lambdas"])
     }
-
-
-def _random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    numpy: dict[str, Any] = np.random.get_state(legacy=False)
-    keys = numpy["state"]["key"].astype(np.int64)
-    tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(keys)}
-    if torch.cuda.is_available():
-        tensors["cuda"] = torch.cuda.get_rng_state()
-    rest = [int(numpy["state"]["pos"]), int(numpy["has_gauss"]), float(numpy["gauss"])]
-    return tensors, {"python": random.getstate(), "numpy": rest}
-
-
-def _restore_random(tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
-    version, words, gauss = plain["python"]
-    random.setstate((version, tuple(words), gauss))
-    keys = tensors["numpy"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", keys, *plain["numpy"]))
-    torch.set_rng_state(tensors["torch"])
-    if "cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["cuda"])
