@@ -59,13 +59,17 @@ def test_what_was_loaded_holds() -> None:
 
 
 def evaluated_alone(rank: int) -> list[str]:
-    """Rank 0 looks at other weights for a while, or not."""
+    """Rank 0 looks at other weights for a while, and all load what they have; or not."""
     found = []
     for looks in (False, True):
         model = small.mlp()
         optimizer = small.sgd(model)
         replica = thinwire.attach(model, optimizer, thinwire.DiLoCo(warmup=0, every=4))
         for number in small.walk(replica, optimizer, rank, 10):
+            if looks and number == 6:
+                model.load_state_dict(model.state_dict())
+            if looks and number == 7:
+                optimizer.load_state_dict(optimizer.state_dict())
             if looks and number == 5 and rank == 0:
                 own = copy.deepcopy(model.state_dict())
                 model.load_state_dict(small.mlp(1).state_dict())
@@ -76,7 +80,7 @@ def evaluated_alone(rank: int) -> list[str]:
     return found
 
 
-def test_one_worker_may_load_other_weights_for_a_while() -> None:
+def test_loads_that_change_nothing_in_the_end_change_nothing() -> None:
     first, second = gang.run(evaluated_alone, 2)
     assert first == second and first[0] == first[1]
 

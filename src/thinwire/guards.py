@@ -142,19 +142,26 @@ def check_parameters(method: Method, call: str, *, everywhere: bool = False, fin
     _refuse_different(method, call, [rank for part in parts for rank in part if rows[rank] != rows[part[0]]])
 
 
-def refuse_other_loads(method: Method) -> None:
-    """All workers must have loaded the same state dict, whole while groups train apart; collective."""
-    held: list[Tensor] = list(method.model.parameters())
+def agree_on_loads(method: Method, *, changed: bool) -> bool:
+    """Whether any worker has `changed` its model by loading a state; then all must hold the same now; collective.
+
+    Optimizers need the same state only where all workers train together.
+    """
+    states: list[Tensor] = []
     if method.in_sync and not method.wire.is_sharded:
-        states = [state for o in method.optimizers for state in o.state.values()]
-        held += [value for state in states for _, value in sorted(state.items()) if isinstance(value, Tensor)]
-    rows = method.wire.all_gather_scalars(method.wire.checksum(held), "checksums")
-    if odd := [rank for rank, row in enumerate(rows) if row != rows[0]]:
+        found = (state for o in method.optimizers for state in o.state.values())
+        states = [value for state in found for _, value in sorted(state.items()) if isinstance(value, Tensor)]
+    own = [changed, *method.wire.checksum(list(method.model.parameters())), *method.wire.checksum(states)]
+    rows = method.wire.all_gather_scalars(own, "checksums")
+    any_changed = any(row[0] for row in rows)
+    held = [row[1 if any_changed else 3 :] for row in rows]
+    if odd := [rank for rank, row in enumerate(held) if row != held[0]]:
         raise DisagreementError(
             f"load_state_dict(): after it {_named(odd)} other values than rank 0, after step {method.step}; load the "
             "same state of the model and of its optimizers on all workers, all of it while groups train apart; or go "
             "back to a save by replica.load(folder)"
         )
+    return any_changed
 
 
 def _named(odd: Sequence[int]) -> str:

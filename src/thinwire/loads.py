@@ -69,9 +69,14 @@ class Loads:
     @property
     def are_new(self) -> bool:
         """Whether anything was loaded, and not taken back."""
-        if self._models > 1 and not self._optimizers and self._checksum() == self._before:
+        if self._models > 1 and not self._optimizers and not self.are_others:
             self.clear()
         return bool(self._models or self._optimizers)
+
+    @property
+    def are_others(self) -> bool:
+        """Whether the model has other values than before."""
+        return self._before is not None and self._checksum() != self._before
 
     def _checksum(self) -> int:
         with torch.no_grad():

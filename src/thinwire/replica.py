@@ -28,11 +28,11 @@ from thinwire.factor.layers import mark_as_read, weight_was_read
 from thinwire.guards import (
     KeptParameters,
     agree_on_buffers,
+    agree_on_loads,
     attached,
     check_parameters,
     refuse_evaluating,
     refuse_masters,
-    refuse_other_loads,
     refuse_state,
     refuse_wrappers,
     sign_as,
@@ -482,9 +482,9 @@ class Replica(nn.Module):
 
     def _begin_again(self) -> None:
         self._method.wire.barrier("load_state_dict()")
-        refuse_other_loads(self._method)
-        with self._unrounded():
-            self._method.begin_again()
+        if agree_on_loads(self._method, changed=self._loads.are_others):
+            with self._unrounded():
+                self._method.begin_again()
 
     # What it is doing.
 
