@@ -23,7 +23,7 @@ from thinwire.netbench.links import Counters
 from thinwire.plan.forecast import Layout
 from thinwire.plan.planner import make_plan
 from thinwire.report.records import BASELINE, read_records
-from thinwire.train.folder import refuse_occupied
+from thinwire.train.folder import locked, refuse_occupied
 
 RESULT = "netbench.json"
 
@@ -86,7 +86,7 @@ class Bench:
         self.check()
         found: dict[str, Any] = {"recipe": self.base.trained.name, "workers": self.base.workers, "hosts": self.hosts}
         found |= {"steps": self.base.trained.steps, "cores": os.cpu_count(), "rates": []}
-        with Hosts(count=self.hosts, name=self.name, keep=self.keep) as lab:
+        with locked(self.base.out), Hosts(count=self.hosts, name=self.name, keep=self.keep) as lab:
             with during("calibrating: a short run over unshaped links"):
                 calibration = calibrate(self.base, lab, _own_lines(say))
             found["calibration"] = calibration.as_dict()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,9 +65,10 @@ def fit(
     """
     found = chosen(loggers)
     join()
-    run = prepare(recipe, config, Path(out), seed, data, resume, overwrite)
-    run.keep, run.spectra, run.command = keep, spectra, command
-    with closing(run.recorder):
+    with ExitStack() as held:
+        run = prepare(recipe, config, Path(out), seed, data, resume, overwrite, held=held)
+        held.enter_context(closing(run.recorder))
+        run.keep, run.spectra, run.command = keep, spectra, command
         if stability and run.replica.topology.rank == 0:
             run.watch = Stability(run.replica, stability, stability_back, step=run.replica.step)
         run.note_precision()
