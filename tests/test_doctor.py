@@ -149,7 +149,10 @@ def test_interfaces_that_others_cannot_reach_are_hinted_at_once_for_all() -> Non
     lost = [_node(n, None, "127.0.1.1", lo="127.0.0.1", docker0="172.17.0.1", ib0="10.0.0.1") for n in (0, 1)]
     fine = _node(2, None, "10.0.0.3", lo="127.0.0.1", ib0="10.0.0.3")
     (said,) = hints([*lost, fine])
-    assert said.startswith("on nodes 0, 1 the hostname resolves to 127.0.1.1") and "export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0" in said
+    assert (
+        said.startswith("on nodes 0, 1 the hostname resolves to 127.0.1.1")
+        and "export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0" in said
+    )
     assert blocked([*lost, fine]) and not blocked([fine, fine]) and not blocked(lost[:1])
     assert hints([fine]) == []
     (said,) = hints([_node(0, "eth9", "10.0.0.3", lo="127.0.0.1", ib0="10.0.0.3")])

@@ -10,6 +10,7 @@ from typing import Any
 
 from thinwire.errors import ConfigError, DamagedError
 from thinwire.files import parse_json, raw_blocks_of, read_json
+from thinwire.report.metrics import is_measurable
 from thinwire.report.steps import Block
 from thinwire.schema import ANY, COUNT, FIGURE, NUMBER, POSITIVE, TEXT, wrong
 
@@ -17,7 +18,7 @@ _SENT = {"slow_bytes": NUMBER, "by_purpose": {str: {"slow_bytes?": NUMBER}}}
 SUMMARY = {
     **dict.fromkeys(("recipe?", "method?", "metric?", "split?"), TEXT),
     **dict.fromkeys(("optimizer?", "usual_optimizer?", "link?"), (None, TEXT)),
-    **dict.fromkeys(("seed?", "steps?", "trainable_full?"), COUNT),
+    **dict.fromkeys(("seed?", "steps?", "trainable_full?", "split_size?"), COUNT),
     **dict.fromkeys(("world_size?", "parameters_full?", "parameters_final?"), POSITIVE),
     **dict.fromkeys(("traffic_vs_allreduce_fp32?", "traffic_vs_ideal_fp32?", "wall_s?"), (None, NUMBER)),
     **dict.fromkeys(("compression?", "trainable_share?"), (None, NUMBER)),
@@ -167,7 +168,17 @@ def compare(runs: list[Run]) -> list[dict[str, Any]]:
         if len(values) > 1:
             raise ConfigError(f"runs with different {what} cannot be compared: {', '.join(sorted(values))}")
     measured = [run for run in runs if is_measured_baseline(run)]
-    return [_row(label, alike, measured) for label, alike in grouped(runs).items()]
+    rows = [_row(label, alike, measured) for label, alike in grouped(runs).items()]
+    base = baseline_row(rows)
+    for row in rows:
+        row["differs_from_allreduce"] = None if base is None or row is base else is_measurable(row, base)
+    return rows
+
+
+def baseline_row(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The row that others are compared with: all-reduce in fp32."""
+    usual = [row for row in rows if row["is_baseline"]]
+    return max(usual, key=lambda row: row["slow_bytes_mean"], default=None)
 
 
 def grouped(runs: list[Run], ignoring: Set[str] = frozenset()) -> dict[str, list[Run]]:
@@ -251,6 +262,8 @@ def _row(label: str, runs: list[Run], measured: list[Run]) -> dict[str, Any]:
         "recipe": runs[0].summary["recipe"],
         "metric": metric,
         "split": runs[0].split,
+        "split_size": runs[0].summary.get("split_size"),
+        "is_baseline": is_measured_baseline(runs[0]),
         "seeds": [run.summary["seed"] for run in runs],
         f"{metric}_mean": fmean(figures),
         f"{metric}_std": stdev(figures) if len(figures) > 1 else 0.0,

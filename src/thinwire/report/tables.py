@@ -10,12 +10,13 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.units import time
+from thinwire.units import count, time
 
 # What the other columns leave of 100 characters.
 _LABEL_WIDTH = 30
 _CAPTION = "Slow-link bytes per node, without evaluation; compared with fp32 all-reduce as run here, and an ideal one."
 
+_ALIKE = " ≈: no measurable difference from all-reduce."
 _TRAINED = " Trained at end: parameters that still had gradients, of the full model's."
 
 
@@ -23,11 +24,13 @@ def table(rows: list[dict[str, Any]]) -> Table:
     """One row per method and config; bytes and ratios exclude evaluation."""
     metric, several = rows[0]["metric"], max(len(row["seeds"]) for row in rows) > 1
     seeds = len(set(rows[0]["seeds"]))  # a seed may have been run twice
-    title = f"{rows[0]['recipe']}, {rows[0]['split']} data, {seeds} seed{'s' if seeds > 1 else ''}"
+    title = f"{rows[0]['recipe']}, {metric} on {examples(rows[0])}, {count(seeds, 'seed')}"
     if link := rows[0].get("link"):
         title += f", links of {link}"
     frozen = any((row.get("trainable_share_mean") or 1.0) < 1.0 for row in rows)
-    out = Table(title=Text(title), caption=_CAPTION + (_TRAINED if frozen else ""), box=SIMPLE_HEAD)
+    alike = any(row.get("differs_from_allreduce") is False for row in rows)
+    caption = _CAPTION + (_ALIKE if alike else "") + (_TRAINED if frozen else "")
+    out = Table(title=Text(title), caption=caption, box=SIMPLE_HEAD)
     out.add_column("method", overflow="fold")
     trained = ["trained\nat end"] if frozen else []
     for heading in (metric, "slow\nlink", "vs all-\nreduce", "vs\nideal", *trained, "compres-\nsion", "wall"):
@@ -43,7 +46,8 @@ def _cells(row: dict[str, Any], several: bool, frozen: bool) -> list[str]:
     trained = ["–" if share is None else f"{100 * share:.1f} %"] if frozen else []
     return [
         _folded(row["label"]),
-        figure(metric, row[f"{metric}_mean"], row[f"{metric}_std"] if several else None),
+        ("≈ " if row.get("differs_from_allreduce") is False else "")
+        + figure(metric, row[f"{metric}_mean"], row[f"{metric}_std"] if several else None),
         size(row["slow_bytes_mean"]),
         ratio(row["traffic_vs_allreduce_fp32"]),
         ratio(row["traffic_vs_ideal_fp32"]),
@@ -70,6 +74,12 @@ def figure(metric: str, mean: float, std: float | None = None) -> str:
     digits = 2 if metric in ("accuracy", "perplexity") else 4
     spread = "" if std is None else f" ± {scale * std:.{digits}f}"
     return f"{scale * mean:.{digits}f}{spread}{unit}"
+
+
+def examples(about: dict[str, Any]) -> str:
+    """What a figure was measured on: 540 test examples, or test data where an older summary lacks their number."""
+    split, number = about.get("split", "test"), about.get("split_size")
+    return f"{split} data" if number is None else count(number, f"{split} example")
 
 
 def best_epoch(summary: dict[str, Any]) -> list[str]:

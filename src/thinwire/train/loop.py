@@ -190,7 +190,13 @@ def _conclude(run: Run, before: dict[str, float], *, write: bool) -> dict[str, A
     metric = run.recipe.task.metric
     figures = after | {f"{metric}_before_truncation": before[metric]}
     summary = summarise(
-        run.recipe, run.replica, identity=run.identity, figures=figures, wall_s=run.wall_s, counts=run.counts
+        run.recipe,
+        run.replica,
+        identity=run.identity,
+        figures=figures,
+        wall_s=run.wall_s,
+        counts=run.counts,
+        split_size=run.batcher.source.heldout_size,
     )
     summary["precision"] = run.recipe.precision_name(run.device)
     summary |= {} if run.best is None else {"best_epoch": run.best}

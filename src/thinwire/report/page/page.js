@@ -1,7 +1,7 @@
 "use strict";
 // The report: a table of runs, and charts of those that pass its filter.
 (() => {
-  const { colour, dashed, data, digits, element, figure, size, swatch, words } = thinwire;
+  const { colour, dashed, data, digits, element, figure, measured, size, swatch, words } = thinwire;
   const MOST_SHOWN = 20; // more curves cannot be distinguished
   const metrics = [...new Set(data.runs.map((run) => run.metric))];
   const severalRecipes = new Set(data.runs.map((run) => run.recipe)).size > 1;
@@ -63,7 +63,8 @@
     document.querySelector("#runs tbody").replaceChildren(...rows);
     const all = data.runs.length;
     const limit = shown.length > MOST_SHOWN ? `; charts show the first ${MOST_SHOWN} of the table` : "";
-    document.getElementById("count").textContent = `${shown.length} of ${all} runs${limit}`;
+    const on = metrics.map((metric) => measured(metric, data.runs.filter((run) => run.metric === metric))).join(", ");
+    document.getElementById("count").textContent = `${shown.length} of ${all} runs${limit}; ${on}`;
   }
 
   // Settings and commands, built when they are opened: there may be hundreds.
