@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 import numpy as np
-from rich.console import Console
 
 from thinwire.commands import options, pictures
 from thinwire.commands.report_live import keep_up
@@ -25,6 +24,7 @@ from thinwire.report.page import write_page
 from thinwire.report.page.data import Content, collect
 from thinwire.report.page.netbench import read_bench
 from thinwire.report.records import baseline_first
+from thinwire.report.tables import wide_console
 
 _FIGURES = "figures"
 
@@ -104,9 +104,8 @@ def write_report(folder: Path, content: Content, *, as_json: bool, figures: str 
     if as_json:
         click.echo(text)
     else:
-        # Without a terminal the width is unknown, and a cut-off figure would be lost.
-        wide = Console()
-        Console(width=None if wide.is_terminal else 100).print(*map(table, tables), sep="\n")
+        wide = wide_console()
+        wide.print(*(table(own, wide.width) for own in tables), sep="\n")
     written, data = _written(content, folder)
     pictures.of_comparison(content.runs, tables, folder, silent=as_json, known=_evaluations(content.runs, data))
     _say(written, data, folder, silent=as_json, figures=figures)

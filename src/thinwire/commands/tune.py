@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from thinwire import units
@@ -26,7 +25,7 @@ from thinwire.errors import ConfigError
 from thinwire.jobs import Job, variant
 from thinwire.plan.links import Links
 from thinwire.recipes import named
-from thinwire.report.tables import figure
+from thinwire.report.tables import figure, wide_console
 from thinwire.tuning.api import ENGINES, Execution, Result, begin, run_trials, search_for
 from thinwire.tuning.by_propulate import Evolution, check_installed, in_mpi, world
 from thinwire.tuning.presets import PRESETS
@@ -194,7 +193,7 @@ def _why_none(search: Search, trials: Sequence[Trial]) -> str:
 
 def _show(search: Search, result: Result, ended: Sequence[Trial]) -> None:
     """The best trials, what became of the others, and what to do next."""
-    Console(width=None if Console().is_terminal else 140).print(_table(search, result, ended))
+    wide_console(140).print(_table(search, result, ended))
     if result.left:
         limit = units.time(search.limits.search)
         click.echo(f"there was no time within {limit} for {result.left} more trials; continue with `--resume`")

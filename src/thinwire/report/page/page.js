@@ -58,8 +58,12 @@
 
   function drawRows() {
     const rows = shown.map((run) =>
-      element("tr", {}, ...COLUMNS.map((column, place) =>
-        element("td", { className: column.number ? "number" : "text" }, place ? null : swatch(colour(run.label)), column.text(run)))));
+      element("tr", {}, ...COLUMNS.map((column, place) => {
+        const value = element("span", {}, place ? null : swatch(colour(run.label)), column.text(run));
+        const cell = element("td", { className: column.number ? "number" : "text" }, value);
+        cell.dataset.name = column.name; // a narrow page shows it beside the value
+        return cell;
+      })));
     document.querySelector("#runs tbody").replaceChildren(...rows);
     const all = data.runs.length;
     const limit = shown.length > MOST_SHOWN ? `; charts show the first ${MOST_SHOWN} of the table` : "";
