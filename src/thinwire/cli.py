@@ -43,7 +43,7 @@ from thinwire.netbench.linked import linked, nodes_for
 from thinwire.recipes import installed, named
 from thinwire.report import read_run
 from thinwire.report.page.data import Content
-from thinwire.train.folder import locked, refuse_occupied
+from thinwire.train.folder import locked, refuse_locked, refuse_occupied
 
 _COMPARISON = ("comparison.json", "comparison.png")
 
@@ -196,9 +196,9 @@ def compare(
     _check_all(jobs)
     silent = quiet or as_json
     with ExitStack() as held:
+        hosts = held.enter_context(linked(link, nodes, base.workers) if link else nullcontext(base.hosts))
         if _prints():
             held.enter_context(locked(folder))
-        hosts = held.enter_context(linked(link, nodes, base.workers) if link else nullcontext(base.hosts))
         for number, (label, job) in enumerate(jobs, start=1):
             name = f"{label} seed {job.seed}"
             if (signal := stopping.requested()) is not None:
@@ -218,6 +218,8 @@ def _refuse_occupied(folder: Path, jobs: list[Job]) -> None:
     """Refuse to overwrite a comparison or any of its runs."""
     for job in jobs:
         job.refuse_occupied()
+    if not inside_job():
+        refuse_locked(folder)
     if not (jobs[0].resume or jobs[0].overwrite):
         refuse_occupied(folder, (folder / name for name in _COMPARISON if (folder / name).exists()), resume=True)
 
