@@ -44,7 +44,8 @@ def _run(report: dict[str, Any]) -> Table:
     out.add_row("method", _method(run))
     out.add_row("workers", _workers(run))
     out.add_row("batch", f"{run['batch']:,} examples, {_range(run['batch_per_worker'])} per worker")
-    length = f"{run['steps']:,} steps in {run['epochs']:,} epochs, {run['passes']:.3g} passes over this data"
+    length = f"{units.count(run['steps'], 'step')} in {units.count(run['epochs'], 'epoch')}"
+    length += f", {run['passes']:.3g} passes over this data"
     out.add_row("length", f"{length}, seed {run['seed']}")
     out.add_row("data", _data(run["data"]))
     out.add_row("optimizer", _optimizer(run))

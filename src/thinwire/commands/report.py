@@ -12,6 +12,7 @@ from typing import Any
 import click
 import numpy as np
 
+from thinwire import units
 from thinwire.commands import options, pictures
 from thinwire.commands.report_live import keep_up
 from thinwire.errors import ConfigError, ThinwireError, one_line, printable
@@ -150,7 +151,7 @@ def _say(written: list[Path], data: dict[str, Any], folder: Path, *, silent: boo
     if figures and data:
         charts = write_figures(data, folder / _FIGURES, figures)
         if not silent:
-            click.echo(f"figures: {len(charts)} files in {folder / _FIGURES}")
+            click.echo(f"figures: {units.count(len(charts), 'file')} in {folder / _FIGURES}")
 
 
 def page_of(places: Iterable[Path], folder: Path, *, silent: bool) -> None:

@@ -25,7 +25,7 @@ def tables(found: dict[str, Any], width: int = 120) -> Iterator[Table]:
     for at in found["rates"]:
         each = found["workers"] // found["hosts"]
         link = f"{at['rate']} ({units.rate(at['probe_bits'])} of payload measured)"
-        title = f"{found['recipe']}, {found['steps']} steps, {found['hosts']} hosts × {each}, {link}"
+        title = f"{found['recipe']}, {units.count(found['steps'], 'step')}, {found['hosts']} hosts × {each}, {link}"
         out = simple_table(title=title, caption=_CAPTION)
         lines = [line for row in at["methods"] for line in _lines(row)]
         widths = {

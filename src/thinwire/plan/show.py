@@ -48,9 +48,10 @@ class Rows:
     def begin(self, plan: Plan) -> None:
         """The title and the columns' names."""
         links = plan.links
+        where = f"{units.count(plan.layout.workers, 'worker')} on {units.count(plan.baseline.nodes, 'node')}"
         title = (
-            f"{plan.workload.name}, {plan.workload.steps} steps, {plan.layout.workers} workers on "
-            f"{plan.baseline.nodes} nodes, {units.rate(links.bandwidth)} and {units.time(links.latency)} between them"
+            f"{plan.workload.name}, {units.count(plan.workload.steps, 'step')}, {where}, "
+            f"{units.rate(links.bandwidth)} and {units.time(links.latency)} between them"
         )
         self._console.print(title, style="italic", highlight=False)
         self._console.print(self._table(with_names=True))

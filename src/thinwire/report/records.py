@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -13,6 +13,7 @@ from thinwire.files import parse_json, raw_blocks_of, read_json
 from thinwire.report.metrics import is_measurable
 from thinwire.report.steps import Block
 from thinwire.schema import ANY, COUNT, FIGURE, NUMBER, POSITIVE, TEXT, wrong
+from thinwire.units import count
 
 _SENT = {"slow_bytes": NUMBER, "by_purpose": {str: {"slow_bytes?": NUMBER}}}
 SUMMARY = {
@@ -46,7 +47,11 @@ _RECORDS = {
 """By kind; other kinds need only have one."""
 _REMEDY = "restore it, or run again with `--overwrite`"
 _LONGEST_LABEL = 500
-_SIZES = {"world_size": "{} workers", "batch": "batch {}", "steps": "{:,} steps"}
+_SIZES: dict[str, Callable[[int], str]] = {
+    "world_size": lambda workers: count(workers, "worker"),
+    "batch": "batch {}".format,
+    "steps": lambda steps: count(steps, "step"),
+}
 
 UNDER_WAY = "under_way"
 """In the summary of a run that has not finished, made from its records."""
@@ -201,7 +206,7 @@ def _sizes(summary: dict[str, Any], peers: list[dict[str, Any]], ignoring: Set[s
     named = {name for name in own if name not in ignoring and len({other[name] for other in others}) > 1}
     # The steps of a method that has to know them are in its settings.
     named -= {"steps"} if "total_steps" in summary["config"] else set()
-    return "".join(f", {_SIZES[name].format(own[name])}" for name in _SIZES if name in named and own[name] is not None)
+    return "".join(f", {_SIZES[name](own[name])}" for name in _SIZES if name in named and own[name] is not None)
 
 
 def _lengths(summary: dict[str, Any]) -> dict[str, Any]:

@@ -135,8 +135,9 @@ def train_step(run: Run, batch: Batch) -> Tensor:
     run.note_agreement()
     run.note_events()
     loss = loss.detach()
-    more = partial(run.numbers, phase)
-    run.recorder.write("step", more, step=run.replica.step, phase=phase, loss=loss, lr=rate, **so_far(run))
+    run.recorder.write(
+        "step", run.replica.numbers, step=run.replica.step, phase=phase, loss=loss, lr=rate, **so_far(run)
+    )
     return loss
 
 

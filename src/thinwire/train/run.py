@@ -125,10 +125,6 @@ class Run:
             self.counts.update(replica)
         self.counts.count(together=replica.in_sync, full=not replica.ranks())
 
-    def numbers(self, phase: str) -> dict[str, float]:
-        """The replica's, in a record about this phase."""
-        return self.replica.numbers() | {"phase_number": self.replica.phases.index(phase)}
-
     def note_stability(self) -> None:
         """Record each comparison of the bases."""
         if self.watch and (record := self.watch.update(self.replica.step)):
