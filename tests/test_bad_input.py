@@ -238,6 +238,14 @@ def test_a_model_with_nothing_to_factor_says_why() -> None:
         "keep_first=False",
     )
     assert attach(small.ab(keep_first=False), model).phase == "warmup"
+    for layers, remedy in (
+        ([nn.Linear(64, 16)], "of one layer may want `keep_first=False` and `keep_last=False`"),
+        ([nn.Linear(64, 16), nn.Linear(16, 1)], "a small model may want `keep_first=False`"),
+        ([nn.Embedding(9, 8)], "train it by a method that factors nothing"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            attach(small.ab(), nn.Sequential(*layers))
+        assert str(caught.value).endswith(remedy)
     with pytest.raises(ConfigError, match="it has no weight matrices"):
         attach(small.ab(), nn.Sequential(nn.BatchNorm1d(4)))
 

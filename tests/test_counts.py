@@ -45,6 +45,18 @@ def test_groups_that_train_alone_send_nothing() -> None:
     assert found["scaled_traffic"]["vs_full"] == pytest.approx(0.4)
 
 
+@pytest.mark.parametrize("together", range(1, 24))
+def test_shares_that_are_nothing_are_zero_and_not_nearly_so(together: int) -> None:
+    counts = Counts(trainable=1000)
+    for step in range(24):
+        counts.count(together=step < together, full=step < together)
+    assert told(counts)["ecr"]["compressed"] == 0.0
+    counts = Counts(trainable=1000)
+    for step in range(24):
+        counts.count(together=True, full=step < together)
+    assert told(counts)["ecr"]["ecr"] == 0.0
+
+
 def test_averages_now_and_then_have_no_estimate() -> None:
     counts = Counts(trainable=1000)
     for _ in range(4):

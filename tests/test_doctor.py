@@ -123,14 +123,36 @@ def test_workers_that_do_not_come_are_missed(tmp_path: Path, rank: int, said: st
 
 
 def _node(number: int, chosen: str | None, address: str | None, **known: str) -> dict[str, Any]:
-    return {"node": number, "network": {"interfaces": known, "hostname_address": address, "chosen": chosen}}
+    network = {"interfaces": known, "hostname_address": address, "chosen": chosen, "chosen_for_nccl": None}
+    return {"node": number, "backend": "gloo", "network": network}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        (None, "nccl takes one of eth0, wg0 by itself, perhaps a public one: export NCCL_SOCKET_IFNAME=wg0"),
+        ("wg0", None),
+        ("wg", None),
+        ("^eth0", None),
+        ("=ib0", "NCCL_SOCKET_IFNAME==ib0, and there is no such interface; choose from: lo, eth0, wg0"),
+    ],
+)
+def test_nccl_needs_a_variable_of_its_own(chosen: str | None, said: str | None) -> None:
+    node = _node(0, "wg0", "192.0.2.1", lo="127.0.0.1", eth0="192.0.2.1", wg0="10.77.0.1")
+    assert hints([node]) == []  # without GPUs
+    node["backend"], node["network"]["chosen_for_nccl"] = "cpu:gloo,cuda:nccl", chosen
+    found = hints([node])
+    assert found == [] if said is None else said in found[0] and len(found) == 1
 
 
 def test_interfaces_that_others_cannot_reach_are_hinted_at_once_for_all() -> None:
     lost = [_node(n, None, "127.0.1.1", lo="127.0.0.1", docker0="172.17.0.1", ib0="10.0.0.1") for n in (0, 1)]
     fine = _node(2, None, "10.0.0.3", lo="127.0.0.1", ib0="10.0.0.3")
     (said,) = hints([*lost, fine])
-    assert said.startswith("on nodes 0, 1 the hostname resolves to 127.0.1.1") and "GLOO_SOCKET_IFNAME=ib0" in said
+    assert (
+        said.startswith("on nodes 0, 1 the hostname resolves to 127.0.1.1")
+        and "export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0" in said
+    )
     assert blocked([*lost, fine]) and not blocked([fine, fine]) and not blocked(lost[:1])
     assert hints([fine]) == []
     (said,) = hints([_node(0, "eth9", "10.0.0.3", lo="127.0.0.1", ib0="10.0.0.3")])

@@ -97,7 +97,7 @@ def test_it_reads_well_and_leaves_a_run_alone(place):
         "allreduce",
         "1, so nothing is sent",
         "1,257 to train on, 540 held out",
-        "1 steps in 30 epochs, 0.0509 passes over this data",
+        "1 step in 30 epochs, 0.0509 passes over this data",
         "AdamW, lr 0.003",
         "256 × 10",
         "226,794",

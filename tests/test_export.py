@@ -453,7 +453,7 @@ def test_a_run_whose_data_is_elsewhere_is_written_and_cut(elsewhere, tmp_path):
     assert "% on held-out data" in text and (tmp_path / "same" / "spectrum.png").is_file()
     text = export(elsewhere.run, "--out", tmp_path / "less", "--rank", 2, *elsewhere.recipe)
     assert "no accuracy on held-out data: pictures do not come with Thinwire; give --data DIR\n" in text
-    assert "1 layers low-rank; full: 0.weight (first layer), 4.weight (last layer)" in text
+    assert "1 layer low-rank; full: 0.weight (first layer), 4.weight (last layer)" in text
     program = torch.export.load(tmp_path / "less" / "program.pt2").module()
     assert said(program, torch.zeros(5, 3, 8, 8)).shape == (5, 4)
     text = export(elsewhere.run, "--out", tmp_path / "judged", *elsewhere.recipe, "--data", elsewhere.folder)

@@ -347,7 +347,7 @@ def machine(monkeypatch, tmp_path):
         ((2, "x", 0), "0 workers per host"),
         (
             (65, "x"),
-            "65 hosts with 1 workers each on 2 cores would measure the scheduler .*; use at most 16 hosts",
+            "65 hosts with 1 worker each on 2 cores would measure the scheduler .*; use at most 16 hosts",
         ),
         ((9, "x", 2), "9 hosts with 2 workers each on 2 cores .* use at most 8 hosts"),
         ((2, "x", 9), "use at most 8 workers on each of 2 hosts"),

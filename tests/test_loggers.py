@@ -24,7 +24,7 @@ from thinwire.train import fit
 FACTORS = thinwire.AB(total_steps=40, warmup=4, every=4, factor_at=16, cutoff=0.5, group_size=1)
 # As docs/logging.md has them.
 STEP = "kind step phase loss lr slow_bytes evaluate_bytes fast_bytes wire_s wall_s"
-NUMBERS = "phase_number slow_bytes wire_share traffic_vs_allreduce_fp32"
+NUMBERS = "slow_bytes wire_share traffic_vs_allreduce_fp32"
 EVALUATION = (
     "kind step phase model loss accuracy slow_bytes evaluate_bytes fast_bytes wire_s wall_s ranks trainable time"
 )
@@ -70,7 +70,7 @@ def test_a_function_sees_every_record_on_rank_0_alone(tmp_path: Path) -> None:
         if record["kind"] == "evaluation":
             assert set(record) - more == set(f"{EVALUATION} {NUMBERS}".split())
         if record["kind"] in ("step", "evaluation"):
-            assert first["phases"][record["phase_number"]] == record["phase"] and 0 <= record["wire_share"] <= 1
+            assert record["phase"] in first["phases"] and 0 <= record["wire_share"] <= 1
     steps = [record for record in between if record["kind"] == "step"]
     assert "mean_rank" not in steps[0] and steps[-1]["mean_rank"] > 0
     # Nodes send the same here, so that the mean over nodes, which the summary has, is this node's.
@@ -207,7 +207,7 @@ def test_a_loop_of_ones_own_logs_by_hand(tmp_path: Path) -> None:
     assert all(type(record["loss"]) is float and set(NUMBERS.split()) < set(record) for record in between)
     assert evaluation["kind"] == "evaluation" and evaluation["accuracy"] == 0.5
     assert end["status"] == "finished" and end["summary"] == {"accuracy": 0.5}
-    assert begin["phases"][int(numbers["phase_number"])] == "finished"
+    assert "finished" in begin["phases"] and not any("phase" in name for name in numbers)
 
 
 def test_a_loop_that_raises_ends_as_failed(tmp_path: Path) -> None:

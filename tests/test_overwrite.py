@@ -1,5 +1,9 @@
 """Nothing that a command wrote is lost unless somebody said so, and nothing that others wrote ever is."""
 
+import errno
+import fcntl
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ from thinwire.errors import ConfigError
 from thinwire.netbench.bench import Bench
 from thinwire.recipes import named
 from thinwire.train import fit
+from thinwire.train.folder import LOCK, locked
 
 RUN = ["run", "digits", "--method", "allreduce", "--workers", "1", "--steps", "4", "--no-model", "--quiet"]
 COMPARE = ["compare", "digits", "--methods", "allreduce", "--workers", "1", "--steps", "4", "--no-model", "--quiet"]
@@ -67,6 +72,82 @@ def test_overwrite_replaces_the_run_and_no_other_files(tmp_path):
     _thinwire(*RUN, "--seed", 1, "--resume", "--out", out)
     assert (out / "summary.json").read_text() != summary
     assert {path: what for path, what in _held(out).items() if path in foreign} == foreign
+
+
+def test_a_folder_is_written_to_by_one_command_at_a_time(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    _thinwire(*RUN, "--until", 2, "--out", out)
+    before = _held(out)
+    monkeypatch.setattr("thinwire.jobs.launch", lambda *_: pytest.fail("workers were started"))
+    with locked(out):
+        for more in (["--resume"], ["--overwrite"], ["--overwrite", "--workers", 2]):
+            said = _thinwire(*RUN, *more, "--out", out, expect=2)
+            assert f"`{out}` is in use by process {os.getpid()} on {socket.gethostname()} since 20" in said
+            assert "wait for its end, stop it, or give another `--out`" in said
+        with pytest.raises(ConfigError, match="is in use by process"):
+            fit(named("digits", steps=4), thinwire.AllReduce(), out=out, resume=True)
+        assert {path: what for path, what in _held(out).items() if path.name != LOCK} == before
+    _thinwire(*RUN, "--resume", "--out", out)
+    assert not (out / LOCK).exists()
+
+
+def test_a_run_that_fails_lets_go_of_its_folder(tmp_path):
+    _thinwire(*RUN, "--until", 2, "--out", tmp_path)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="cannot resume"):
+            fit(named("digits", steps=4), thinwire.AllReduce(wire="bf16"), out=tmp_path, resume=True)
+
+
+def test_comparisons_and_benches_keep_others_out_too(tmp_path, monkeypatch):
+    compare = [*COMPARE, "--out", tmp_path, "--overwrite"]
+    with locked(tmp_path):
+        assert f"`{tmp_path}` is in use by process" in _thinwire(*compare, expect=2)
+    with locked(tmp_path / "allreduce-seed0"):
+        assert f"`{tmp_path / 'allreduce-seed0'}` is in use by process" in _thinwire(*compare, expect=2)
+    monkeypatch.setattr(Bench, "check", lambda self: None)
+    with locked(tmp_path):
+        said = _thinwire("netbench", "digits", "--methods", "allreduce", "--out", tmp_path, expect=2)
+        assert f"`{tmp_path}` is in use by process" in said
+
+
+def test_what_a_killed_command_leaves_behind_blocks_nobody(tmp_path):
+    (tmp_path / LOCK).write_text("process 1 on elsewhere")
+    _thinwire(*RUN, "--out", tmp_path)
+    assert not (tmp_path / LOCK).exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF])
+def test_a_file_system_without_locks_is_used_without_them(number, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with locked(tmp_path), locked(tmp_path):
+        pass
+
+
+def test_a_lock_is_not_taken_from_a_file_that_its_holder_has_just_removed(tmp_path, monkeypatch):
+    real, calls = fcntl.flock, []
+
+    def late(file, how):
+        if not calls:
+            (tmp_path / LOCK).unlink()
+        calls.append(how)
+        real(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with locked(tmp_path):
+        assert len(calls) == 2 and (tmp_path / LOCK).exists()
+        with pytest.raises(ConfigError, match="is in use by process"), locked(tmp_path):
+            pass
+
+
+@pytest.mark.slow
+def test_the_first_of_several_workers_finds_the_lock_and_all_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("thinwire.jobs.refuse_locked", lambda out: None)  # as if both had begun at once
+    with locked(tmp_path):
+        said = _thinwire(*RUN, "--workers", 2, "--out", tmp_path, expect=2)
+    assert f"`{tmp_path}` is in use by process {os.getpid()}" in said and not list(tmp_path.iterdir())
 
 
 def test_the_usual_folder_is_no_exception(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Plans: what a simulation counts is what a run then counts, and times follow from it."""
 
 import functools
+import io
 import json
 import math
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from rich.console import Console
 from torch import nn
 
 import gang
@@ -28,6 +30,7 @@ from thinwire.plan.compute import Compute, given, measure
 from thinwire.plan.forecast import Forecast, Layout
 from thinwire.plan.links import Links
 from thinwire.plan.planner import Stopwatch, make_plan, over_nodes, pays_below
+from thinwire.plan.show import Rows
 from thinwire.plan.simulate import Workload, simulate
 from thinwire.plan.workloads import of_recipe
 from thinwire.recipes import Recipe, named
@@ -316,6 +319,27 @@ def test_on_a_slow_link_time_is_bytes() -> None:
     assert low_rank.speedup(plan.baseline, endless) == pytest.approx(1.0, rel=1e-3)
     assert plain.speedup(plan.baseline, plan.links) == 1.0
     assert pays_below(plain.forecast, plan.baseline, plan.links) == 0.0
+
+
+@pytest.mark.parametrize(("width", "narrow"), [(80, True), (120, False)])
+def test_the_headings_of_a_plan_are_whole_and_above_their_figures(width: int, narrow: bool) -> None:
+    row = dict.fromkeys(("slow_bytes_per_step", "slow_bytes", "seconds_per_step", "seconds", "memory_bytes"), 1e6)
+    row |= {
+        "method": "allreduce:wire=int8",
+        "traffic_vs_allreduce_fp32": 0.257,
+        "speedup": 1.7,
+        "pays_below_bits": 19e9,
+    }
+    console = Console(file=io.StringIO(), width=width)
+    rows = Rows(console, [row["method"]])
+    console.print(rows._table(with_names=True))
+    rows.add(row | {"slow_bytes_range": (1e6, 2e6)})
+    text = console.file.getvalue()
+    lines = text.splitlines()
+    assert "…" not in text and all(len(line) <= width for line in lines)
+    assert ("19 Gbit/s" in text) != narrow and "1.0 MB to 2.0 MB in total" in text
+    head, figures = next(line for line in lines if "reduce" in line), next(line for line in lines if "0.257" in line)
+    assert head.index("reduce") + len("reduce") == figures.index("0.257") + len("0.257")
 
 
 def test_a_method_that_computes_more_pays_below_a_bandwidth() -> None:

@@ -174,10 +174,10 @@ def test_series_and_folders_leave_their_test_part_alone(tmp_path):
 
 def test_a_validated_run_says_so_and_is_not_compared_with_others(tmp_path):
     words = ["run", "digits", "--method", "allreduce", "--workers", 1, "--steps", 2]
-    assert "on validation data" in thinwire(*words, "--validate", "--out", tmp_path / "runs" / "a")
-    assert "on test data" in thinwire(*words, "--out", tmp_path / "runs" / "b")
+    assert "on 125 validation examples" in thinwire(*words, "--validate", "--out", tmp_path / "runs" / "a")
+    assert "on 540 test examples" in thinwire(*words, "--out", tmp_path / "runs" / "b")
     shown = thinwire("report", tmp_path / "runs")
-    assert "digits, validation data, 1 seed" in shown and "digits, test data, 1 seed" in shown
+    assert "digits, accuracy on 125 validation examples, 1 seed" in shown and "on 540 test examples, 1 seed" in shown
     summary = json.loads((tmp_path / "runs" / "a" / "summary.json").read_text())
     figure = f"{100 * summary['accuracy']:.2f} %"
     assert figure in thinwire("export", tmp_path / "runs" / "a", "--out", tmp_path / "cut", "--rank", 0.99)

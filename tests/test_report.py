@@ -1,5 +1,6 @@
 import io
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
@@ -9,7 +10,7 @@ from thinwire.cli import main
 from thinwire.errors import ConfigError
 from thinwire.report import compare, draw, plots, read_run, read_runs, table
 from thinwire.report.ranks import draw_ranks
-from thinwire.report.tables import best_epoch, figure, size
+from thinwire.report.tables import best_epoch, figure, size, wide_console
 
 
 def _write_run(
@@ -186,6 +187,26 @@ def test_twelve_rows_fit_a_hundred_columns(twelve):
     assert len(rows) == 12 and "…" not in text
     assert "diloco:every=24,outer_lr=0.7," in text and "outer_momentum=0.9 (SGD)" in text
     assert text.count("3.43 h") == 9 and text.count("2.00 : 1") == 12
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_a_narrow_terminal_cuts_neither_words_nor_figures(width, folder):
+    for seed in (0, 1):
+        _write_run(folder / f"w{seed}", "allreduce", seed, slow=5, accuracy=0.9, config={"wire": "bf16"})
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table(rows := compare(read_runs(folder)), width))
+    text = console.file.getvalue()
+    assert "…" not in text and all(len(line) <= width for line in text.splitlines())
+    words = {word for row in rows for word in re.split(r"(?<=[:, ])", row["label"])}
+    assert "wire=bf16" in words and all(word.strip() in text for word in words)
+    assert "90.00 ± 0.00 %" in text and ("ideal  " in text or width < 80)
+
+
+def test_tables_keep_to_the_columns_that_a_user_has(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "77")
+    assert wide_console().width == 77
+    monkeypatch.delenv("COLUMNS")
+    assert wide_console(140).width == 140
 
 
 def test_twelve_lines_are_told_apart_and_bytes_are_logarithmic_where_they_spread(twelve, monkeypatch):

@@ -1,6 +1,7 @@
 """`report.html`: what it says is what the records say, whatever names they have."""
 
 import json
+import math
 import shlex
 from itertools import pairwise
 from pathlib import Path
@@ -9,6 +10,7 @@ from statistics import fmean, stdev
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 import thinwire
 from pages import HOSTILE, add_records, data_of, page_of, said_in, write_comparison, write_run
@@ -16,7 +18,7 @@ from thinwire.cli import main
 from thinwire.commands.report import _evaluations
 from thinwire.errors import ConfigError
 from thinwire.jobs import method_config
-from thinwire.report import read_run, read_runs
+from thinwire.report import compare, read_run, read_runs, table
 from thinwire.report.page import as_json
 from thinwire.report.page.command import command
 from thinwire.report.page.summary import percent
@@ -50,20 +52,46 @@ def test_every_number_in_the_summary_is_computed_from_the_files(folder):
         share = fmean(mine / whole for mine, whole in zip(bytes_, sent))
         assert f"{method} sent {100 * share:.{2 if share < 0.01 else 1}f} % of" in said[number]
         assert f"({size(fmean(bytes_))} per node)" in said[number]
-        change = fmean(own) - fmean(base)
-        word = "lost" if change < 0 else "gained"
+        against = f"{fmean(own):.2f} % against {fmean(base):.2f} %"
+        chance = 4.30 * math.sqrt((stdev(own) ** 2 + stdev(base) ** 2) / 2) + 1e-9  # Student's t of two seeds each
+        assert abs(fmean(own) - fmean(base)) < chance
         assert (
-            f"{word} {abs(change):.2f} points of accuracy ({fmean(own):.2f} % against {fmean(base):.2f} %"
+            f"showed no measurable difference in accuracy ({against}, up to {chance:.2f} points may be chance)"
             in said[number]
         )
-        within = abs(change) <= max(stdev(own), stdev(base))
-        assert ("within the spread over seeds" in said[number]) == within
         assert (f"its model is {fmean(smaller):.1f} times smaller" in said[number]) == (fmean(smaller) > 1)
     assert said[2] == (
-        "ab sent 0.50 % of all-reduce's bytes (5.0 kB per node), lost 0.20 points of accuracy "
-        "(98.85 % against 99.05 %), and its model is 6.0 times smaller."
+        "ab sent 0.50 % of all-reduce's bytes (5.0 kB per node), showed no measurable difference in accuracy "
+        "(98.85 % against 99.05 %, up to 0.30 points may be chance), and its model is 6.0 times smaller."
     )
     assert len(said) == 4 and said == said_in(folder / "report.html")
+
+
+@pytest.mark.parametrize(("right", "measurable"), [(530, False), (523, False), (516, True)])
+def test_a_difference_below_what_the_test_set_can_show_is_called_none(right, measurable, tmp_path):
+    """Of 540 examples at 98 %, two standard errors are 9 examples."""
+    for method, hits in (("allreduce", 529), ("ab", right)):
+        write_run(tmp_path / method, method, 0, slow=900, accuracy=hits / 540, split_size=540)
+    told = data_of(page_of(tmp_path))["sentences"]
+    assert told[0].endswith("540 test examples.")
+    assert ("showed no measurable difference in accuracy" in told[2]) != measurable
+    assert ("lost 2.41 points of accuracy" in told[2]) == measurable and "one seed)" in told[2]
+    rows = compare(read_runs(tmp_path))
+    assert [row["differs_from_allreduce"] for row in rows] == [None, measurable]
+    with (console := Console(width=100)).capture() as shown:
+        console.print(table(rows))
+    assert "digits, accuracy on 540 test examples, 1 seed" in shown.get()
+    assert ("≈" in shown.get()) != measurable
+
+
+def test_seeds_show_a_difference_in_any_metric(tmp_path):
+    for method, perplexity in (("allreduce", 5.0), ("ab", 5.5), ("localsgd", 5.01)):
+        for seed in range(3):
+            more = {"metric": "perplexity", "slow": 10, "accuracy": perplexity + seed / 100}
+            write_run(tmp_path / f"{method}-{seed}", method, seed, **more)
+    told = data_of(page_of(tmp_path))["sentences"]
+    assert "is worse by 0.50 of perplexity" in told[2]
+    assert "showed no measurable difference in perplexity (5.02 against 5.01, up to 0.02 may be chance)" in told[3]
 
 
 def test_without_a_baseline_and_where_lower_is_better(tmp_path):
@@ -141,8 +169,8 @@ def test_recipes_have_tables_of_their_own(folder):
     write_run(folder / "words", "ab", 0, slow=77, accuracy=9.0, metric="perplexity", recipe="words")
     said = CliRunner().invoke(main, ["report", str(folder)])
     assert said.exit_code == 0
-    for recipe in ("digits", "letters", "words"):
-        assert f"{recipe}, test data" in said.output
+    for title in ("digits, accuracy", "letters, accuracy", "words, perplexity"):
+        assert f"{title} on test data" in said.output
     rows = {(row["recipe"], row["label"]): row for row in json.loads((folder / "comparison.json").read_text())}
     assert rows["letters", "allreduce"]["accuracy_mean"] == 0.5 and len(rows["digits", "allreduce"]["seeds"]) == 2
     assert "no comparison.png" in said.output and not (folder / "comparison.png").exists()

@@ -55,7 +55,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     shown = {event.step: event.value for event in found.Scalars("train/loss")}
     assert shown == pytest.approx({step: losses(tmp_path / "run")[step] for step in (1, 10, 20)})
     assert [event.step for event in found.Scalars("evaluation/accuracy")] == [12, 24, 24]
-    assert {"wire/slow_bytes", "wire/wire_share", "wire/phase_number"} < set(found.Tags()["scalars"])
+    assert {"wire/slow_bytes", "wire/wire_share"} < set(found.Tags()["scalars"])
     parts = {tag.split("/")[0] for tag in found.Tags()["scalars"]}
     assert parts <= {"train", "wire", "evaluation", "ranks", "agreement", "summary"}  # not how the run was started
     assert "train/wire_s" not in found.Tags()["scalars"]

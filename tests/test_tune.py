@@ -212,7 +212,7 @@ def test_two_searches_are_never_in_one_folder_at_once(tmp_path: Path) -> None:
     one, other = search_in(tmp_path), search_in(tmp_path)
     one.open({}, resume=False, overwrite=False)
     for how in ({"resume": True, "overwrite": False}, {"resume": False, "overwrite": True}):
-        with pytest.raises(ConfigError, match="another search runs in"):
+        with pytest.raises(ConfigError, match="is in use by process"):
             other.open({}, **how)
     one.close()
     other.open({}, resume=True, overwrite=False)

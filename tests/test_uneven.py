@@ -81,6 +81,24 @@ def test_every_method_that_can_join(name: str) -> None:
     check([name])
 
 
+def sent(rank: int, config: Any, batches: tuple[int, ...]) -> list[list[Any]]:
+    """The ledger's rows after uneven inputs, without seconds."""
+    model = small.net(smooth=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    replica = thinwire.attach(model, optimizer, config)
+    with replica.join():
+        for number in range(batches[rank]):
+            small.step(replica, optimizer, rank, number)
+    return [row[:-1] for row in replica.traffic.state()["rows"]]
+
+
+def test_members_of_a_node_count_the_same() -> None:
+    """Also the one that neither gives nor takes a model at the end: the second of two that have most batches."""
+    found = gang.run(sent, 4, AllReduce(group_size=2), (3, 3, 1, 2), patience=30, timeout=120)
+    assert found[0] == found[1] and found[2] == found[3]
+    assert any(row[1:3] == ["join", "slow"] for row in found[1])
+
+
 class Counting(nn.Module):
     """Its gradient is the mean of its inputs, so that it is seen who counts."""
 

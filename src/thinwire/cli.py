@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from thinwire.netbench.linked import linked, nodes_for
 from thinwire.recipes import installed, named
 from thinwire.report import read_run
 from thinwire.report.page.data import Content
-from thinwire.train.folder import refuse_occupied
+from thinwire.train.folder import locked, refuse_locked, refuse_occupied
 
 _COMPARISON = ("comparison.json", "comparison.png")
 
@@ -195,7 +195,10 @@ def compare(
     _refuse_occupied(folder, [job for _, job in jobs])
     _check_all(jobs)
     silent = quiet or as_json
-    with linked(link, nodes, base.workers) if link else nullcontext(base.hosts) as hosts:
+    with ExitStack() as held:
+        hosts = held.enter_context(linked(link, nodes, base.workers) if link else nullcontext(base.hosts))
+        if _prints():
+            held.enter_context(locked(folder))
         for number, (label, job) in enumerate(jobs, start=1):
             name = f"{label} seed {job.seed}"
             if (signal := stopping.requested()) is not None:
@@ -203,8 +206,8 @@ def compare(
             summary = _execute(replace(job, hosts=hosts), f"{name} ({number} of {len(jobs)})", quiet=silent)
             if not silent and _prints():
                 click.echo(closing_line(f"{name} ({number} of {len(jobs)})", summary), err=True)
-    if _prints():
-        write_report(folder, Content([read_run(job.out) for _, job in jobs]), as_json=as_json)
+        if _prints():
+            write_report(folder, Content([read_run(job.out) for _, job in jobs]), as_json=as_json)
 
 
 def _as_fields(flags: dict[str, Any]) -> dict[str, Any]:
@@ -215,6 +218,8 @@ def _refuse_occupied(folder: Path, jobs: list[Job]) -> None:
     """Refuse to overwrite a comparison or any of its runs."""
     for job in jobs:
         job.refuse_occupied()
+    if not inside_job():
+        refuse_locked(folder)
     if not (jobs[0].resume or jobs[0].overwrite):
         refuse_occupied(folder, (folder / name for name in _COMPARISON if (folder / name).exists()), resume=True)
 

@@ -27,7 +27,7 @@ from thinwire.stopping import on_signals
 from thinwire.train import checkpoint, fit
 from thinwire.train.data.source import check_share
 from thinwire.train.first_step import FIRST_STEP, first_step
-from thinwire.train.folder import CHECKPOINTS, of_a_run, refuse_occupied
+from thinwire.train.folder import CHECKPOINTS, of_a_run, refuse_locked, refuse_occupied
 
 Defaults = Callable[[str, str | None], Mapping[str, Any]]
 """Maps a method's name and a schedule's name to config fields, as `Recipe.defaults` does."""
@@ -121,9 +121,11 @@ class Job:
         return dataclasses.replace(self, method=variant.method, settings=variant.settings, **fields)
 
     def refuse_occupied(self) -> None:
-        """Raise if another run would be overwritten; before any data is read."""
+        """Raise if another run would be overwritten or disturbed; before any data is read."""
         if self.resume and self.overwrite:
             raise ConfigError("`--resume` continues a run and `--overwrite` replaces it; give one of them")
+        if not inside_job():  # where rank 0 may have taken it already
+            refuse_locked(self.out)
         if not (self.resume or self.overwrite):
             refuse_occupied(self.out, of_a_run(self.out), resume=True)
 

@@ -36,10 +36,10 @@ def log_attached(method: Method, trained: int) -> None:
     if method.topology.rank:
         return
     workers, groups = method.topology.world_size, len(method.topology.groups)
-    who = f"{_count(workers, 'worker')} in {_count(groups, 'group')}" if workers > 1 else "one worker"
+    who = f"{units.count(workers, 'worker')} in {units.count(groups, 'group')}" if workers > 1 else "one worker"
     text = f"{type(method.config).__name__} on {who}: {trained:,} parameters to train"
     if method.layers:
-        text += f", {len(method.layers)} weights to factor{_full(method.kept)}"
+        text += f", {units.count(len(method.layers), 'weight')} to factor{_full(method.kept)}"
     log.info(text)
 
 
@@ -48,10 +48,10 @@ def log_finished(method: Method, sizes: tuple[int, int], ranks: Collection[int],
     if method.topology.rank:
         return
     name, (before, after) = type(method.config).__name__, sizes
-    text = f"{name} finished after {_count(method.step, 'step')}"
+    text = f"{name} finished after {units.count(method.step, 'step')}"
     if method.layers:
         text += f": {before:,} parameters are now {after:,} ({before / max(1, after):.2f} : 1), "
-        text += f"{_count(len(ranks), 'weight')} factored{_ranks(ranks)}{_full(method.kept)}"
+        text += f"{units.count(len(ranks), 'weight')} factored{_ranks(ranks)}{_full(method.kept)}"
     if usual_bytes:
         ledger = method.wire.ledger
         sent = ledger.slow_bytes - ledger.slow_bytes_for("evaluate")
@@ -129,7 +129,3 @@ def _full(kept: Iterable[Kept]) -> str:
 
 def _more(count: int) -> str:
     return f" and {count} more" if count > 0 else ""
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -601,14 +601,13 @@ class Replica(nn.Module):
         }
 
     def numbers(self) -> dict[str, float]:
-        """What a tracker may show of this worker: bytes, shares, phase and rank; not collective, and does not wait.
+        """What a tracker may show of this worker: bytes, shares and rank; not collective, and does not wait.
 
         `traffic_vs_allreduce_fp32` is missing where nothing would be sent, `mean_rank` while no layer is factored.
         """
         sent, usual = self.traffic.slow_bytes, self.baseline()["allreduce_fp32"]
         ranks = (self.finished_ranks if self._finished else self.ranks()).values()
         found = {
-            "phase_number": self.phases.index(self.phase),
             "slow_bytes": sent,
             "wire_share": self.traffic.wire_share,
         }

@@ -1,4 +1,4 @@
-"""Parse and format rates, times and sizes: "100Mbit", "25Gbit", "50us", "1.2 MB"."""
+"""Parse and format rates, times, sizes and counts: "100Mbit", "25Gbit", "50us", "1.2 MB", "1 layer"."""
 
 import re
 
@@ -41,6 +41,11 @@ def size(count: float) -> str:
         if count >= factor:
             return f"{count / factor:.3g} {unit}"
     return f"{count:.0f} bytes"
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """Format a number of things: 1 weight, 2,000 weights."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def time(value: float) -> str:

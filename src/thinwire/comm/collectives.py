@@ -241,16 +241,15 @@ class Wire:
     def broadcast_bytes(self, payload: Tensor | None, members: Ranks, purpose: str) -> Tensor | None:
         """What the first member has, as bytes on the CPU, to the others; all workers call it, for some of them."""
         group = process_groups.process_group(members)
+        # To all workers: each counts what its node sends, also for others of the node.
+        size = int(self.all_reduce_max(torch.tensor([0 if payload is None else len(payload)]), purpose))
+        sent = self.topology.tree(members, size, members[0])
         if self.topology.rank not in members:
+            self.count(purpose, sent)
             return None
-        size = torch.tensor([0 if payload is None else len(payload)])
-        with self.watch.collective():
-            dist.broadcast(size, members[0], group=group)
-            sent = torch.empty(int(size), dtype=torch.uint8) if payload is None else payload
-            dist.broadcast(sent, members[0], group=group)
-        for number in (8, len(sent)):
-            self.count(purpose, self.topology.tree(members, number, members[0]))
-        return sent
+        content = torch.empty(size, dtype=torch.uint8) if payload is None else payload
+        self._timed(lambda: dist.broadcast(content, members[0], group=group), sent, purpose)
+        return content
 
     def all_reduce_sum(self, tensor: Tensor, purpose: str) -> Tensor:
         """The sum over all workers."""

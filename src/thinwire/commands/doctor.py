@@ -192,5 +192,6 @@ def _ask(report: dict[str, Any]) -> str:
 
 
 def _unconnected(error: ConnectError, report: dict[str, Any]) -> str:
-    remedy = f"set {interfaces.GLOO} to the interface that leads to the other nodes, and open all ports between them"
+    both = f"{interfaces.GLOO} and {interfaces.NCCL}"
+    remedy = f"set {both} to the interface that leads to the other nodes, and open all ports between them"
     return f"gloo cannot connect the workers ({error}); {'see the hint above' if report['hints'] else remedy}"

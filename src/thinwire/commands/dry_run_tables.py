@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from thinwire import units
 from thinwire.plan.show import beside
-from thinwire.report.tables import ratio, size
+from thinwire.report.tables import ratio, size, wide_console
 
 # With more weights than _MOST, only the first and the last are shown.
 _MOST, _FIRST, _LAST = 30, 24, 4
@@ -18,8 +17,7 @@ _OPTIMIZER = ("momentum", "betas", "weight_decay")
 
 
 def show(report: dict[str, Any]) -> None:
-    wide = Console()
-    console = Console(width=None if wide.is_terminal else 100, highlight=False)
+    console = wide_console(highlight=False)
     for part in (_run(report), _layers(report["layers"]), _traffic(report), _step(report)):
         console.print(part)
         if part.caption:
@@ -46,7 +44,8 @@ def _run(report: dict[str, Any]) -> Table:
     out.add_row("method", _method(run))
     out.add_row("workers", _workers(run))
     out.add_row("batch", f"{run['batch']:,} examples, {_range(run['batch_per_worker'])} per worker")
-    length = f"{run['steps']:,} steps in {run['epochs']:,} epochs, {run['passes']:.3g} passes over this data"
+    length = f"{units.count(run['steps'], 'step')} in {units.count(run['epochs'], 'epoch')}"
+    length += f", {run['passes']:.3g} passes over this data"
     out.add_row("length", f"{length}, seed {run['seed']}")
     out.add_row("data", _data(run["data"]))
     out.add_row("optimizer", _optimizer(run))

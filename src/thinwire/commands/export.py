@@ -14,7 +14,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from thinwire import saves
+from thinwire import saves, units
 from thinwire.commands import options
 from thinwire.commands.doing import Doing
 from thinwire.commands.sources import Found, finished, of_function, unfinished
@@ -252,7 +252,7 @@ def _parameters(made: Compressed, found: Found) -> str:
 def _stay_full(made: Compressed) -> list[str]:
     full = [f"{kept.name} ({kept.why})" for kept in made.kept]
     more = [f"{len(full) - _MOST_NAMED} more"] * (len(full) > _MOST_NAMED)
-    return [f"{len(made.ranks)} layers low-rank; full: {', '.join(full[:_MOST_NAMED] + more) or 'none'}"]
+    return [f"{units.count(len(made.ranks), 'layer')} low-rank; full: {', '.join(full[:_MOST_NAMED] + more) or 'none'}"]
 
 
 def _uses(out: Path) -> list[str]:

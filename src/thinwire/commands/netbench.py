@@ -22,6 +22,7 @@ from thinwire.netbench.hosts import clean, parse_rate
 from thinwire.netbench.show import tables
 from thinwire.recipes import named
 from thinwire.report.live import in_place
+from thinwire.report.tables import wide_console
 
 
 @click.command()
@@ -59,9 +60,9 @@ def netbench(recipe: str | None, only_clean: bool, as_json: bool, **flags: Any) 
         click.echo(json.dumps(found, indent=2))
         page_of_bench(bench.base.out, silent=True)
         return
-    wide = Console()
-    for table in tables(found):
-        Console(width=None if wide.is_terminal else 120).print(table)
+    wide = wide_console(120)
+    for table in tables(found, wide.width):
+        wide.print(table)
     click.echo(f"figures and runs: {bench.base.out}")
     page_of_bench(bench.base.out, silent=False)
     if flags["keep"]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from thinwire import units
 from thinwire.commands import options
@@ -24,6 +23,7 @@ from thinwire.plan.show import NODES, Rows, draw
 from thinwire.plan.workload import Workload
 from thinwire.plan.workloads import OPTIMIZERS, of_function, of_recipe
 from thinwire.recipes import Recipe, named
+from thinwire.report.tables import wide_console
 from thinwire.train.folder import refuse_occupied
 
 _FILES = ("plan.json", "plan.png")
@@ -103,8 +103,7 @@ class Progress:
     """Shows what is being done, and the table as far as it is known."""
 
     def __init__(self, *, quiet: bool) -> None:
-        wide = Console()
-        self.console = Console(width=None if wide.is_terminal else 120)
+        self.console = wide_console(120)
         self._doing = Doing(self.console, quiet=quiet)
         self._rows: Rows | None = None
         self._methods: list[str] = []

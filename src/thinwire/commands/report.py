@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 import numpy as np
-from rich.console import Console
 
+from thinwire import units
 from thinwire.commands import options, pictures
 from thinwire.commands.report_live import keep_up
 from thinwire.errors import ConfigError, ThinwireError, one_line, printable
@@ -25,6 +25,7 @@ from thinwire.report.page import write_page
 from thinwire.report.page.data import Content, collect
 from thinwire.report.page.netbench import read_bench
 from thinwire.report.records import baseline_first
+from thinwire.report.tables import wide_console
 
 _FIGURES = "figures"
 
@@ -104,9 +105,8 @@ def write_report(folder: Path, content: Content, *, as_json: bool, figures: str 
     if as_json:
         click.echo(text)
     else:
-        # Without a terminal the width is unknown, and a cut-off figure would be lost.
-        wide = Console()
-        Console(width=None if wide.is_terminal else 100).print(*map(table, tables), sep="\n")
+        wide = wide_console()
+        wide.print(*(table(own, wide.width) for own in tables), sep="\n")
     written, data = _written(content, folder)
     pictures.of_comparison(content.runs, tables, folder, silent=as_json, known=_evaluations(content.runs, data))
     _say(written, data, folder, silent=as_json, figures=figures)
@@ -151,7 +151,7 @@ def _say(written: list[Path], data: dict[str, Any], folder: Path, *, silent: boo
     if figures and data:
         charts = write_figures(data, folder / _FIGURES, figures)
         if not silent:
-            click.echo(f"figures: {len(charts)} files in {folder / _FIGURES}")
+            click.echo(f"figures: {units.count(len(charts), 'file')} in {folder / _FIGURES}")
 
 
 def page_of(places: Iterable[Path], folder: Path, *, silent: bool) -> None:

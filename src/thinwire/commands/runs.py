@@ -9,13 +9,12 @@ from typing import Any
 
 import click
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from thinwire.errors import ConfigError, printable
 from thinwire.report.folders import Found, find, labels, shares
-from thinwire.report.tables import figure, ratio, size
+from thinwire.report.tables import figure, ratio, size, wide_console
 
 _COLUMNS = ("date", "recipe", "method", "status", "result", "slow link", "vs all-reduce", "folder")
 _WIDTH = 160
@@ -39,8 +38,7 @@ def runs(folder: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
     elif rows:
-        wide = Console()
-        Console(width=None if wide.is_terminal else _WIDTH).print(_table(rows))
+        wide_console(_WIDTH).print(_table(rows))
         _say_what_is_wrong(rows)
     else:
         click.echo(f"no run in {folder} or below; train one with `thinwire run digits --method ab`")

@@ -14,7 +14,7 @@ from thinwire.report.followed import FollowedRun
 from thinwire.report.live import following
 from thinwire.report.page.summary import percent
 from thinwire.report.progress import Progress
-from thinwire.report.tables import best_epoch, duration, figure, ratio, size
+from thinwire.report.tables import best_epoch, duration, examples, figure, ratio, size
 
 _PARTS = {
     "computing": "computing",
@@ -45,7 +45,7 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
     before = figure(metric, summary[f"{metric}_before_truncation"])
     share = ratio(summary["traffic_vs_allreduce_fp32"])
     lines = [
-        f"{metric} {figure(metric, summary[metric])} on {summary['split']} data ({before} before truncation)",
+        f"{metric} {figure(metric, summary[metric])} on {examples(summary)} ({before} before truncation)",
         *best_epoch(summary),
         f"slow link {size(_sent(summary))} without evaluation, {share} of all-reduce fp32",
         f"model {summary['parameters_final']:,} of {summary['parameters_full']:,} parameters, "

@@ -8,11 +8,11 @@ from statistics import fmean
 
 import click
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from thinwire.factor.stability import Measures, compare
+from thinwire.report.tables import wide_console
 
 _COLUMNS = {"stability": "stability", "stability_printed": "as\nprinted", "similarity": "similarity"}
 _CAPTION = (
@@ -36,8 +36,7 @@ def stability(before: Path, after: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"before": str(before), "after": str(after), "layers": layers, "mean": mean}, indent=2))
         return
-    wide = Console()
-    Console(width=None if wide.is_terminal else 100).print(_table(layers, mean))
+    wide_console().print(_table(layers, mean))
 
 
 def _table(layers: dict[str, Measures], mean: Measures) -> Table:

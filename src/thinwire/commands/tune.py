@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from thinwire import units
@@ -26,7 +25,7 @@ from thinwire.errors import ConfigError
 from thinwire.jobs import Job, variant
 from thinwire.plan.links import Links
 from thinwire.recipes import named
-from thinwire.report.tables import figure
+from thinwire.report.tables import figure, wide_console
 from thinwire.tuning.api import ENGINES, Execution, Result, begin, run_trials, search_for
 from thinwire.tuning.by_propulate import Evolution, check_installed, in_mpi, world
 from thinwire.tuning.presets import PRESETS
@@ -189,18 +188,20 @@ def _why_none(search: Search, trials: Sequence[Trial]) -> str:
     if search.is_over:
         return f"no trial finished within {units.time(search.limits.search)}; continue with `--resume`"
     reasons = sorted({trial.reason for trial in trials if trial.reason})
-    return f"none of {len(trials)} trials finished: {'; '.join(reasons[:3])}; see log.txt in their folders"
+    return (
+        f"none of {units.count(len(trials), 'trial')} finished: {'; '.join(reasons[:3])}; see log.txt in their folders"
+    )
 
 
 def _show(search: Search, result: Result, ended: Sequence[Trial]) -> None:
     """The best trials, what became of the others, and what to do next."""
-    Console(width=None if Console().is_terminal else 140).print(_table(search, result, ended))
+    wide_console(140).print(_table(search, result, ended))
     if result.left:
         limit = units.time(search.limits.search)
         click.echo(f"there was no time within {limit} for {result.left} more trials; continue with `--resume`")
     lost = sum(trial.has_ended for trial in result.trials) - len(ended)
     if lost:
-        click.echo(f"{lost} trials did not finish; trial.json in their folders says why")
+        click.echo(f"{units.count(lost, 'trial')} did not finish; see trial.json there for the reason")
     shares = result.importance
     if shares:
         click.echo("explains alone: " + ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items()))
@@ -215,7 +216,8 @@ def _show(search: Search, result: Result, ended: Sequence[Trial]) -> None:
 def _table(search: Search, result: Result, ended: Sequence[Trial]) -> Table:
     """The best trials, and all of the front."""
     on_front = {trial.name for trial in result.pareto}
-    title = f"the best of {len(result.trials)} trials (* no other is as good in {search.metric}, bytes and model)"
+    best_of = f"the best of {units.count(len(result.trials), 'trial')}"
+    title = f"{best_of} (* no other is as good in {search.metric}, bytes and model)"
     table = Table(title=title)
     for column in ("trial", search.metric, "bytes", "model", "settings"):
         table.add_column(column)

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from thinwire import units
 from thinwire.report.followed import FollowedRun
 from thinwire.report.live import in_place, repeated, rewritten
 from thinwire.report.progress import Progress
@@ -38,7 +39,7 @@ class _SearchProgress:
         job, done = self._search.job, len(self._known)
         workers = f"{job.workers} worker{'s' * (job.workers > 1)}"
         self._say(
-            f"{self._total} trials of {job.recipe} with {job.method}, {workers} each, for "
+            f"{units.count(self._total, 'trial')} of {job.recipe} with {job.method}, {workers} each, for "
             f"{self._search.objective.text}, in {self._search.folder}" + (f"; {done} are done" if done else "")
         )
 

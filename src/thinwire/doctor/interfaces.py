@@ -20,6 +20,7 @@ def network() -> dict[str, Any]:
         "interfaces": _addresses(),
         "hostname_address": _resolved(),
         "chosen": os.environ.get(GLOO),
+        "chosen_for_nccl": os.environ.get(NCCL),
     }
 
 
@@ -75,17 +76,19 @@ def _unreachable(found: Mapping[str, Any]) -> bool:
 
 
 def hints(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What to set, in sentences; each once, with the nodes it is about. A node has `node` and `network`."""
+    """What to set, in sentences; each once, with the nodes it is about. A node has `node`, `backend` and `network`."""
     said: dict[str, list[int]] = {}
     for node in nodes:
-        for hint in _hints(node["network"]):
+        about_nccl = _hints_for_nccl(node["network"]) if "nccl" in node["backend"] else []
+        for hint in (*_hints(node["network"]), *about_nccl):
             said.setdefault(hint, []).append(node["node"])
     return [f"{_which(own, len(nodes))}{hint}" for hint, own in said.items()]
 
 
 def _hints(found: Mapping[str, Any]) -> list[str]:
     chosen, ways = found["chosen"], outer(found)
-    example = f"export {GLOO}={ways[0] if ways else 'INTERFACE'}"
+    way = ways[0] if ways else "INTERFACE"
+    example = f"export {GLOO}={way} {NCCL}={way}"
     if chosen:
         missing = [name for name in chosen.split(",") if found["interfaces"] and name not in found["interfaces"]]
         there = ", ".join(found["interfaces"])
@@ -95,12 +98,27 @@ def _hints(found: Mapping[str, Any]) -> list[str]:
     if found["hostname_address"].startswith("127."):
         return [
             f"the hostname resolves to {found['hostname_address']}, which other nodes cannot reach: {example} "
-            f"before a job on several nodes, and {NCCL} alike for nccl"
+            "before a job on several nodes"
         ]
     if len(ways) > 1:
         return [  # without addresses, so that it is the same on all nodes alike
             f"there are several interfaces ({', '.join(ways)}), and gloo takes "
             f"{taken_by_gloo(found) or 'that of the hostname'}: to choose another, export {GLOO}=NAME and {NCCL}=NAME"
+        ]
+    return []
+
+
+def _hints_for_nccl(found: Mapping[str, Any]) -> list[str]:
+    """nccl does not read gloo's variable, and takes one of several interfaces by itself."""
+    chosen, known, ways = found["chosen_for_nccl"], found["interfaces"], outer(found)
+    if chosen and known and not chosen.startswith("^"):  # which lists those not to take
+        beginnings = tuple(chosen.removeprefix("=").split(","))
+        if not any(name.startswith(beginnings) for name in known):
+            return [f"{NCCL}={chosen}, and there is no such interface; choose from: {', '.join(known)}"]
+    if found["chosen"] and not chosen and len(ways) > 1:
+        return [
+            f"{GLOO}={found['chosen']} is for gloo only, and nccl takes one of {', '.join(ways)} by itself, perhaps a "
+            f"public one: export {NCCL}={found['chosen']}"
         ]
     return []
 

@@ -55,7 +55,7 @@ def _wrapped(line: str) -> list[str]:
 def _title(report: Mapping[str, Any]) -> str:
     version = report["nodes"][0]["versions"]["thinwire"] or "(not installed)"
     workers, nodes = report["workers"], len(report["nodes"])
-    where = f"{workers} workers on {nodes} node{'s' if nodes > 1 else ''}" if workers > 1 else "one process"
+    where = f"{workers} workers on {units.count(nodes, 'node')}" if workers > 1 else "one process"
     return f"Thinwire {version}, {where}"
 
 

@@ -22,7 +22,7 @@ FILE = "trackers.json"
 _SHOWN = ("step", "evaluation", "ranks", "agreement")
 """Kinds of records whose numbers are curves."""
 _OF_STEPS = {"slow_bytes", "evaluate_bytes", "fast_bytes", "wire_s", "wall_s"}
-_OF_STEPS |= {"phase_number", "traffic_vs_allreduce_fp32", "wire_share", "mean_rank"}
+_OF_STEPS |= {"traffic_vs_allreduce_fp32", "wire_share", "mean_rank"}
 """Totals of the run, which evaluations would show a second time."""
 
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from thinwire import units
 from thinwire.comm.topology import Topology
 from thinwire.errors import ConfigError
 from thinwire.factor.convert import Layer, find_layers, warn_unmatched_patterns
@@ -52,10 +53,16 @@ class Factoring(Method):
         """Refuse a model without layers to factor."""
         if not self.layers:
             reasons = ", ".join(f"{kept.name} ({kept.why})" for kept in self.kept) or "it has no weight matrices"
-            raise ConfigError(
-                f"nothing to factor in this model: {reasons}; a small model may want keep_first=False or "
-                "keep_last=False"
-            )
+            raise ConfigError(f"nothing to factor in this model: {reasons}; {self._remedy()}")
+
+    def _remedy(self) -> str:
+        """What would leave something to factor: only settings that keep one of these layers."""
+        whys = [kept.why for kept in self.kept]
+        if whys == ["first layer"] and self.config.keep_last:  # the only one is the last too
+            return "a model of one layer may want `keep_first=False` and `keep_last=False`"
+        found = [f"`keep_{end}=False`" for end in ("first", "last") if f"{end} layer" in whys]
+        found += ["another `keep`"] if any(why.startswith("kept by pattern") for why in whys) else []
+        return f"a small model may want {' or '.join(found)}" if found else "train it by a method that factors nothing"
 
     def after_step(self) -> None:
         """From the first step on the order of use is known."""
@@ -82,10 +89,10 @@ class Factoring(Method):
             return
         half = math.ceil(100 * needed[len(needed) // 2]) / 100
         log.warning(
-            "none of the %d weights could be factored at cutoff %s after step %d: ranks are so high that factors would "
-            "be larger, so nothing becomes smaller and nothing is saved. A cutoff of %.2f would factor half now; "
-            "raise `cutoff`, or factor later, when training has lowered the ranks",
-            *(len(self.layers), cutoff, self.step, half),
+            "none of %s could be factored at cutoff %s after step %d: ranks are so high that factors would be larger, "
+            "so the model stays as large as it is. A cutoff of %.2f would factor %s now; raise `cutoff`, or factor "
+            "later, when training has lowered the ranks",
+            *(units.count(len(self.layers), "weight"), cutoff, self.step, half, "half" if len(needed) > 1 else "it"),
         )
 
     def find_layers(self) -> None:

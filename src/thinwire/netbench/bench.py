@@ -23,7 +23,7 @@ from thinwire.netbench.links import Counters
 from thinwire.plan.forecast import Layout
 from thinwire.plan.planner import make_plan
 from thinwire.report.records import BASELINE, read_records
-from thinwire.train.folder import refuse_occupied
+from thinwire.train.folder import locked, refuse_locked, refuse_occupied
 
 RESULT = "netbench.json"
 
@@ -68,6 +68,7 @@ class Bench:
         jobs = [job for rate in self.rates for _, job in self.jobs(_label(rate), ())]
         for job in (*jobs, replace(self.base, out=calibration)):
             job.refuse_occupied()
+        refuse_locked(self.base.out)
         if not self.base.overwrite:
             refuse_occupied(self.base.out, [result] if result.exists() else [])
 
@@ -86,7 +87,7 @@ class Bench:
         self.check()
         found: dict[str, Any] = {"recipe": self.base.trained.name, "workers": self.base.workers, "hosts": self.hosts}
         found |= {"steps": self.base.trained.steps, "cores": os.cpu_count(), "rates": []}
-        with Hosts(count=self.hosts, name=self.name, keep=self.keep) as lab:
+        with Hosts(count=self.hosts, name=self.name, keep=self.keep) as lab, locked(self.base.out):
             with during("calibrating: a short run over unshaped links"):
                 calibration = calibrate(self.base, lab, _own_lines(say))
             found["calibration"] = calibration.as_dict()

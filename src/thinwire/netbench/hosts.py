@@ -274,7 +274,9 @@ def _check_size(count: int, workers: int) -> None:
     hosts = min(_MOST_HOSTS, _MOST_WORKERS_PER_CORE * cores // workers)
     if count > hosts:
         most = f"{hosts} hosts" if hosts > 1 else f"{_MOST_WORKERS_PER_CORE * cores // 2} workers on each of 2 hosts"
-        given = f"{count} hosts with {workers} workers each on {cores} cores"
+        given = (
+            f"{units.count(count, 'host')} with {units.count(workers, 'worker')} each on {units.count(cores, 'core')}"
+        )
         raise ConfigError(f"{given} would measure the scheduler rather than the network; use at most {most}")
 
 

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from thinwire import units
 from thinwire.plan.links import Links
 from thinwire.plan.planner import Plan, over_nodes
 from thinwire.report.plots import colours, dress, two_panels
-from thinwire.report.tables import ratio, size
+from thinwire.report.tables import fitting, ratio, simple_table, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,15 +24,17 @@ _TICKS = (0.1, 0.2, 0.5, 0.8, 1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100, 200, 500)
 NODES = tuple(2**i for i in range(1, 11))
 _COLUMNS = {
     "slow link\nper step": 9,
-    "slow link\ntotal": 19,
+    "slow link\ntotal": 9,
     "vs all-\nreduce": 7,
-    "time\nper step": 8,
-    "time\ntotal": 8,
+    "time\nper step": 9,
+    "time\ntotal": 9,
     "speed-\nup": 6,
     "pays\nbelow": 12,
     "memory /\nworker": 9,
 }
 """Headings, and the width of the widest figure below each."""
+_DISPENSABLE = ("pays\nbelow", "memory /\nworker", "slow link\ntotal", "time\ntotal")
+"""Columns that a narrow console leaves out, in this order."""
 
 
 class Rows:
@@ -41,14 +42,16 @@ class Rows:
 
     def __init__(self, console: Console, methods: Iterable[str]) -> None:
         self._console = console
-        self._method_width = max((len(name) for name in methods), default=0)
+        self._widths = {"method": max(map(len, ("method", *methods))), **_COLUMNS}
+        self._shown = fitting(self._widths, _DISPENSABLE, console.width)
 
     def begin(self, plan: Plan) -> None:
         """The title and the columns' names."""
         links = plan.links
+        where = f"{units.count(plan.layout.workers, 'worker')} on {units.count(plan.baseline.nodes, 'node')}"
         title = (
-            f"{plan.workload.name}, {plan.workload.steps} steps, {plan.layout.workers} workers on "
-            f"{plan.baseline.nodes} nodes, {units.rate(links.bandwidth)} and {units.time(links.latency)} between them"
+            f"{plan.workload.name}, {units.count(plan.workload.steps, 'step')}, {where}, "
+            f"{units.rate(links.bandwidth)} and {units.time(links.latency)} between them"
         )
         self._console.print(title, style="italic", highlight=False)
         self._console.print(self._table(with_names=True))
@@ -56,25 +59,28 @@ class Rows:
     def add(self, row: dict[str, Any]) -> None:
         """One method, and its range of bytes where they depend on ranks."""
         out = self._table(with_names=False)
-        out.add_row(*_cells(row))
+        cells = dict(zip(self._widths, _cells(row), strict=True))
+        out.add_row(*(cells[heading] for heading in self._shown))
+        self._console.print(out)
         if row["slow_bytes_range"]:
             low, high = row["slow_bytes_range"]
-            out.add_row("", "", f"{size(low)} to {size(high)}", style="dim")
-        self._console.print(out)
+            self._console.print(f"   {size(low)} to {size(high)} in total", style="dim", highlight=False)
 
     def end(self, plan: dict[str, Any], advice: Iterable[str]) -> None:
         """The caption, and what to use."""
         self._console.print()
-        self._console.print(caption(plan), style="italic", highlight=False)
+        left_out = [" ".join(heading.split()) for heading in self._widths if heading not in self._shown]
+        more = f" Left out of this narrow table: {', '.join(left_out)}." if left_out else ""
+        self._console.print(caption(plan) + more, style="italic", highlight=False)
         self._console.print()
         for line in advice:
             self._console.print(line, highlight=False, markup=False)
 
     def _table(self, *, with_names: bool) -> Table:
-        out = Table(box=SIMPLE_HEAD if with_names else None, show_header=with_names, show_edge=False, padding=(0, 1))
-        out.add_column("method", no_wrap=True, width=max(self._method_width, len("method")))
-        for heading, width in _COLUMNS.items():
-            out.add_column(heading, justify="right", no_wrap=True, width=width)
+        out = simple_table(show_header=with_names)
+        for heading in self._shown:
+            justify: JustifyMethod = "left" if heading == "method" else "right"
+            out.add_column(heading, justify=justify, no_wrap=True, width=self._widths[heading])
         return out
 
 

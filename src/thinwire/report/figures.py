@@ -103,7 +103,7 @@ def _pareto(picture: Data, looks: dict[str, Data]) -> Figure:
         at = [point["bytes"] / 1e6 for point in front], [scale * point["y"] for point in front]
         axes.step(*at, where="post", color="#888888", linewidth=1, linestyle="--", zorder=0)
     _logarithmic(axes, "x")
-    dress(axes, "slow-link bytes per node (MB)", f"{metric}{unit}")
+    dress(axes, "slow-link bytes per node (MB)", f"{metric} on {picture['examples']}{unit}")
     return figure
 
 
@@ -125,7 +125,8 @@ def _curves(runs: list[Data], kind: str, name: str, across: str) -> Figure:
         axes.set_xlim(left=min(ends) / 10)
     if kind == "loss":
         _logarithmic(axes, "y")
-    dress(axes, text, name)
+    on = {run["examples"] for run in runs} if kind == "metric" else set()
+    dress(axes, text, f"{name} on {on.pop()}" if len(on) == 1 else name)
     if name == "accuracy":
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
     return figure

@@ -11,6 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from thinwire import units
 from thinwire.report.page.summary import percent
 from thinwire.report.progress import FINISHING, Progress
 from thinwire.report.tables import duration, figure, size
@@ -113,7 +114,7 @@ def _title(progress: Progress) -> str:
     begun = progress.start
     if not begun:
         return progress.title
-    workers = f"{begun['world_size']} worker{'s' if begun['world_size'] > 1 else ''}"
+    workers = units.count(begun["world_size"], "worker")
     return f"{progress.title}, {begun['recipe']} on {workers}"
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from thinwire.errors import ConfigError
 from thinwire.files import refuse_link
 from thinwire.report.records import BASELINE, Run, grouped
-from thinwire.report.tables import ratio
+from thinwire.report.tables import examples, ratio
 from thinwire.units import time
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def draw(
     metric = rows[0]["metric"]
     captions = {over_steps: "steps", over_bytes: "slow-link bytes per node (MB)", over_time: _seconds(rows)}
     for axes, below in captions.items():
-        dress(axes, below, metric if axes is over_steps else "", legend=False)
+        dress(axes, below, f"{metric} on {examples(rows[0])}" if axes is over_steps else "", legend=False)
         axes.set_xlim(left=0)
     totals = [row["slow_bytes_mean"] for row in rows]
     if _spreads(totals):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -10,14 +10,16 @@ from typing import Any
 
 from thinwire.errors import ConfigError, DamagedError
 from thinwire.files import parse_json, raw_blocks_of, read_json
+from thinwire.report.metrics import is_measurable
 from thinwire.report.steps import Block
 from thinwire.schema import ANY, COUNT, FIGURE, NUMBER, POSITIVE, TEXT, wrong
+from thinwire.units import count
 
 _SENT = {"slow_bytes": NUMBER, "by_purpose": {str: {"slow_bytes?": NUMBER}}}
 SUMMARY = {
     **dict.fromkeys(("recipe?", "method?", "metric?", "split?"), TEXT),
     **dict.fromkeys(("optimizer?", "usual_optimizer?", "link?"), (None, TEXT)),
-    **dict.fromkeys(("seed?", "steps?", "trainable_full?"), COUNT),
+    **dict.fromkeys(("seed?", "steps?", "trainable_full?", "split_size?"), COUNT),
     **dict.fromkeys(("world_size?", "parameters_full?", "parameters_final?"), POSITIVE),
     **dict.fromkeys(("traffic_vs_allreduce_fp32?", "traffic_vs_ideal_fp32?", "wall_s?"), (None, NUMBER)),
     **dict.fromkeys(("compression?", "trainable_share?"), (None, NUMBER)),
@@ -45,7 +47,11 @@ _RECORDS = {
 """By kind; other kinds need only have one."""
 _REMEDY = "restore it, or run again with `--overwrite`"
 _LONGEST_LABEL = 500
-_SIZES = {"world_size": "{} workers", "batch": "batch {}", "steps": "{:,} steps"}
+_SIZES: dict[str, Callable[[int], str]] = {
+    "world_size": lambda workers: count(workers, "worker"),
+    "batch": "batch {}".format,
+    "steps": lambda steps: count(steps, "step"),
+}
 
 UNDER_WAY = "under_way"
 """In the summary of a run that has not finished, made from its records."""
@@ -167,7 +173,17 @@ def compare(runs: list[Run]) -> list[dict[str, Any]]:
         if len(values) > 1:
             raise ConfigError(f"runs with different {what} cannot be compared: {', '.join(sorted(values))}")
     measured = [run for run in runs if is_measured_baseline(run)]
-    return [_row(label, alike, measured) for label, alike in grouped(runs).items()]
+    rows = [_row(label, alike, measured) for label, alike in grouped(runs).items()]
+    base = baseline_row(rows)
+    for row in rows:
+        row["differs_from_allreduce"] = None if base is None or row is base else is_measurable(row, base)
+    return rows
+
+
+def baseline_row(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The row that others are compared with: all-reduce in fp32."""
+    usual = [row for row in rows if row["is_baseline"]]
+    return max(usual, key=lambda row: row["slow_bytes_mean"], default=None)
 
 
 def grouped(runs: list[Run], ignoring: Set[str] = frozenset()) -> dict[str, list[Run]]:
@@ -190,7 +206,7 @@ def _sizes(summary: dict[str, Any], peers: list[dict[str, Any]], ignoring: Set[s
     named = {name for name in own if name not in ignoring and len({other[name] for other in others}) > 1}
     # The steps of a method that has to know them are in its settings.
     named -= {"steps"} if "total_steps" in summary["config"] else set()
-    return "".join(f", {_SIZES[name].format(own[name])}" for name in _SIZES if name in named and own[name] is not None)
+    return "".join(f", {_SIZES[name](own[name])}" for name in _SIZES if name in named and own[name] is not None)
 
 
 def _lengths(summary: dict[str, Any]) -> dict[str, Any]:
@@ -251,6 +267,8 @@ def _row(label: str, runs: list[Run], measured: list[Run]) -> dict[str, Any]:
         "recipe": runs[0].summary["recipe"],
         "metric": metric,
         "split": runs[0].split,
+        "split_size": runs[0].summary.get("split_size"),
+        "is_baseline": is_measured_baseline(runs[0]),
         "seeds": [run.summary["seed"] for run in runs],
         f"{metric}_mean": fmean(figures),
         f"{metric}_std": stdev(figures) if len(figures) > 1 else 0.0,

@@ -10,7 +10,7 @@ from thinwire.report.records import SUMMARY, UNDER_WAY, Run
 from thinwire.schema import FIGURE, wrong
 
 _OF_START = ("recipe", "method", "config", "seed", "world_size", "metric", "split", "batch", "parameters_full")
-_IF_KNOWN = ("optimizer", "lr", "weight_decay", "usual_optimizer", "usual_lr")
+_IF_KNOWN = ("optimizer", "lr", "weight_decay", "usual_optimizer", "usual_lr", "split_size")
 
 
 def so_far(run: FollowedRun) -> Run | None:

@@ -69,14 +69,14 @@ def figures(
     share = counts.trainable / trainable_full if trainable_full else 1.0
     # Published figures count what is sent: trainable parameters where bases are frozen, else the final size.
     compressed = min(share, final / full)
-    at_full = counts.full_steps / steps
-    low = max(0.0, 1 - counts.apart_steps / steps - at_full)
+    # In whole steps, so that nothing is left over where all of them are accounted for.
+    low = steps - counts.apart_steps - counts.full_steps
     ecr = {
-        "full": at_full,
-        "compressed": low,
+        "full": counts.full_steps / steps,
+        "compressed": low / steps,
         "fraction": compressed,
-        "ecr": 1 - at_full - low * compressed,
-        "ecr_assumed": 1 - ASSUMED_FULL - (1 - ASSUMED_FULL) * compressed,
+        "ecr": (counts.apart_steps + low * (1 - compressed)) / steps,
+        "ecr_assumed": (1 - ASSUMED_FULL) * (1 - compressed),
     }
     scaled = {
         "bytes_per_s": 4 * counts.synchronised / max(wall_s, 1e-9) / BACKWARD_SHARE,

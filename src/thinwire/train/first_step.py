@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,14 @@ _MOST = 64
 def first_step(recipe: Recipe, config: Any, *, out: Path, seed: int = 0, data: Path | None = None) -> dict[str, Any]:
     """Take the step and write its figures to `out`, a folder without a run; collective."""
     join()
-    with rough_values():
-        run = prepare(recipe, config, out, seed, data, resume=False)
-    usage = OrderOfUse(run.replica.module)
-    usage.watch()
-    steps = run.replica.wire.all_gather_object(_taken(run))
-    usage.stop()
-    run.recorder.close()
+    with ExitStack() as held:
+        with rough_values():
+            run = prepare(recipe, config, out, seed, data, resume=False, held=held)
+        held.enter_context(closing(run.recorder))
+        usage = OrderOfUse(run.replica.module)
+        usage.watch()
+        steps = run.replica.wire.all_gather_object(_taken(run))
+        usage.stop()
     about, source = run.replica.describe(), run.batcher.source
     found = {
         **_together(steps),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable
-from contextlib import suppress
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from thinwire import saves
@@ -17,6 +20,8 @@ _FILES = ("records.jsonl", "summary.json", "stability.png", "ranks.png", TRACKER
 _EVENTS = f"events.out.tfevents.*{EVENTS_SUFFIX}"
 CHECKPOINTS = "checkpoint"
 """The folder of a run's saves."""
+LOCK = ".lock"
+"""The file by which a command keeps others out of its folder; it says whose folder it is."""
 _SAVE = re.compile(r"(step|best)-\d+(\.old|\.writing|\.removed)?")
 MODEL = "model"
 MODEL_FILES = (
@@ -66,6 +71,72 @@ def refuse_occupied(out: Path, found: Iterable[Path], *, resume: bool = False) -
     raise ConfigError(
         f"`{out}` is in use, it holds {', '.join(names[:3])}{more}; add {', '.join(ways)}, or give another `--out`"
     )
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Keep other commands from writing to `out`, and refuse it if another one does; rank 0 of a job calls this.
+
+    The system releases the lock of a process that has died. Without locks in the file system, nobody is refused.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / LOCK
+    refuse_link(path)
+    file = _lock(path)
+    try:
+        yield
+    finally:
+        if file is not None:
+            if _is_at(path, file):
+                path.unlink()
+            os.close(file)
+
+
+def refuse_locked(out: Path) -> None:
+    """Raise if another command writes to `out` now."""
+    if (out / LOCK).exists():
+        with locked(out):
+            pass
+
+
+def _lock(path: Path) -> int | None:
+    """The locked file, with this process's name in it; None where there are no locks."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    while True:
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except OSError:  # no space or no permission: whatever is written to the folder next says so better
+            return None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(file, 200, 0).decode(errors="replace") or "another process"
+            os.close(file)
+            raise ConfigError(
+                f"`{path.parent}` is in use by {holder}; wait for its end, stop it, or give another `--out`"
+            ) from None
+        except OSError:  # some network file systems
+            os.close(file)
+            return None
+        if _is_at(path, file):
+            break
+        os.close(file)  # its holder has just removed it
+    with suppress(OSError):  # a full disk
+        os.ftruncate(file, 0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        os.write(file, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode())
+    return file
+
+
+def _is_at(path: Path, file: int) -> bool:
+    """Whether an open file is still the one at `path`."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file))
+    except OSError:
+        return False
 
 
 def refuse_links(out: Path) -> None:

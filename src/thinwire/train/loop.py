@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,9 +65,10 @@ def fit(
     """
     found = chosen(loggers)
     join()
-    run = prepare(recipe, config, Path(out), seed, data, resume, overwrite)
-    run.keep, run.spectra, run.command = keep, spectra, command
-    with closing(run.recorder):
+    with ExitStack() as held:
+        run = prepare(recipe, config, Path(out), seed, data, resume, overwrite, held=held)
+        held.enter_context(closing(run.recorder))
+        run.keep, run.spectra, run.command = keep, spectra, command
         if stability and run.replica.topology.rank == 0:
             run.watch = Stability(run.replica, stability, stability_back, step=run.replica.step)
         run.note_precision()
@@ -134,8 +135,9 @@ def train_step(run: Run, batch: Batch) -> Tensor:
     run.note_agreement()
     run.note_events()
     loss = loss.detach()
-    more = partial(run.numbers, phase)
-    run.recorder.write("step", more, step=run.replica.step, phase=phase, loss=loss, lr=rate, **so_far(run))
+    run.recorder.write(
+        "step", run.replica.numbers, step=run.replica.step, phase=phase, loss=loss, lr=rate, **so_far(run)
+    )
     return loss
 
 
@@ -189,7 +191,13 @@ def _conclude(run: Run, before: dict[str, float], *, write: bool) -> dict[str, A
     metric = run.recipe.task.metric
     figures = after | {f"{metric}_before_truncation": before[metric]}
     summary = summarise(
-        run.recipe, run.replica, identity=run.identity, figures=figures, wall_s=run.wall_s, counts=run.counts
+        run.recipe,
+        run.replica,
+        identity=run.identity,
+        figures=figures,
+        wall_s=run.wall_s,
+        counts=run.counts,
+        split_size=run.batcher.source.heldout_size,
     )
     summary["precision"] = run.recipe.precision_name(run.device)
     summary |= {} if run.best is None else {"best_epoch": run.best}

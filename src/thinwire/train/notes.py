@@ -28,6 +28,7 @@ def note_start(run: Run) -> None:
         batch=recipe.batch,
         metric=recipe.task.metric,
         split=recipe.split,
+        split_size=run.batcher.source.heldout_size,
         world_size=replica.topology.world_size,
         # All-reduce sends the same at every step, so these two give what it would have sent at any of them.
         usual_bytes=replica.baseline()["allreduce_fp32"],

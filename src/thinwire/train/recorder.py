@@ -9,6 +9,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from thinwire import units
 from thinwire.errors import DamagedError
 from thinwire.files import lines_of, on_file, parse_json, refuse_link
 from thinwire.loggers.arriving import Arriving
@@ -79,7 +80,7 @@ class Recorder:
             self._file.close()
             self._file = None
             if lost := self._unwritten.count(b"\n"):
-                log.warning("the last %d lines of %s could not be written", lost, self._path)
+                log.warning("the last %s of %s could not be written", units.count(lost, "line"), self._path)
 
 
 def _lines_until(path: Path, step: int) -> tuple[list[str], int]:

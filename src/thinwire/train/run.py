@@ -7,7 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +125,6 @@ class Run:
             self.counts.update(replica)
         self.counts.count(together=replica.in_sync, full=not replica.ranks())
 
-    def numbers(self, phase: str) -> dict[str, float]:
-        """The replica's, in a record about this phase."""
-        return self.replica.numbers() | {"phase_number": self.replica.phases.index(phase)}
-
     def note_stability(self) -> None:
         """Record each comparison of the bases."""
         if self.watch and (record := self.watch.update(self.replica.step)):
@@ -220,9 +216,20 @@ class Run:
 
 
 def prepare(
-    recipe: Recipe, config: Any, out: Path, seed: int, data: Path | None, resume: bool, overwrite: bool = False
+    recipe: Recipe,
+    config: Any,
+    out: Path,
+    seed: int,
+    data: Path | None,
+    resume: bool,
+    overwrite: bool = False,
+    *,
+    held: ExitStack,
 ) -> Run:
-    """Everything up to the first step; collective. A run in `out` is resumed, overwritten or refused."""
+    """Everything up to the first step; collective. A run in `out` is resumed, overwritten or refused.
+
+    The folder is this run's until `held` is closed.
+    """
     if not (resume or overwrite):
         # On every worker and before they connect: rank 0 writes nothing until all have checked.
         folder.refuse_occupied(out, folder.of_a_run(out), resume=True)
@@ -241,6 +248,10 @@ def prepare(
     note_length(recipe, source)
     _seed(seed, rank + 1)  # workers have different dropout, though they start from one model
     out.mkdir(parents=True, exist_ok=True)
+    if rank == 0:
+        held.enter_context(folder.locked(out))
+        if not (resume or overwrite):  # another run may have ended since
+            folder.refuse_occupied(out, folder.of_a_run(out), resume=True)
     identity = checkpoint.identity(recipe, config, seed)
     found = checkpoint.resume(out / folder.CHECKPOINTS, replica, scheduler, identity) if resume else None
     saved = found or {}

@@ -36,10 +36,12 @@ def summarise(
     figures: dict[str, float],
     wall_s: float,
     counts: Counts,
+    split_size: int,
 ) -> dict[str, Any]:
     """The summary of a finished run; collective. Ratios do not count what evaluation sent.
 
-    `identity` is the same as in a checkpoint, so that a finished run is recognised.
+    `identity` is the same as in a checkpoint, so that a finished run is recognised. `figures` are of `split_size`
+    examples.
     """
     about, ledger, baseline = replica.describe(), replica.mean_traffic(), replica.baseline()
     traffic = ledger.summary()
@@ -59,6 +61,7 @@ def summarise(
         "batch": recipe.batch,
         "metric": recipe.task.metric,
         "split": recipe.split,
+        "split_size": split_size,
         **figures,
         "wall_s": round(wall_s, 3),
         "link": os.environ.get(LINK),

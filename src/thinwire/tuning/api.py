@@ -132,6 +132,7 @@ def begin(search: Search, execution: Execution) -> int:
             search.check()
             search.open(about, resume=execution.resume, overwrite=execution.overwrite)
         except (ThinwireError, OSError) as error:  # on all ranks, or the others would wait
+            search.close()
             error_text = str(error)
     if comm is not None:
         error_text = comm.bcast(error_text, root=0)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import Parameter, signature
@@ -21,9 +21,9 @@ from thinwire.files import read_json, write_json
 from thinwire.jobs import Job
 from thinwire.plan.links import Links
 from thinwire.recipes.names import function_named, given_arguments
-from thinwire.train.folder import refuse_occupied
+from thinwire.train.folder import locked, refuse_occupied
 from thinwire.train.task import describe_optimizer
-from thinwire.tuning.folder import hold, remove
+from thinwire.tuning.folder import remove
 from thinwire.tuning.objective import Objective
 from thinwire.tuning.space import Code, Space, Value, as_text
 from thinwire.tuning.trial import FILE as TRIAL
@@ -76,8 +76,8 @@ class Search:
     began: float = field(default_factory=time.monotonic)
     is_interrupted: bool = False
     """Set to end the trials that run; a resumed search continues them."""
-    held: int | None = None
-    """The folder, locked for this search."""
+    held: ExitStack = field(default_factory=ExitStack)
+    """The lock of the folder, while this search runs."""
 
     @cached_property
     def metric(self) -> str:
@@ -193,7 +193,7 @@ class Search:
         """Take the folder for this search, or continue the same search in it; by one process."""
         path, wanted = self.folder / FILE, self.described() | dict(engine)
         if path.is_file() and resume:
-            self.held = hold(self.folder)
+            self.held.enter_context(locked(self.folder))
             there = read_json(path, "give another `--out`")
             if name := next((key for key in wanted if there.get(key) != wanted[key]), None):
                 raise ConfigError(
@@ -204,8 +204,7 @@ class Search:
         found = [file for file in (path, *sorted(self.folder.glob("trial-*"))) if file.exists()]
         if not overwrite:
             refuse_occupied(self.folder, found, resume=path.is_file())
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.held = hold(self.folder)
+        self.held.enter_context(locked(self.folder))
         if overwrite:
             for written in self.folder.glob(f"trial-*/{TRIAL}"):
                 remove(written.parent)
@@ -215,9 +214,7 @@ class Search:
 
     def close(self) -> None:
         """Let others use the folder."""
-        if self.held is not None:
-            os.close(self.held)
-            self.held = None
+        self.held.close()
 
     def trials(self) -> list[Trial]:
         """Those that were begun."""

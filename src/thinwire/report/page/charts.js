@@ -41,6 +41,12 @@ const thinwire = (() => {
     return metric === "perplexity" ? value.toFixed(2) : digits(value, 4);
   }
 
+  // A metric, and what it was measured on where that is the same for all.
+  function measured(metric, runs) {
+    const on = new Set(runs.map((run) => run.examples));
+    return on.size === 1 ? `${metric} on ${[...on][0]}` : metric;
+  }
+
   // As on an axis: no more digits than are needed.
   const short = (metric) => (value) => (metric === "accuracy" ? digits(100 * value, 5) + " %" : digits(value, 4));
 
@@ -148,6 +154,6 @@ const thinwire = (() => {
 
   return {
     COLOURS, axes, below, colour, compact, css, dash, dashed, data, digits, draw, duration, element, figure, fit, forget, heading,
-    keep, labels, legend, note, place, short, size, spreads, swatch, words,
+    keep, labels, legend, measured, note, place, short, size, spreads, swatch, words,
   };
 })();

@@ -1,7 +1,7 @@
 "use strict";
 // The metric and the loss over steps, bytes and time, and how far groups agree.
 thinwire.curves = (() => {
-  const { below, colour, compact, dash, digits, draw: chart, element, heading, legend, note, short, size, spreads, words } = thinwire;
+  const { below, colour, compact, dash, digits, draw: chart, element, heading, legend, measured, note, short, size, spreads, words } = thinwire;
   const SMOOTH = 50; // a running mean goes over one part in so many of a curve
   const ACROSS = [
     { field: "step", label: "steps", show: (v) => compact(v), full: (v) => "step " + v.toLocaleString("en") },
@@ -39,7 +39,8 @@ thinwire.curves = (() => {
     const section = document.getElementById("curves");
     section.replaceChildren();
     for (const metric of [...new Set(runs.map((run) => run.metric))]) {
-      drawKind(section, "metric", metric, runs.filter((run) => run.metric === metric), short(metric));
+      const own = runs.filter((run) => run.metric === metric);
+      drawKind(section, "metric", measured(metric, own), own, short(metric));
     }
     drawKind(section, "loss", "training loss", runs, (v) => digits(v, 3));
     drawAgreement(section, runs.filter((run) => run.layers.agrees));

@@ -18,6 +18,7 @@ from thinwire.report.page.numbers import number, plain
 from thinwire.report.page.summary import sentences
 from thinwire.report.page.timeline import timeline
 from thinwire.report.records import Run, baseline_of, is_measured_baseline, share_of_baseline
+from thinwire.report.tables import examples
 from thinwire.report.thinned import MOST, Thinned, read_thinned
 
 _ALL_POINTS = 30_000
@@ -102,6 +103,7 @@ def _about(run: Run, label: str) -> dict[str, Any]:
         "label": label,
         "metric": run.metric,
         "split": run.split,
+        "examples": examples(about),
         "result": number(about[run.metric]),
         "bytes": run.counted_bytes,
         "purposes": _amounts(traffic.get("by_purpose"), "slow_bytes"),

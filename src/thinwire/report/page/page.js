@@ -1,7 +1,7 @@
 "use strict";
 // The report: a table of runs, and charts of those that pass its filter.
 (() => {
-  const { colour, dashed, data, digits, element, figure, size, swatch, words } = thinwire;
+  const { colour, dashed, data, digits, element, figure, measured, size, swatch, words } = thinwire;
   const MOST_SHOWN = 20; // more curves cannot be distinguished
   const metrics = [...new Set(data.runs.map((run) => run.metric))];
   const severalRecipes = new Set(data.runs.map((run) => run.recipe)).size > 1;
@@ -58,12 +58,17 @@
 
   function drawRows() {
     const rows = shown.map((run) =>
-      element("tr", {}, ...COLUMNS.map((column, place) =>
-        element("td", { className: column.number ? "number" : "text" }, place ? null : swatch(colour(run.label)), column.text(run)))));
+      element("tr", {}, ...COLUMNS.map((column, place) => {
+        const value = element("span", {}, place ? null : swatch(colour(run.label)), column.text(run));
+        const cell = element("td", { className: column.number ? "number" : "text" }, value);
+        cell.dataset.name = column.name; // a narrow page shows it beside the value
+        return cell;
+      })));
     document.querySelector("#runs tbody").replaceChildren(...rows);
     const all = data.runs.length;
     const limit = shown.length > MOST_SHOWN ? `; charts show the first ${MOST_SHOWN} of the table` : "";
-    document.getElementById("count").textContent = `${shown.length} of ${all} runs${limit}`;
+    const on = metrics.map((metric) => measured(metric, data.runs.filter((run) => run.metric === metric))).join(", ");
+    document.getElementById("count").textContent = `${shown.length} of ${all} runs${limit}; ${on}`;
   }
 
   // Settings and commands, built when they are opened: there may be hundreds.

@@ -18,8 +18,9 @@ thinwire.pareto = (() => {
   }
 
   function drawOne(section, picture, points) {
-    const about = data.pareto.length > 1 ? ` (${picture.recipe}, ${picture.split} data)` : "";
-    section.append(heading(`${picture.metric[0].toUpperCase()}${picture.metric.slice(1)} against bytes${about}`), note(explanation(picture, points)));
+    const about = data.pareto.length > 1 ? ` (${picture.recipe})` : "";
+    const what = `${picture.metric[0].toUpperCase()}${picture.metric.slice(1)} on ${picture.examples}`;
+    section.append(heading(`${what} against bytes${about}`), note(explanation(picture, points)));
     const names = legend(points.slice(0, MOST_LABELLED).map((point) => point.label));
     const x = { show: (v) => size(v).replace(".0 ", " "), log: true };
     const options = {

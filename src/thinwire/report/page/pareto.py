@@ -10,6 +10,7 @@ from typing import Any
 from thinwire.report.metrics import BETTER_HIGH, BETTER_LOW
 from thinwire.report.page.numbers import number
 from thinwire.report.records import Run, compare, grouped
+from thinwire.report.tables import examples
 
 Key = tuple[str, str, str]
 """Recipe, metric and split: runs that differ in none of them can be compared."""
@@ -42,6 +43,7 @@ def _picture(key: Key, runs: list[Run], labels: Mapping[Path, str]) -> dict[str,
         "recipe": recipe,
         "metric": metric,
         "split": split,
+        "examples": examples(runs[0].summary),
         "better": "high" if metric in BETTER_HIGH else "low" if metric in BETTER_LOW else None,
         "points": shown,
         "left_out": len(points) - len(shown),

@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from thinwire.report.metrics import BETTER_HIGH, BETTER_LOW
+from thinwire.report.metrics import BETTER_HIGH, BETTER_LOW, resolution
 from thinwire.report.page.pareto import comparable
-from thinwire.report.records import BASELINE, Run, compare, is_measured_baseline
-from thinwire.report.tables import figure, size
+from thinwire.report.records import Run, baseline_row, compare
+from thinwire.report.tables import examples, figure, size
+from thinwire.units import count
 
 _MOST_SENTENCES = 8
 _SAME_SIZE = 1.005
@@ -23,9 +24,7 @@ def sentences(runs: list[Run]) -> list[str]:
 
 def _of_recipe(runs: list[Run]) -> list[str]:
     rows = compare(runs)
-    measured = {run.summary["seed"] for run in runs if is_measured_baseline(run)}
-    usual = [row for row in rows if row["method"] == BASELINE] if measured else []
-    base = max(usual, key=lambda row: row["slow_bytes_mean"], default=None)  # in fp32, where codes were tried too
+    base = baseline_row(rows)
     others = [row for row in rows if row is not base]
     found = [_what_was_run(runs, rows)]
     if base is not None:
@@ -37,19 +36,16 @@ def _of_recipe(runs: list[Run]) -> list[str]:
 
 def _what_was_run(runs: list[Run], rows: list[dict[str, Any]]) -> str:
     workers = sorted({run.summary["world_size"] for run in runs if "world_size" in run.summary})
-    counted = f", on {' or '.join(map(str, workers))} {_plural('worker', workers[-1])}" if workers else ""
+    *fewer, most = workers or [0]
+    counted = f", on {' or '.join([*map(str, fewer), count(most, 'worker')])}" if workers else ""
     seeds = sorted({len(set(row["seeds"])) for row in rows})
     counts = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
     each = f", {counts} seeds each" if seeds[-1] > 1 else ""
     links = {row["link"] for row in rows}
     over = f", links of {rows[0]['link']}" if len(links) == 1 and rows[0]["link"] else ""
-    what = f"{len(runs)} finished {_plural('run', len(runs))} of {rows[0]['recipe']}"
-    settings = _plural("method or setting", len(rows))
-    return f"{what}: {len(rows)} {settings}{each}{counted}{over}, {rows[0]['split']} data."
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else "methods or settings" if word == "method or setting" else f"{word}s"
+    what = f"{count(len(runs), 'finished run')} of {rows[0]['recipe']}"
+    settings = count(len(rows), "method or setting", "methods or settings")
+    return f"{what}: {settings}{each}{counted}{over}, {examples(rows[0])}."
 
 
 def _of_row(row: dict[str, Any], base: dict[str, Any] | None) -> str:
@@ -88,7 +84,12 @@ def _reached(row: dict[str, Any], base: dict[str, Any] | None) -> str:
     against = f"{figure(metric, own)} against {figure(metric, other)}"
     if float(text) == 0:
         return f"reached the same {metric} ({against})"
-    return f"{_direction(metric, own - other)} {points} ({against}{_within_seeds(row, base)})"
+    seeds = ", one seed" if len(row["seeds"]) == 1 else ""
+    if row["differs_from_allreduce"] is False:
+        tells = figure(metric, resolution(row, base) or 0.0).removesuffix(" %")
+        unit = " points" if metric == "accuracy" else ""
+        return f"showed no measurable difference in {metric} ({against}, up to {tells}{unit} may be chance{seeds})"
+    return f"{_direction(metric, own - other)} {points} ({against}{seeds})"
 
 
 def _direction(metric: str, change: float) -> str:
@@ -97,16 +98,6 @@ def _direction(metric: str, change: float) -> str:
     if metric in BETTER_LOW:
         return "is worse by" if change > 0 else "is better by"
     return "is higher by" if change > 0 else "is lower by"
-
-
-def _within_seeds(row: dict[str, Any], base: dict[str, Any]) -> str:
-    """A difference that seeds alone make is not a result."""
-    metric = row["metric"]
-    if min(len(row["seeds"]), len(base["seeds"])) < 2:
-        return ", one seed" if len(row["seeds"]) == 1 else ""
-    spread = max(row[f"{metric}_std"], base[f"{metric}_std"])
-    apart = abs(row[f"{metric}_mean"] - base[f"{metric}_mean"])
-    return ", within the spread over seeds" if apart <= spread else ""
 
 
 def _smaller(compression: float | None) -> str:
