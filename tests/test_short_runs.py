@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import small
 import thinwire
 from every_method import BUILT_IN, STEPS, WAYS
 from thinwire import AB, ConfigError, DiLoCo, LocalSGD, OneBit, PowerSGD, TopK
+from thinwire.cli import main
 from thinwire.config import DASO, OIALR, PaperAB
 from thinwire.config.timed import Timed
-from thinwire.jobs import method_config
+from thinwire.jobs import Job, method_config
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import named
 from thinwire.settings import describe, from_strings
+from thinwire.tuning.api import search_for
 
 LENGTHS = (8, 20, 40, 60, 93, 100, 300)
 REFUSED = {("ab", 8), ("ab-paper", 8)}
@@ -176,3 +179,20 @@ def test_a_run_of_unknown_length_that_ended_too_early_says_so(caplog: pytest.Log
         pass
     replica.finish()
     assert caplog.messages == ["PowerSGD never left its 'warmup' phase: the run was too short for its settings"]
+
+
+def test_a_plan_of_all_methods_leaves_out_those_that_a_run_is_too_short_for(tmp_path: Path) -> None:
+    words = ["plan", "digits", "--steps", "8", "--workers", "2", "--compute", "1ms", "--out", str(tmp_path)]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
+    assert "ab is left out: `total_steps`=8 is too small" in result.output and "powersgd" in result.output
+    result = CliRunner().invoke(main, [*words, "--methods", "allreduce,ab", "--overwrite"])
+    assert result.exit_code and "fit together" in result.output
+
+
+@pytest.mark.parametrize("method", ["ab", "localsgd", "diloco", "daso"])
+@pytest.mark.parametrize("steps", [40, 60, 300])
+def test_a_preset_fits_a_short_search(method: str, steps: int, tmp_path: Path) -> None:
+    search = search_for(Job(recipe="digits", method=method, out=tmp_path, steps=steps), space=None, objective=None)
+    search.check()
+    assert max(search.space["every"].tested) == min(64, steps // 4)
