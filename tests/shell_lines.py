@@ -122,7 +122,7 @@ def check_thinwire(words: list[str]) -> None:
     if given.get("objective"):
         parse_objective(given["objective"], recipe.task.metric)
     if given.get("space"):
-        chosen_space(given["space"], methods.partition(":")[0])
+        chosen_space(given["space"], methods.partition(":")[0], 1000)
     if methods is None:
         return
     same = {key: value for key, value in given.items() if key in _OURS and value is not None}

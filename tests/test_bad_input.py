@@ -130,7 +130,10 @@ AB_REFUSES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "as a share": ({"warmup": 0.2, "factor_at": 0.1}, ("`factor_at`=0.1 is step 10", "use factor_at=20")),
     "factors beyond the end": ({"factor_at": 150}, ("`factor_at`=150 is step 150", "use at most 76, or None")),
     "factors at the end": ({"factor_at": 100}, ("`total_steps`=100", "use at most 76, or None")),
-    "factors for less than a round": ({"factor_at": 77}, ("less than `every`=24", "use at most 76, or None")),
+    "factors for less than a round": (
+        {"every": 24, "factor_at": 77},
+        ("less than `every`=24", "use at most 76, or None"),
+    ),
     "negative": ({"factor_at": -1}, ("`factor_at`=-1", "a fraction from 0 to below 1, or a whole number of steps")),
     "half a step": ({"factor_at": 5.5}, ("`factor_at`=5.5", "a whole number of steps")),
     "not a number": ({"factor_at": "late"}, ("`factor_at`='late'", "a whole number of steps")),
@@ -282,20 +285,6 @@ def test_a_pattern_that_matches_nothing_warns_once() -> None:
     assert len(told) == 2
     assert says(told[0], "keep pattern '5.weight_a' matches no layer", "there are 1, 3, 5, 7")
     assert says(told[1], "keep pattern 'fc*' matches no layer")
-
-
-def test_steps_beyond_the_last_warn_once() -> None:
-    model = small.mlp()
-    optimizer = small.sgd(model)
-    replica = thinwire.attach(model, optimizer, small.ab())
-    for _ in small.walk(replica, optimizer, 0):
-        pass
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in small.walk(replica, optimizer, 0, 4):
-            assert replica.phase == "final"
-    (warning,) = caught
-    assert says(str(warning.message), "step 22", "total_steps=21", "stays in phase 'final'")
 
 
 def test_a_finished_replica_says_so() -> None:

@@ -362,6 +362,8 @@ def test_list_knows_recipes_and_methods():
             "compare digits --methods ab-paper,ab-paper:cutoff=0.15",
             "`ab-paper` and `ab-paper:cutoff=0.15` have the same settings",
         ),
+        ("compare digits --methods ab,ab:every=24", "`ab` and `ab:every=24` have the same settings"),
+        ("run digits --method ab --steps 8", "warmup=1, every=2, factor_at=4 fit together"),
         ("run digits --method ab-paper --data no/such/place", "no `digits8x8.npz` in `no/such/place`"),
         ("run digits --method ab-paper --workers 65", "a batch of 64 cannot be shared by 65 workers"),
         ("run digits --method ab-paper --steps 0", "Invalid value for '--steps'"),

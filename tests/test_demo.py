@@ -38,7 +38,7 @@ def test_a_rate_that_is_none_is_refused_before_any_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"), [("--steps=95", "95 is not in the range x>=96"), ("--link=fast", "a valid")]
+    ("given", "said"), [("--steps=13", "13 is not in the range x>=14"), ("--link=fast", "a valid")]
 )
 def test_the_demo_refuses_what_cannot_work_before_it_says_anything(tmp_path: Path, given: str, said: str) -> None:
     result = CliRunner().invoke(main, ["demo", given, "--out", str(tmp_path / "out")])

@@ -129,7 +129,6 @@ def test_cycles_count_as_if_they_were_taken(name: str, eval_every: int | None, m
     assert taken < all_of_them
 
 
-@pytest.mark.filterwarnings("ignore:step .* is beyond total_steps")
 @pytest.mark.parametrize("redecompose", first_of([1, 3]))
 @pytest.mark.parametrize("falls", [False, True])
 def test_decompositions_count_as_if_they_were_taken(

@@ -128,9 +128,9 @@ def test_a_file_that_is_no_space_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a TOML file"):
         read_space(tmp_path / "b.toml")
     with pytest.raises(DamagedError, match="is missing"):
-        chosen_space(str(tmp_path / "c.toml"), "ab")
+        chosen_space(str(tmp_path / "c.toml"), "ab", 300)
     with pytest.raises(ConfigError, match="nor a preset"):
-        chosen_space("nothing", "ab")
+        chosen_space("nothing", "ab", 300)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -74,14 +74,16 @@ def check_share(config: Any, name: str, hint: str) -> None:
         raise ConfigError(f"`{name}`={value!r} must be from 0 to below 1; {hint}")
 
 
-def check_length(config: Any, name: str) -> None:
-    """Steps, or a fraction of `total_steps`, which then must be there."""
-    check_fraction(config, name)
+def check_length(config: Any, name: str, value: float | None = None) -> None:
+    """Steps, or a fraction of `total_steps`, which then must be there; `value` is what the field stands for."""
+    if value is None:
+        check_fraction(config, name)
+        value = getattr(config, name)
     if config.total_steps is not None:
         check_total(config.total_steps)
-    elif 0 < getattr(config, name) < 1:
+    elif 0 < value < 1:
         raise ConfigError(
-            f"`{name}`={getattr(config, name)!r} is a fraction of `total_steps`, which is not given; "
+            f"`{name}`={value!r} is a fraction of `total_steps`, which is not given; "
             "give it, or a whole number of steps"
         )
 

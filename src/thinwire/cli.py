@@ -43,6 +43,7 @@ from thinwire.netbench.linked import linked, nodes_for
 from thinwire.recipes import installed, named
 from thinwire.report import read_run
 from thinwire.report.page.data import Content
+from thinwire.settings import describe
 from thinwire.train.folder import locked, refuse_locked, refuse_occupied
 
 _COMPARISON = ("comparison.json", "comparison.png")
@@ -229,7 +230,7 @@ def _check_all(jobs: list[tuple[str, Job]]) -> None:
     seen: dict[tuple[str, int], str] = {}
     for label, job in jobs:
         job.check(data=not seen)  # all read the same folder
-        first = seen.setdefault((repr(job.config), job.seed), label)
+        first = seen.setdefault((repr((type(job.config), describe(job.config))), job.seed), label)
         if first != label:
             raise ConfigError(f"`{first}` and `{label}` have the same settings; leave one of them out")
 

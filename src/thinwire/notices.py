@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from thinwire import units
+from thinwire.config.timed import Timed
 from thinwire.factor.convert import Kept
 from thinwire.methods.base import Method
 
@@ -41,6 +42,21 @@ def log_attached(method: Method, trained: int) -> None:
     if method.layers:
         text += f", {units.count(len(method.layers), 'weight')} to factor{_full(method.kept)}"
     log.info(text)
+    if isinstance(method.config, Timed):
+        if method.config.chosen:
+            log.info(method.config.chosen)
+        if method.config.idle:
+            log.warning(method.config.idle)
+
+
+def log_past_end(method: Method) -> bool:
+    """Log that training goes on past `total_steps`, if it does; returns whether."""
+    total = getattr(method.config, "total_steps", None)  # a config of one's own may have it too
+    if total is None or method.step <= total:
+        return False
+    if not method.topology.rank:
+        log.warning("step %d is beyond total_steps=%d: training stays in phase %r", method.step, total, method.phase)
+    return True
 
 
 def log_finished(method: Method, sizes: tuple[int, int], ranks: Collection[int], usual_bytes: int) -> None:
@@ -61,6 +77,8 @@ def log_finished(method: Method, sizes: tuple[int, int], ranks: Collection[int],
     if method.layers and not method.decompositions:
         if getattr(method, "must_factor", False):
             log.warning("%s ended before it factored anything, so the model stays full; finish(cutoff=…) cuts it", name)
+    elif method.step and method.missed:
+        log.warning("%s %s: the run was too short for its settings", name, method.missed)
     elif method.layers and after >= before:
         log.warning("%s did not make the model smaller; use a higher cutoff, here or in finish(cutoff=…)", name)
 

@@ -44,7 +44,7 @@ from thinwire.methods.registry import name_of
 from thinwire.methods.untraced import untraced
 from thinwire.methods.waits import Waits
 from thinwire.misfits import guard_averages, refuse_misfits
-from thinwire.notices import OneGroupNotice, log_finished
+from thinwire.notices import OneGroupNotice, log_finished, log_past_end
 from thinwire.plain_shards import to_plain_shards
 from thinwire.saves import Files, Save
 from thinwire.scaling import SharedScale
@@ -77,6 +77,7 @@ class Replica(nn.Module):
         self._recovery = recovery
         self._joining: Joining | None = None
         self._has_voted = False  # on the step that optimizers are taking
+        self._is_past_end = False
         self._is_skipped = False  # a group was lost, and nobody takes this step
         self._finished = False
         self._was_called = False
@@ -648,6 +649,7 @@ class Replica(nn.Module):
                 self._joining.end_step()
             else:
                 self._method.end_step() if self._recovery is None else self._recovery.end_step()
+        self._is_past_end = self._is_past_end or log_past_end(self._method)
         self._recompiles.update()
         self._kept_parameters.end_step()
         self._guard_averages()

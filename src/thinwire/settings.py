@@ -8,15 +8,21 @@ from typing import Any, Literal, TypeVar
 
 from thinwire.config.outer import Nesterov, Radial
 from thinwire.config.renamed import refuse
+from thinwire.config.timed import Timed
 from thinwire.errors import ConfigError, unknown
 
 Config = TypeVar("Config")
 
 
 def describe(config: Any) -> dict[str, Any]:
-    """A config's fields as plain values."""
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return {name: _plain(value) for name, value in values.items()}
+    """A config's fields as plain values; those that are "auto" as they are in this run."""
+    return {field.name: _plain(in_force(config, field.name)) for field in dataclasses.fields(config)}
+
+
+def in_force(config: Any, name: str) -> Any:
+    """A field of a config; one that is "auto" as it is in this run."""
+    chosen = config.in_force if isinstance(config, Timed) else {}
+    return chosen[name] if name in chosen else getattr(config, name, None)
 
 
 def _plain(value: Any) -> Any:
@@ -27,7 +33,8 @@ def _plain(value: Any) -> Any:
 
 def from_strings(cls: type[Config], given: Mapping[str, str], **defaults: Any) -> Config:
     """Build a config from FIELD=VALUE texts; `defaults` that `cls` has no field for are left out."""
-    hints = typing.get_type_hints(cls)
+    own = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    hints = {name: hint for name, hint in typing.get_type_hints(cls).items() if name in own}
     refuse(cls, given)
     for name in given:
         if name not in hints:

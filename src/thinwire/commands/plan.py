@@ -183,7 +183,12 @@ def configs_of(recipe: Recipe | None, workload: Workload, flags: dict[str, Any])
     """The methods to plan, by display name."""
     length = {"total_steps": workload.steps}
     defaults = recipe.defaults if recipe else lambda method, schedule: length
-    return {
-        v.label: method_config(v.method, v.settings, defaults, flags["group_size"])
-        for v in variants(flags["methods"], flags["settings"], recipe.scheduled if recipe else ())
-    }
+    found = {}
+    for v in variants(flags["methods"], flags["settings"], recipe.scheduled if recipe else ()):
+        try:
+            found[v.label] = method_config(v.method, v.settings, defaults, flags["group_size"])
+        except ConfigError as error:
+            if flags["methods"] or flags["settings"]:
+                raise
+            click.echo(f"{v.label} is left out: {error}", err=True)  # of all methods, one that the run is too short for
+    return found

@@ -1,12 +1,13 @@
 """AB training."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from thinwire.checks import (
     check_bool,
     check_choice,
     check_cutoff,
+    check_fraction,
     check_length,
     check_whole,
     is_number,
@@ -16,10 +17,13 @@ from thinwire.checks import (
 from thinwire.config.ab_paper import PaperAB
 from thinwire.config.outer import Nesterov, Radial
 from thinwire.config.renamed import renamed
+from thinwire.config.timed import listed
 from thinwire.config.warmed import Averaged
 from thinwire.errors import ConfigError
 
 _OUTER = Nesterov(lr=1.0)
+_LEAST_ROUND = 4
+"""The shortest rounds that `every` is made by itself: those of fewer steps hardly train apart."""
 _PAPERS = "AB.paper({}=…): the published cycle has it"
 
 
@@ -36,6 +40,12 @@ class AB(Averaged):
     a run whose length is not known needs no `total_steps`. `AB.paper` is the published cycle (arXiv 2405.01067).
     """
 
+    usual: ClassVar = {"every": 24, "factor_at": 0.75}
+
+    every: int | Literal["auto"] = "auto"
+    """Steps between two averages of the same parameters. "auto" is 24, and less where fewer steps are left from
+    `factor_at` on."""
+
     warmup: float = 0.05
     """Steps at the beginning in which the whole world averages gradients."""
 
@@ -49,9 +59,10 @@ class AB(Averaged):
     """What to do with the mean change of groups: None applies it, Nesterov(lr=1.0) is an outer step with a
     momentum for that many groups, Radial() makes it as long as the changes it is the mean of."""
 
-    factor_at: float | None = 0.75
-    """When weights become factors: at the first average from there on. The end of the warm-up factors from the start,
-    None only when `replica.factor_now()` is called."""
+    factor_at: float | Literal["auto"] | None = "auto"
+    """When weights become factors: at the first average from there on. "auto" is 0.75, or the last average that leaves
+    a round for training factors where that is earlier. The end of the warm-up factors from the start, None only when
+    `replica.factor_now()` is called."""
 
     cutoff: float = 0.2
     """Singular values up to this share of the largest are dropped, each time weights are decomposed."""
@@ -91,6 +102,8 @@ class AB(Averaged):
     """Name patterns (as in a shell) of layers to leave full."""
 
     def __post_init__(self) -> None:
+        if self.factor_at not in (None, "auto"):
+            check_fraction(self, "factor_at")
         super().__post_init__()
         check_cutoff(self.cutoff)
         if self.target is not None and not (is_number(self.target) and self.target > 1):
@@ -106,7 +119,7 @@ class AB(Averaged):
             raise ConfigError("`match_rate` scales updates that `second_moment` corrects; leave out one of them")
         if self.second_moment == "shared" and self.train == "split":
             raise ConfigError("second_moment='shared' needs groups that train the same factor; use train='alternate'")
-        self._check_factor_at()
+        self._check_lengths()
 
     @classmethod
     def paper(cls, total_steps: int, **fields: Any) -> PaperAB:
@@ -114,30 +127,65 @@ class AB(Averaged):
         return PaperAB(total_steps=total_steps, **fields)
 
     @property
+    def round_length(self) -> int:
+        """`every` in this run: a round must fit between the first factors and the end."""
+        total, usual = self.total_steps, self.usual["every"]
+        if isinstance(self.every, int) or self.factor_at is None or total is None:
+            return super().round_length
+        at = self.usual["factor_at"] if isinstance(self.factor_at, str) else self.factor_at
+        left = total - max(self.warmup_length, length(at, total))
+        if not _LEAST_ROUND <= left < usual:
+            return usual
+        return max(left, min(self._least_round, usual))
+
+    @property
     def factor_step(self) -> int | None:
         """`factor_at` in steps."""
-        return None if self.factor_at is None else length(self.factor_at, self.total_steps or 1)
+        at = self._factor_at
+        return None if at is None else length(at, self.total_steps or 1)
 
-    def _check_factor_at(self) -> None:
-        start, total = self.warmup_length, self.total_steps
-        if total is not None and start + self.every > total:
+    @property
+    def _factor_at(self) -> float | None:
+        """`factor_at` in this run."""
+        if not isinstance(self.factor_at, str):
+            return self.factor_at
+        usual, total, start = self.usual["factor_at"], self.total_steps, self.warmup_length
+        if total is None or start <= length(usual, total) <= total - self.round_length:
+            return usual
+        rounds = (total - start) // self.round_length
+        return start + (rounds - 1) * self.round_length if rounds else usual
+
+    @property
+    def in_force(self) -> dict[str, Any]:
+        return super().in_force | ({"factor_at": self._factor_at} if self.factor_at == "auto" else {})
+
+    def _check_lengths(self) -> None:
+        """One round must fit after the warm-up, and one from `factor_at` on."""
+        start, total, every, at = self.warmup_length, self.total_steps, self.round_length, self._factor_at
+        if total is not None and start + every > total:
             raise ConfigError(
                 f"`total_steps`={total} is too small: the warm-up takes {start} steps (`warmup`={self.warmup}) and "
-                f"groups then train for `every`={self.every} before they average; "
+                f"groups then train for `every`={every} before they average; "
                 + (f"use every={total - start} or less" if total > start else "shorten the warm-up")
+                + self._fitting(total)
             )
-        if self.factor_at is None:
+        if at is None:
             return
-        check_length(self, "factor_at")
+        check_length(self, "factor_at", at)
         step = self.factor_step or 0
         if step < start:
             raise ConfigError(
-                f"`factor_at`={self.factor_at} is step {step}, before the warm-up ends at step {start}; use "
+                f"`factor_at`={at} is step {step}, before the warm-up ends at step {start}; use "
                 f"factor_at={start} to factor from its end on, or a later one"
             )
-        if total is not None and step + self.every > total:
+        if total is not None and step + every > total:
             raise ConfigError(
-                f"`factor_at`={self.factor_at} is step {step}, which leaves less than `every`={self.every} of "
-                f"`total_steps`={total} for training factors; use at most {total - self.every}, or None to stay at "
-                "full rank"
+                f"`factor_at`={at} is step {step}, which leaves less than `every`={every} of "
+                f"`total_steps`={total} for training factors; use at most {total - every}, or None to stay at "
+                f"full rank{self._fitting(total)}"
             )
+
+    def _fitting(self, total: int) -> str:
+        """Values of all fields that fit into a run of any length."""
+        fields = {"warmup": total // 8, "every": min(24, max(1, total // 4)), "factor_at": total // 2}
+        return f"; {listed(fields)} fit together"

@@ -17,12 +17,13 @@ from thinwire.checks import (
 from thinwire.config.codes import check_code
 from thinwire.config.groups import GroupSize
 from thinwire.config.renamed import renamed
+from thinwire.config.timed import Timed, listed
 from thinwire.errors import ConfigError
 
 
 @renamed(group_steps="every")
 @dataclass(frozen=True, kw_only=True)
-class PaperAB:
+class PaperAB(Timed):
     """AB training as published: full-rank rebounds between group phases (arXiv 2405.01067).
 
     `warmup` and `every` below 1 are fractions of `total_steps`, `rebound` and `lr_rebound`
@@ -107,12 +108,23 @@ class PaperAB:
     def lr_rebound_length(self) -> int:
         return length(self.lr_rebound, self.group_length)
 
+    @property
+    def idle(self) -> str:
+        steps = {"rebound": self.rebound_length, "lr_rebound": self.lr_rebound_length}
+        lost = {name: getattr(self, name) for name, taken in steps.items() if getattr(self, name) and not taken}
+        if not lost:
+            return ""
+        return (
+            f"group phases of {self.group_length} steps (`every`={self.every} of total_steps={self.total_steps}) make "
+            f"{listed(lost)} no step at all: use a larger `every`, or whole steps, as {next(iter(lost))}=1"
+        )
+
     def _check_one_cycle_fits(self) -> None:
         if self.group_length < 1:
             least = math.floor(0.5 / self.every) + 1
             raise ConfigError(
                 f"`total_steps`={self.total_steps} is too small for one cycle: `every`={self.every} of it is "
-                f"less than one step; use total_steps of at least {least}, or whole steps, as every=1"
+                f"less than one step; use total_steps of at least {least}, or whole steps: {self._fitting}"
             )
         needed = self.warmup_length + self.group_length
         if needed > self.total_steps:
@@ -121,5 +133,13 @@ class PaperAB:
                 f"`total_steps`={self.total_steps} is too small for one cycle: warm-up takes {self.warmup_length} "
                 f"steps (`warmup`={self.warmup}) and a group phase {self.group_length} "
                 f"(`every`={self.every}), together {needed}; "
-                + (f"a warm-up of at most {room} steps fits" if room >= 0 else "shorten the group phase, as every=1")
+                + (f"a warm-up of at most {room} steps fits" if room >= 0 else "shorten the group phase")
+                + f"; {self._fitting}"
             )
+
+    @property
+    def _fitting(self) -> str:
+        """Values of all fields that fit into a run of any length."""
+        quarter = self.total_steps // 4
+        fields = {"warmup": quarter, "every": max(1, quarter), "rebound": 1, "lr_rebound": 1}
+        return f"{listed(fields)} fit together"

@@ -16,6 +16,7 @@ from thinwire.checks import (
 from thinwire.config.codes import check_code
 from thinwire.config.groups import GroupSize
 from thinwire.config.renamed import renamed
+from thinwire.config.timed import Timed
 from thinwire.errors import ConfigError
 
 
@@ -27,7 +28,7 @@ from thinwire.errors import ConfigError
     wait="overlap",
 )
 @dataclass(frozen=True, kw_only=True)
-class DASO:
+class DASO(Timed):
     """Gradients averaged inside the node, parameters between nodes every few steps during training (Ch. 3)."""
 
     total_steps: int
@@ -115,3 +116,13 @@ class DASO:
         steps = length(self.cooldown, self.total_steps)
         are_shares = self.warmup + self.cooldown <= 1  # which both may be rounded up
         return min(steps, self.total_steps - self.warmup_length) if are_shares else steps
+
+    @property
+    def idle(self) -> str:
+        steps = self.total_steps - self.warmup_length - self.cooldown_length
+        if self.every + self.overlap <= steps:
+            return ""
+        return (
+            f"total_steps={self.total_steps} leaves {steps} steps between warm-up and cool-down, fewer than "
+            f"`every`={self.every} and `overlap`={self.overlap} together: nodes never average there; lower them"
+        )

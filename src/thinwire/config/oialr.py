@@ -17,12 +17,13 @@ from thinwire.checks import (
 from thinwire.config.codes import check_code
 from thinwire.config.groups import GroupSize
 from thinwire.config.renamed import renamed
+from thinwire.config.timed import Timed
 from thinwire.errors import ConfigError
 
 
 @renamed(delay="factor_at", frequency="redecompose", warmup="factor_at: 0 makes weights U S Vᵀ at once")
 @dataclass(frozen=True, kw_only=True)
-class OIALR:
+class OIALR(Timed):
     """Bases frozen once they are stable, the square matrix between them trained, ranks falling (dissertation of
     D. Coquelin, chapter 4).
 
@@ -115,3 +116,13 @@ class OIALR:
     def update_length(self) -> int:
         """Steps from one update of the bases to the next, at least one."""
         return max(1, length(self.redecompose, self.total_steps))
+
+    @property
+    def idle(self) -> str:
+        if self.updates_start + self.update_length < self.total_steps:
+            return ""
+        return (
+            f"the first update of the bases would be at step {self.updates_start + self.update_length} of "
+            f"total_steps={self.total_steps}, so there is none: lower `redecompose`={self.redecompose} or "
+            f"`factor_at`={self.factor_at}"
+        )

@@ -1,7 +1,7 @@
 """Data-parallel training, and the methods that send less of it."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from thinwire.checks import (
     check_bool,
@@ -81,11 +81,15 @@ class LocalSGD(Averaged):
             raise ConfigError(
                 "second_moment='shared' averages all moments at each average; leave out `fragments` and `moments`"
             )
-        if self.fragments > self.every:
+        if self.fragments > self.round_length:
             raise ConfigError(
-                f"`fragments`={self.fragments} do not fit into `every`={self.every} steps: at most one is sent per "
-                f"step; use at most {self.every}"
+                f"`fragments`={self.fragments} do not fit into `every`={self.round_length} steps: at most one is sent "
+                f"per step; use at most {self.round_length}"
             )
+
+    @property
+    def _least_round(self) -> int:
+        return max(super()._least_round, self.fragments)
 
 
 @renamed(**_OUTER)
@@ -97,8 +101,11 @@ class DiLoCo(LocalSGD):
     during training and merged `overlap` steps later.
     """
 
-    every: int = 48
-    """Steps between two outer steps of the same fragment of the model."""
+    usual: ClassVar = {"every": 48}
+
+    every: int | Literal["auto"] = "auto"
+    """Steps between two outer steps of the same fragment of the model. "auto" is 48, or half of what follows the
+    warm-up where that is less than 48 steps."""
 
     outer: Nesterov | None = _PAPERS
     """The outer step, with the paper's values; 1.0 and 0.5 are better with small `every`."""
@@ -138,6 +145,16 @@ class TopK(Warmed):
     @property
     def ramp_length(self) -> int:
         return length(self.ramp, self.total_steps or 1)
+
+    @property
+    def idle(self) -> str:
+        steps = self.warmup_length + self.ramp_length
+        if super().idle or self.total_steps is None or steps < self.total_steps:
+            return super().idle
+        return (
+            f"`warmup`={self.warmup} and `ramp`={self.ramp} are all of total_steps={self.total_steps}: the density of "
+            f"{self.density} is never reached; shorten them"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

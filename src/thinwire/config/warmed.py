@@ -1,7 +1,7 @@
 """Fields that methods share: a warm-up, and averages of parameters every so often."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from thinwire.checks import (
     check_bool,
@@ -16,11 +16,12 @@ from thinwire.checks import (
 from thinwire.config.codes import check_code
 from thinwire.config.groups import GroupSize
 from thinwire.config.outer import Nesterov, Radial
+from thinwire.config.timed import Timed
 from thinwire.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Warmed:
+class Warmed(Timed):
     """What methods with a warm-up share."""
 
     warmup: float = 0
@@ -32,7 +33,7 @@ class Warmed:
     bytes."""
 
     total_steps: int | None = None
-    """Optimizer steps of the whole run, where `warmup` is a fraction of it."""
+    """Optimizer steps of the whole run. Fractions are of it, and fields that are "auto" follow it."""
 
     group_size: GroupSize = None
     """Workers per group, which averages its gradients exactly at every step: None is one group per node."""
@@ -46,6 +47,12 @@ class Warmed:
     def warmup_length(self) -> int:
         return length(self.warmup, self.total_steps or 1)
 
+    @property
+    def idle(self) -> str:
+        if self.total_steps is None or self.warmup_length < self.total_steps:
+            return ""
+        return f"the warm-up (`warmup`={self.warmup}) is all of total_steps={self.total_steps}: shorten it"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Coded(Warmed):
@@ -58,10 +65,11 @@ class Coded(Warmed):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_bool(self, "freeze_second_moment")
-        if self.freeze_second_moment and not self.warmup:
+        if self.freeze_second_moment and not self.warmup_length:
+            steps = f", which is no step of total_steps={self.total_steps}" if self.warmup else ""
             raise ConfigError(
-                "freeze_second_moment=True needs a warm-up, which makes the second moments; set `warmup`, such as 0.1 "
-                "of `total_steps`"
+                f"freeze_second_moment=True needs a warm-up, which makes the second moments, not `warmup`="
+                f"{self.warmup}{steps}; use 0.1 of `total_steps`, or at least one step"
             )
 
 
@@ -69,8 +77,11 @@ class Coded(Warmed):
 class Averaged(Warmed):
     """What methods share whose groups train alone and average their parameters."""
 
-    every: int = 24
-    """Steps between two averages of the same parameters."""
+    usual: ClassVar = {"every": 24}
+
+    every: int | Literal["auto"] = "auto"
+    """Steps between two averages of the same parameters. "auto" is 24, or half of what follows the warm-up where that
+    is less than 24 steps."""
 
     every_max: int | None = None
     """None keeps `every` constant. A number lets it grow up to this as the learning rate falls: with the square of the
@@ -118,7 +129,8 @@ class Averaged(Warmed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole(self, "every", 1)
+        if self.every != "auto":
+            check_whole(self, "every", 1)
         check_whole(self, "overlap", 0)
         check_code(self, "wire")
         check_share(self, "mix", "0 takes the average as it is")
@@ -137,16 +149,44 @@ class Averaged(Warmed):
                 "what one group alone has seen, and rare words overfit; leave `rows` out"
             )
         if self.every_max is not None:
-            check_whole(self, "every_max", self.every)
+            check_whole(self, "every_max", self.round_length)
         if not (self.outer is None or isinstance(self.outer, Nesterov | Radial)):
             raise ConfigError(
                 f"`outer`={self.outer!r} must be None, thinwire.Nesterov(lr=1.0, momentum=0.5) or thinwire.Radial()"
             )
-        if self.overlap >= self.every:
+        if self.overlap >= self.round_length:
             raise ConfigError(
-                f"`overlap`={self.overlap} must be below `every`={self.every}: an average must be back before the next "
-                "one is sent"
+                f"`overlap`={self.overlap} must be below `every`={self.round_length}: an average must be back before "
+                "the next one is sent"
             )
+
+    @property
+    def round_length(self) -> int:
+        """`every` in this run."""
+        if isinstance(self.every, int):
+            return self.every
+        usual, total = self.usual["every"], self.total_steps
+        left = usual if total is None else total - self.warmup_length
+        return usual if left >= usual else max(left // 2, min(self._least_round, usual))
+
+    @property
+    def _least_round(self) -> int:
+        """The shortest round that has room for what happens in it."""
+        return self.overlap + 1
+
+    @property
+    def in_force(self) -> dict[str, Any]:
+        return {"every": self.round_length} if self.every == "auto" else {}
+
+    @property
+    def idle(self) -> str:
+        left = None if self.total_steps is None else self.total_steps - self.warmup_length
+        if super().idle or left is None or self.round_length <= left:
+            return super().idle
+        return (
+            f"`every`={self.round_length} is more than the {left} steps after the warm-up: groups average only at the "
+            "end; lower it"
+        )
 
     @property
     def is_screened(self) -> bool:

@@ -78,7 +78,6 @@ class ABMethod(ABShapes, LocalTraining):
                 self._check_target()  # now, not when most of the run is over
         super().after_step()
         LocalTraining.after_step(self)
-        self.warn_past_end()
 
     def factor_now(self) -> None:
         """Make factors of the weights at the next average; collective."""

@@ -81,7 +81,6 @@ class PaperABMethod(Factoring):
         """Change phase where the timetable says so."""
         super().after_step()
         self._follow_timetable()
-        self.warn_past_end()
 
     @property
     def in_sync(self) -> bool:

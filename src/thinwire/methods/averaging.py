@@ -101,6 +101,12 @@ class LocalTraining(Method):
         ahead += [turn for f in self.fragments if (turn := f.turn) is not None and turn > self.step]
         return min(ahead, default=sys.maxsize)
 
+    @property
+    def missed(self) -> str:
+        """Also averages: that of `finish` does not count."""
+        never = "never averaged before the end" if not (self.in_sync or self.same_bits.averages) else ""
+        return super().missed or never
+
     def finish(self, cutoff: float | None) -> None:
         """One model again; cut it where a cutoff is given."""
         if self.phase != "warmup":

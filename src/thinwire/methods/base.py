@@ -109,6 +109,11 @@ class Method(ABC):
         """
         return self.next_event <= self.step + 1
 
+    @property
+    def missed(self) -> str:
+        """What the method has not done by the end of a run, for the log."""
+        return f"never left its {self.phase!r} phase" if self.phase == self.phases[0] != self.phases[-1] else ""
+
     @contextmanager
     def merged(self) -> Iterator[None]:
         """Give every worker, for a while, the model that a merge would give now."""

@@ -63,7 +63,7 @@ class DASOMethod(Method):
         """Parameters, then statistics if there are any."""
         self.second_moment = SecondMoment(context, config.second_moment, self.weight, lambda: not self.in_sync)
         self._counters: Pending | None = None
-        self._warned: set[str] = set()
+        self._warned = False
         if config.plateau_patience is not None:
             context.on_epoch_end.append(self._epoch_end)
 
@@ -293,20 +293,14 @@ class DASOMethod(Method):
             log.info("the loss stopped falling at step %d: from now on B = %d, S = %d", *self.events[-1].values())
 
     def _warn(self) -> None:
-        total = self.config.total_steps
-        if self.assumes and not self.epochs and self.phase == "cycling" and self.step > total // 2:
-            self._warn_once(
+        is_late = self.phase == "cycling" and self.step > self.config.total_steps // 2
+        if self.assumes and not self.epochs and is_late and not self._warned:
+            self._warned = True
+            warnings.warn(
                 f"epoch_end() was not called in {self.step} steps, so B={self.every} and S={self.overlap} stay as they "
-                "are; call replica.epoch_end(loss) after each epoch, or pin them by plateau_patience=None"
+                "are; call replica.epoch_end(loss) after each epoch, or pin them by plateau_patience=None",
+                stacklevel=4,
             )
-        if self.step > total:
-            self._warn_once(f"step {self.step} is beyond total_steps={total}: training stays in cool-down")
-
-    def _warn_once(self, text: str) -> None:
-        kind = text.split()[0]
-        if kind not in self._warned:
-            self._warned.add(kind)
-            warnings.warn(text, stacklevel=5)
 
     # Checkpoints and plans.
 

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -33,7 +32,6 @@ class Factoring(Method):
         context.on_release.append(self.usage.stop)
         self.found_by: list[str] = []
         """The order of use by which the present layers were found; it may become known only later."""
-        self._warned = False
 
     @classmethod
     def role(cls, config: Any, topology: Topology) -> Hashable:
@@ -67,16 +65,6 @@ class Factoring(Method):
     def after_step(self) -> None:
         """From the first step on the order of use is known."""
         self.agree_on_order()
-
-    def warn_past_end(self) -> None:
-        """Warn once when training goes on past `total_steps`."""
-        total = self.config.total_steps
-        if total is not None and self.step > total and not self._warned:
-            warnings.warn(
-                f"step {self.step} is beyond total_steps={total}: training stays in phase {self.phase!r}",
-                stacklevel=3,
-            )
-            self._warned = True
 
     def warn_if_nothing_factored(self, cutoff: float) -> None:
         """Warn if the first decomposition made nothing smaller, and name the cutoff that would."""

@@ -61,7 +61,6 @@ class OIALRMethod(Factoring):
             self._begin()
         elif self.phase == "lowrank" and self._is_due:
             self._update()
-        self.warn_past_end()
 
     def _scales(self) -> list[tuple[nn.Parameter, Callable[[], float | None]]]:
         """By how much the updates of every S are multiplied."""

@@ -16,29 +16,29 @@ class Round:
         self.wire = wire
         self.start = 0
         """The step after which it began."""
-        self.period = config.every
+        self.period = config.round_length
         """Steps in it."""
         self.highest_rate = 0.0
         """The highest learning rate at the beginning of a round so far."""
 
     def begin(self, step: int, until: int | None = None) -> None:
         """A new round, as long on all workers; one that has grown ends at step `until` if it would pass over it."""
-        self.start, self.period = step, self.config.every
+        self.start, self.period = step, self.config.round_length
         rate = self.rate
         self.highest_rate = max(rate, self.highest_rate)
         if self.config.every_max is None:
             return
-        own = self.config.every_max if self.highest_rate > 0 else self.config.every
+        own = self.config.every_max if self.highest_rate > 0 else self.config.round_length
         if until is not None and until > step:
-            own = max(self.config.every, min(own, until - step))
+            own = max(self.config.round_length, min(own, until - step))
         if rate * rate > 0:
-            own = min(own, int(self.config.every * (self.highest_rate / rate) ** 2))
+            own = min(own, int(self.config.round_length * (self.highest_rate / rate) ** 2))
         self.period = int(min(row[0] for row in self.wire.all_gather_scalars([float(own)], "control")))
 
     def resume(self, step: int) -> None:
         """Begin again if the round is long over: a group that was alone has had none. All workers see that alike."""
         if step - self.start >= self.period:
-            self.start, self.period = step, self.config.every
+            self.start, self.period = step, self.config.round_length
 
     @property
     def rate(self) -> float:

@@ -234,7 +234,9 @@ class Recipe:
         """Defaults for the fields of a method's config, with one of its schedules."""
         own = self.suited.get(method, MethodOverrides())
         timed = self._schedule(method, own, schedule)
-        return {"clip": self.suited_to(method).clip, **own.settings, **timed, "total_steps": self.steps}
+        # A period as long as a run would leave nothing of the method; its own default is shorter, or "auto".
+        settings = {k: v for k, v in own.settings.items() if not (k == "every" and v >= self.steps)}
+        return {"clip": self.suited_to(method).clip, **settings, **timed, "total_steps": self.steps}
 
     def _schedule(self, method: str, own: MethodOverrides, name: str | None) -> Mapping[str, Any]:
         if name is None:

@@ -107,7 +107,9 @@ def search_for(job: Job, *, space: str | Mapping[str, Any] | None, objective: st
     return Search(
         folder=job.out,
         job=replace(job, validate=True, model=False),
-        space=chosen_space(space, job.method) if space is None or isinstance(space, str) else space_of(space),
+        space=chosen_space(space, job.method, job.trained.steps)
+        if space is None or isinstance(space, str)
+        else space_of(space),
         objective=parse_objective(objective or metric, metric),
         seed=job.seed,
         **more,

@@ -69,11 +69,17 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def chosen_space(text: str | None, method: str) -> Space:
-    """A preset by its name, or the space in a file; by default the preset of the method's name."""
+def chosen_space(text: str | None, method: str, steps: int) -> Space:
+    """A preset by its name, or the space in a file; by default the preset of the method's name.
+
+    A preset's rounds are at most a quarter of a run of so many steps.
+    """
     name = text or method
     if name in PRESETS:
-        return space_of(PRESETS[name], f"the preset {name}")
+        own = dict(PRESETS[name])
+        if "every" in own:
+            own["every"] = own["every"] | {"to": min(own["every"]["to"], max(own["every"]["from"] + 1, steps // 4))}
+        return space_of(own, f"the preset {name}")
     path = Path(name)
     if text is None or not (path.suffix == ".toml" or path.exists()):
         known = ", ".join(PRESETS)

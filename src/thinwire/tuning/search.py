@@ -21,6 +21,7 @@ from thinwire.files import read_json, write_json
 from thinwire.jobs import Job
 from thinwire.plan.links import Links
 from thinwire.recipes.names import function_named, given_arguments
+from thinwire.settings import in_force
 from thinwire.train.folder import locked, refuse_occupied
 from thinwire.train.task import describe_optimizer
 from thinwire.tuning.folder import remove
@@ -153,7 +154,7 @@ class Search:
             return getattr(recipe.rate, name.removeprefix(RATE), None)
         if name.startswith(ARGUMENT):
             return self._usual_argument(name.removeprefix(ARGUMENT))
-        value = getattr(self.job.config, name, None)
+        value = in_force(self.job.config, name)
         if isinstance(value, Nesterov):
             momentum = "" if value.momentum is None else f"/{value.momentum}"
             return f"{value.lr}{momentum}"
