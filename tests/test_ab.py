@@ -253,6 +253,15 @@ def test_a_target_is_reached_and_no_rank_falls_below_1(target: float) -> None:
     assert full / size(finished) < 1.15 * target
 
 
+def test_weights_whose_ranks_are_too_high_stay_local_and_are_tried_again() -> None:
+    model = small.mlp()
+    optimizer = small.sgd(model)
+    config = thinwire.AB(total_steps=40, warmup=2, every=3, factor_at=5, redecompose=2, cutoff=0.02)
+    replica = thinwire.attach(model, optimizer, config)
+    phases = [replica.phase for _ in small.walk(replica, optimizer, 0, 20)]
+    assert set(phases) == {"warmup", "local"} and replica.decompositions > 1 and not replica.ranks()
+
+
 def test_a_target_out_of_reach_says_the_largest() -> None:
     with pytest.raises(ConfigError) as caught:
         run(ab(target=50), 0, small.mlp())

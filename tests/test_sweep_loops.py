@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 import many
 import thinwire
 from every_method import STEPS, WAYS, chosen
+from test_masters import MasterSGD
 from test_sweep import EXPECTED, digest, look
 from zoo import WIDE, mlp
 
@@ -341,6 +342,121 @@ def attached_again_when_finished(rank: int, way: str) -> Trace:
     fields = {"keep_first": False, "keep_last": False} if way.startswith("ab") or way == "oialr" else {}
     again = thinwire.attach(model, optimizer, WAYS[way].config(**fields))
     return ended(again, [look(again, [optimizer]) for _ in walk(again, optimizer, rank)])
+
+
+@loop
+def rolled_back_to_the_best(rank: int, way: str) -> Trace:
+    """Model and optimizer, by their state dicts; where shapes have changed since, torch's own words would not help."""
+    (replica, optimizer), seen, best = attach(way), [], {}
+    for step in walk(replica, optimizer, rank):
+        if step == 9:
+            with replica.merged():
+                best = copy.deepcopy(replica.state_dict())
+        if step == 10:
+            replica.load_state_dict(best)
+        seen.append(look(replica, [optimizer]))
+    return ended(replica, seen)
+
+
+@loop
+def frozen_and_unfrozen(rank: int, way: str) -> Trace:
+    (replica, optimizer), seen = attach(way), []
+    for step in walk(replica, optimizer, rank):
+        replica.module[0].requires_grad_(not 4 <= step < 9)
+        seen.append(look(replica, [optimizer]))
+    return ended(replica, seen)
+
+
+@loop
+def a_layer_added_late(rank: int, way: str) -> Trace:
+    (replica, optimizer), seen = attach(way), []
+    for step in walk(replica, optimizer, rank):
+        if step == 6:
+            replica.module.append(nn.Linear(5, 5))
+            optimizer.add_param_group({"params": list(replica.module[-1].parameters())})
+        seen.append(look(replica, [optimizer]))
+    return ended(replica, seen)
+
+
+@loop
+def rates_by_each_workers_own_loss(rank: int, way: str) -> Trace:
+    (replica, optimizer), seen = attach(way), []
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
+    for step in walk(replica, optimizer, rank):
+        scheduler.step(float(step if rank else -step))
+        seen.append(look(replica, [optimizer]) if replica.in_sync and step < 2 else "")
+    return ended(replica, seen)
+
+
+@loop
+def master_weights(rank: int, way: str) -> Trace:
+    """An optimizer that trains copies, on a model in bf16."""
+    model = net().bfloat16()
+    optimizer = MasterSGD(model.parameters(), 0.01)
+    replica, seen = thinwire.attach(model, optimizer, WAYS[way].config()), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(replica(batch(rank, step).bfloat16()).float()).backward()
+        optimizer.step()
+        seen.append(look(replica, [optimizer]))
+    return ended(replica, seen)
+
+
+@loop
+def clipped_by_a_kept_list(rank: int, way: str) -> Trace:
+    (replica, optimizer), seen = attach(way), []
+    kept = list(replica.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(replica(batch(rank, step))).backward()
+        nn.utils.clip_grad_norm_(kept, 0.1)
+        optimizer.step()
+        seen.append(look(replica, [optimizer]))
+    return ended(replica, seen)
+
+
+@loop
+def diffusion_with_a_moving_average(rank: int, way: str) -> Trace:
+    """Noise of random strength is predicted; samples come from the average."""
+    (replica, optimizer), seen = attach(way), []
+    average = thinwire.EMA(replica, 0.9)
+    for step in range(STEPS):
+        x, noise = batch(rank, step), batch(rank, 100 + step)
+        strength = torch.rand(6, 1, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss_of(replica((1 - strength) * x + strength * noise)).backward()
+        optimizer.step()
+        average.update_parameters(replica)
+        seen.append(look(replica, [optimizer]))
+    with torch.no_grad():
+        assert torch.isfinite(average(batch(0, 0))).all()
+    return ended(replica, seen)
+
+
+@loop
+def truncated_through_time(rank: int, way: str) -> Trace:
+    """A recurrent state goes from batch to batch, cut off from what made it."""
+    (replica, optimizer), seen = attach(way), []
+    state = torch.zeros(6, 5)
+    for step in range(STEPS):
+        state = replica(torch.cat([batch(rank, step)[:, :-5], state.detach()], 1)).tanh()
+        optimizer.zero_grad()
+        loss_of(state).backward()
+        optimizer.step()
+        seen.append(look(replica, [optimizer]))
+    return ended(replica, seen)
+
+
+@loop
+def two_runs_in_one_process(rank: int, way: str) -> Trace:
+    """One after the other, the second from another start; the first one's end is not its."""
+    seen: Trace = []
+    for seed in range(2):
+        replica, optimizer = attach(way, seed)
+        seen += [look(replica, [optimizer]) for _ in walk(replica, optimizer, rank)]
+        seen.append(digest(replica.finish().parameters()))
+    assert seen[STEPS] != seen[-1]
+    return seen
 
 
 @functools.cache

@@ -50,8 +50,10 @@ class ABMethod(ABShapes, LocalTraining):
         super().__init__(config, context)
         self.requested = False
         """Whether the user asked for factors."""
+        self.tried = False
+        """Whether weights were decomposed; those whose ranks are too high stay full, and are tried again later."""
         self.rounds = 0
-        """Averages since weights became factors."""
+        """Averages since then."""
         self.sides = Sides(config.train, self.topology)
         self._losses: list[float] | None = None
         context.on_release.append(self._unfreeze)
@@ -97,7 +99,7 @@ class ABMethod(ABShapes, LocalTraining):
             self.find_layers()
         if cutoff is not None:
             self.cut(cutoff)
-        elif self.phase == "factored":
+        elif self.tried:
             for layer, factors in self._find_factors():
                 self.give_factors(layer, *factors)
             self.kept = [*self.kept, *(Kept(x.key, "rank too high") for x in self.layers if not x.is_factored)]
@@ -119,13 +121,13 @@ class ABMethod(ABShapes, LocalTraining):
         """Whether weights are decomposed after the average at this step; not at the very end, where `finish` does."""
         if self.config.total_steps is not None and self.step >= self.config.total_steps:
             return False
-        if self.phase == "local":
+        if not self.tried:
             return self._is_time_to_factor
         return (self.rounds + 1) % self.config.redecompose == 0
 
     @property
     def _next_change(self) -> int | None:
-        return self.config.factor_step if self.phase == "local" else self.config.total_steps
+        return self.config.total_steps if self.tried else self.config.factor_step
 
     def _turns(self) -> list[list[AveragedTensors]]:
         """Everything that groups trained, at the end of each round; a lone group has rounds too."""
@@ -155,7 +157,7 @@ class ABMethod(ABShapes, LocalTraining):
     def _end_round(self) -> None:
         if self._changes_shape:
             self._factor()
-        elif self.phase == "factored":
+        elif self.tried:
             self.rounds += 1
             self._change_sides()
         super()._end_round()
@@ -247,7 +249,7 @@ class ABMethod(ABShapes, LocalTraining):
 
     def _factor(self) -> None:
         """All groups hold one model: decompose it, on all workers alike, and go on with the factors."""
-        first = self.phase != "factored"
+        first, self.tried = not self.tried, True
         if first:
             self.find_layers()
         self.free_memory()
@@ -258,7 +260,8 @@ class ABMethod(ABShapes, LocalTraining):
             self.warn_if_nothing_factored(self.config.cutoff)
         if self.config.moments == "average":
             average_moments(self.wire, self.optimizers, self.optimizers.parameters, self.contributions.share, "bf16")
-        self.set_phase("factored")
+        if self.factored:
+            self.set_phase("factored")
         self.rounds = 0 if first else self.rounds + 1
         self.fragments = []
         self._make_fragments()
@@ -270,7 +273,7 @@ class ABMethod(ABShapes, LocalTraining):
     def state_dict(self) -> dict[str, Any]:
         """With the number of averages since weights became factors."""
         state = super().state_dict()
-        state["shared"] |= {"rounds": self.rounds, "requested": self.requested}
+        state["shared"] |= {"rounds": self.rounds, "requested": self.requested, "tried": self.tried}
         return state
 
     def load_state_dict(self, saved: Saved) -> None:
@@ -284,7 +287,7 @@ class ABMethod(ABShapes, LocalTraining):
                 lambda layer, rank: self._reshape_layer(layer, *empty_factors(layer, rank)),
                 stays=saved.stays,
             )
-            self.rounds, self.requested = shared["rounds"], shared["requested"]
+            self.rounds, self.requested, self.tried = shared["rounds"], shared["requested"], shared["tried"]
             self._freeze()
             saved.load_values()
 
@@ -299,7 +302,7 @@ class ABMethod(ABShapes, LocalTraining):
         found = LocalTraining.cycle.fget(self)  # type: ignore[attr-defined]
         if found is None:
             return None
-        if self.phase == "factored":
+        if self.tried:
             total = self.config.total_steps
             is_over = total is not None and self.step >= total
             place = *found.place, self.rounds % 2, self.rounds % self.config.redecompose, is_over
