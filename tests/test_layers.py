@@ -1,8 +1,9 @@
 """The layers of the package, as CONTRIBUTING.md draws them: a module imports only from modules before it."""
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def _layer(path: Path) -> str:
 def _imports(path: Path) -> Iterator[str]:
     """Dotted names of everything imported, relative imports resolved."""
     package = ("thinwire", *path.relative_to(PACKAGE).parts[:-1])
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -38,64 +39,90 @@ def _layers_used(path: Path) -> set[str]:
     return {name.split(".")[1] for name in _imports(path) if name.startswith("thinwire.")}
 
 
-def test_the_diagram_has_every_layer_once():
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _wrong(rule: Callable[[Path], str | None], sources: Iterable[Path] = SOURCES) -> dict[str, str]:
+    """Which files break a rule, and how."""
+    return {str(path): found for path in sources if (found := rule(path))}
+
+
+def _from_later(path: Path) -> str | None:
+    layer = _layer(path)
+    if layer in ENTRY_POINTS:
+        return None
+    if layer not in ORDER:
+        return "is in no layer; add it to the diagram in CONTRIBUTING.md"
+    later = _layers_used(path) - set(ORDER[: ORDER.index(layer) + 1])
+    return f"{layer} may not import from {sorted(later)}" if later else None
+
+
+def _of_experiments(path: Path) -> str | None:
+    if _layer(path) != "experiments":
+        return "imports from experiments" if "experiments" in _layers_used(path) else None
+    more = _layers_used(path) - {"errors", "files", "config", "comm", "train", "recipes", "experiments"}
+    return f"imports from {sorted(more)}" if more else None
+
+
+def _of_training(path: Path) -> str | None:
+    more = _layers_used(path) - {"errors", "schema", "files", "units", "report"}
+    more |= {name for name in _imports(path) if name.split(".")[0] == "torch"}
+    return f"imports from {sorted(more)}" if more else None
+
+
+def _calls_torch_distributed(path: Path) -> str | None:
+    if _layer(path) == "comm":
+        return None
+    imported = any(name.startswith("torch.distributed") for name in _imports(path))
+    attributes = (n for n in ast.walk(_tree(path)) if isinstance(n, ast.Attribute) and n.attr == "distributed")
+    used = any(isinstance(n.value, ast.Name) and n.value.id == "torch" for n in attributes)
+    return "uses torch.distributed" if imported or used else None
+
+
+def _names_a_method(path: Path) -> str | None:
+    names = set(METHODS) | {entry.config.__name__ for entry in METHODS.values()}
+    found = set(re.findall(r"\w+", path.read_text(encoding="utf-8"))) & names
+    return f"names {sorted(found)}" if found else None
+
+
+def _of(*layers: str) -> list[Path]:
+    return [path for path in SOURCES if _layer(path) in layers]
+
+
+def test_the_diagram_has_every_layer_once() -> None:
     assert len(ORDER) == len(set(ORDER))
     assert set(ORDER) == {_layer(path) for path in SOURCES} - set(ENTRY_POINTS)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_come_from_earlier_layers(path):
-    layer = _layer(path)
-    if layer in ENTRY_POINTS:
-        return
-    assert layer in ORDER, f"{path.name} is in no layer; add it to the diagram in CONTRIBUTING.md"
-    allowed = set(ORDER[: ORDER.index(layer) + 1])
-    assert _layers_used(path) <= allowed, f"{layer} may import from {sorted(allowed)} only"
+def test_imports_come_from_earlier_layers() -> None:
+    assert not _wrong(_from_later)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_experiments_stand_on_training_alone_and_nothing_on_them(path):
-    if _layer(path) == "experiments":
-        assert _layers_used(path) <= {"errors", "files", "config", "comm", "train", "recipes", "experiments"}
-    else:
-        assert "experiments" not in _layers_used(path)
+def test_experiments_stand_on_training_alone_and_nothing_on_them() -> None:
+    assert not _wrong(_of_experiments)
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if _layer(p) == "report"], ids=lambda p: p.name)
-def test_report_imports_nothing_of_training(path):
-    assert _layers_used(path) <= {"errors", "schema", "files", "units", "report"}
-    assert not any(name.split(".")[0] == "torch" for name in _imports(path))
+def test_report_imports_nothing_of_training() -> None:
+    assert not _wrong(_of_training, _of("report"))
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_only_comm_calls_torch_distributed(path):
-    if _layer(path) == "comm":
-        return
-    assert not any(name.startswith("torch.distributed") for name in _imports(path))
-    attributes = (n for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Attribute))
-    assert "torch.distributed" not in {ast.unparse(node) for node in attributes}
+def test_only_comm_calls_torch_distributed() -> None:
+    assert not _wrong(_calls_torch_distributed)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [p for p in SOURCES if _layer(p) in ("train", "failures", "launch", "jobs", "cli")],
-    ids=lambda p: str(p.relative_to(PACKAGE)),
-)
-def test_training_and_command_line_name_no_method(path):
-    names = set(METHODS) | {entry.config.__name__ for entry in METHODS.values()}
-    found = set(re.findall(r"\w+", path.read_text(encoding="utf-8"))) & names
-    assert not found
+def test_training_and_command_line_name_no_method() -> None:
+    assert not _wrong(_names_a_method, _of("train", "failures", "launch", "jobs", "cli"))
 
 
-def test_violations_are_caught(tmp_path, monkeypatch):
+def test_violations_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "factor").mkdir()
     bad = tmp_path / "factor" / "layers.py"
     bad.write_text("from thinwire import comm\nfrom ..train.loop import fit\nimport torch.distributed as dist\n")
     monkeypatch.setattr("test_layers.PACKAGE", tmp_path)
-    with pytest.raises(AssertionError, match="factor may import"):
-        test_imports_come_from_earlier_layers(bad)
-    with pytest.raises(AssertionError):
-        test_only_comm_calls_torch_distributed(bad)
-    bad.write_text("from thinwire.experiments.models import ViT\n")
-    with pytest.raises(AssertionError):
-        test_experiments_stand_on_training_alone_and_nothing_on_them(bad)
+    assert _wrong(_from_later, [bad]) == {str(bad): "factor may not import from ['comm', 'train']"}
+    assert _wrong(_calls_torch_distributed, [bad])
+    worse = bad.with_name("ranks.py")
+    worse.write_text("from thinwire.experiments.models import ViT\n")
+    assert _wrong(_of_experiments, [worse])

@@ -47,13 +47,13 @@ def test_every_method_does_its_own_thing_in_a_run_of_any_length_or_says_that_it_
         assert not config.idle
 
 
-@pytest.mark.parametrize("total_steps", range(94, 400, 3))
+@pytest.mark.parametrize("total_steps", [94, 95, 100, 399, 100_000])
 def test_runs_that_are_long_enough_have_the_usual_settings(total_steps: int) -> None:
     config = AB(total_steps=total_steps)
     assert config.round_length == 24 and config.in_force == {"every": 24, "factor_at": 0.75} and not config.chosen
 
 
-@pytest.mark.parametrize("total_steps", range(14, 94))
+@pytest.mark.parametrize("total_steps", [14, 15, 20, 37, 60, 92, 93])
 def test_ab_has_shorter_rounds_in_a_short_run(total_steps: int) -> None:
     config = AB(total_steps=total_steps)
     assert 4 <= config.round_length < 24 and config.factor_step == round(0.75 * total_steps)
@@ -73,7 +73,7 @@ def test_fields_that_are_set_stay_and_others_follow() -> None:
     assert AB(total_steps=8, every=2).factor_step == 6
 
 
-@pytest.mark.parametrize("total_steps", range(1, 14))
+@pytest.mark.parametrize("total_steps", [1, 2, 7, 12, 13])
 @pytest.mark.parametrize("make", [AB, PaperAB])
 def test_one_error_names_values_of_all_fields_that_fit(make: Any, total_steps: int) -> None:
     with pytest.raises(ConfigError) as caught:
