@@ -43,7 +43,7 @@ from thinwire.methods.base import Method
 from thinwire.methods.registry import name_of
 from thinwire.methods.untraced import untraced
 from thinwire.methods.waits import Waits
-from thinwire.misfits import guard_averages, refuse_misfits
+from thinwire.moving_averages import guard_averages
 from thinwire.notices import OneGroupNotice, log_finished, log_past_end
 from thinwire.plain_shards import to_plain_shards
 from thinwire.saves import Files, Save
@@ -126,8 +126,7 @@ class Replica(nn.Module):
         )
         self._release += self._stepping.follow(scaler, self._agree_on_scale)
         self._kept_parameters = KeptParameters(method)
-        self._loads = Loads(self.module, method.optimizers)
-        self._release += refuse_misfits(method)  # before a load is noted that is refused
+        self._loads = Loads(method)
         self._release += self._loads.follow()
         self._one_group = OneGroupNotice(self)
         if not (method.only_gradients or self.wire.is_simulated):
