@@ -286,7 +286,7 @@ class Recovery:
 
         if not self.together(look, "merged()", changes=False):
             return  # this group evaluates what it has
-        stack.enter_context(restored([*model.parameters(), *model.buffers()]))
+        stack.enter_context(restored(model))
         with torch.no_grad():
             for t, value in zip((*model.parameters(), *model.buffers()), merged, strict=True):
                 t.copy_(value)

@@ -372,7 +372,7 @@ class AveragedTensors:
 def all_restored(model: nn.Module, averaged: Sequence[AveragedTensors]) -> Iterator[None]:
     """Restore the model and these averages at the end."""
     masters = [master for each in averaged for t in each.tensors() if (master := each.master_of(t)) is not t]
-    with restored([*model.parameters(), *model.buffers(), *masters]), ExitStack() as stack:
+    with restored(model, *masters), ExitStack() as stack:
         for each in averaged:
             stack.enter_context(each.restored())
         yield

@@ -23,8 +23,9 @@ def average_model(wire: Wire, model: nn.Module, observed: Tensor, step: int) -> 
 
 
 @contextmanager
-def restored(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Restore the values of these at the end."""
+def restored(model: nn.Module, *more: Tensor) -> Iterator[None]:
+    """Restore the model's parameters and buffers at the end, and what more there is."""
+    tensors = [*model.parameters(), *model.buffers(), *more]
     before = [t.detach().clone() for t in tensors]
     try:
         yield
