@@ -215,7 +215,13 @@ def refuse_masters(method: Method) -> None:
     """Refuse copies of parameters in an optimizer's state where weights become factors; after each step."""
     if not method.wire.is_simulated:
         method.masters.look()
-    for name in sorted(method.masters.names) if method.layers else ():
+    if (outside := method.masters.outside) is not None and not method.only_gradients:
+        raise ConfigError(
+            f"optimizer {type(outside).__name__} cannot be attached with {type(method.config).__name__}: it trains "
+            "copies of the parameters that it does not keep in its state, and would undo every average; keep "
+            "them in `self.state[p]`, or use a method that averages gradients, such as AllReduce"
+        )
+    for name in sorted(method.masters.trained) if method.layers else ():
         kind = next(type(o).__name__ for o in method.optimizers if any(name in state for state in o.state.values()))
         raise ConfigError(
             f"optimizer {kind} cannot be attached with {type(method.config).__name__}: it trains copies of the "
