@@ -339,3 +339,17 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.M
     with pytest.raises(ConfigError, match=r"`--optimizer lamb` needs .*pip install 'thinwire\[optimizers\]'"):
         named("digits", optimizer="lamb")
     assert describe_optimizer(named("digits", optimizer="sgd").optimizer)["optimizer"] == "SGD"
+
+
+def test_sam_keeps_no_state_of_weights_that_became_factors() -> None:
+    model = small.mlp()
+    sam = OPTIMIZERS["sam"](model)
+    config = thinwire.AB(total_steps=60, warmup=2, every=3, factor_at=4, cutoff=0.6)
+    replica = thinwire.attach(model, sam, config)
+    for number in range(9):
+        for p in model.parameters():
+            sam.state[p]["old_p"] = p.detach().clone()  # as SAMs of other packages do
+        step(replica, sam, 0, number)
+    assert replica.phase == "factored"
+    sam.load_state_dict(sam.state_dict())
+    step(replica, sam, 0, 9)

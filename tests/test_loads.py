@@ -139,3 +139,23 @@ def test_weights_that_are_loaded_after_attach_are_where_training_begins() -> Non
     for _ in small.walk(replica, optimizer, 0, 4):
         pass
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), trained.parameters(), strict=True))
+
+
+def compiled(rank: int) -> list[str]:
+    """A compiled replica, by all of whose workers a state is loaded; and one that is not compiled."""
+    found = []
+    for compiles in (False, True):
+        model = small.mlp()
+        optimizer = small.sgd(model)
+        replica = thinwire.attach(model, optimizer, thinwire.DiLoCo(warmup=0, every=4))
+        called = torch.compile(replica, backend="eager") if compiles else replica
+        for number in small.walk(called, optimizer, rank, 8):
+            if number == 5:
+                model.load_state_dict(small.mlp(1).state_dict())
+        found.append(small.model_bits(replica.finish()))
+    return found
+
+
+def test_a_compiled_replica_begins_again_too() -> None:
+    first, second = gang.run(compiled, 2)
+    assert first == second and first[0] == first[1]

@@ -109,7 +109,8 @@ def test_factors_are_refused_by_name(config: Any) -> None:
     optimizer = MasterSGD(model.parameters(), 0.1)
     replica = thinwire.attach(model, optimizer, config)
     with pytest.raises(ConfigError, match=r"MasterSGD cannot be attached with .*'wide' in its state, and factors have"):
-        small.step(replica, optimizer, 0, 0)
+        for number in range(2):
+            small.step(replica, optimizer, 0, number)
 
 
 def test_a_load_reaches_the_copies() -> None:
@@ -123,25 +124,125 @@ def test_a_load_reaches_the_copies() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
+class Own(torch.optim.AdamW):
+    """Of a script: torch's own optimizers have no copies, and are not looked at."""
+
+
 def test_what_is_no_copy_is_left_alone() -> None:
     """Adam's moments, where a parameter began, and state that equals a parameter of zeros."""
-    for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.Rprop):
+    for still in (0, 2):
         model = small.mlp()
-        optimizer = kind(model.parameters(), lr=0.01)
+        optimizer = Own(model.parameters(), lr=0.01)
         masters = Masters(Optimizers(optimizer))
-        for number in range(3):
+        for number in range(still + 3):
+            optimizer.param_groups[0]["lr"] = 0.0 if number < still else 0.1
             small.step(model, optimizer, 0, number)
             for p in model.parameters():
                 optimizer.state[p].setdefault("start", p.detach().clone())
             masters.look()
+            assert not masters.trained
         assert not masters.names
-    model = small.mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    masters = Masters(Optimizers(optimizer))
-    for number in range(4):
-        optimizer.param_groups[0]["lr"] = 0.0 if number < 2 else 0.1
-        small.step(model, optimizer, 0, number)
-        for p in model.parameters():
-            optimizer.state[p].setdefault("start", p.detach().clone())
-        masters.look()
-    assert not masters.names
+
+
+@pytest.mark.filterwarnings("ignore:optimizer state .* is not known to follow:UserWarning")
+def test_the_average_of_asgd_is_no_copy() -> None:
+    """It is what the parameter is for the first `t0` steps."""
+    for config in (thinwire.AB(total_steps=60, warmup=2, every=3, factor_at=4, cutoff=0.6), WAYS["localsgd"]()):
+        model = small.mlp()
+        optimizer = torch.optim.ASGD(model.parameters(), lr=0.05, t0=3)
+        replica = thinwire.attach(model, optimizer, config)
+        for number in range(12):
+            small.step(replica, optimizer, 0, number)
+        replica.finish()
+
+
+class LateAverage(torch.optim.Optimizer):
+    """SGD that averages its parameters from the fourth step on, and begins at a learning rate of 0."""
+
+    def __init__(self, params: Any, dtype: torch.dtype) -> None:
+        super().__init__(params, {"lr": 0.0})
+        self.dtype, self.steps = dtype, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for p in [p for p in self.param_groups[0]["params"] if p.grad is not None]:
+            p.sub_(p.grad, alpha=0.1 if self.steps > 1 else 0.0)
+            average = self.state[p].setdefault("average", p.detach().to(self.dtype, copy=True))
+            average.lerp_(p.to(self.dtype), 1.0 if self.steps < 4 else 0.1)
+        self.left = flat(self.param_groups[0]["params"])
+
+
+def late(rank: int, dtype: torch.dtype, kept: torch.dtype) -> list[float]:
+    """How far parameters are from the mean of what optimizers left, after each average."""
+    model = small.mlp(smooth=True).to(dtype)
+    optimizer = LateAverage(model.parameters(), kept)
+    replica = thinwire.attach(model, optimizer, thinwire.LocalSGD(warmup=0, every=4))
+    found = []
+    for number in range(8):
+        x, y = small.batch(rank, number)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(replica(x.to(dtype)).float(), y).backward()
+        optimizer.step()
+        if number % 4 == 3:
+            left = torch.tensor(replica.wire.all_gather_object(optimizer.left.tolist()))
+            found.append(float((flat(model.parameters()) - left.mean(0)).abs().max()))
+    return found
+
+
+def flat(parameters: Any) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().float() for p in parameters])
+
+
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
+def test_an_average_that_begins_late_does_not_replace_parameters(kept: torch.dtype) -> None:
+    for found in gang.run(late, 2, torch.bfloat16, kept) + gang.run(late, 2, torch.float32, torch.float32):
+        assert max(found) < 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:optimizer state .* is not known to follow:UserWarning")
+def test_an_average_that_begins_late_is_no_reason_to_refuse_factors() -> None:
+    model = small.mlp().bfloat16()
+    optimizer = LateAverage(model.parameters(), torch.float32)
+    config = thinwire.AB(total_steps=60, warmup=2, every=3, factor_at=4, cutoff=0.6)
+    replica = thinwire.attach(model, optimizer, config)
+    for number in range(9):
+        x, y = small.batch(0, number)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(replica(x.bfloat16()).float(), y).backward()
+        optimizer.step()
+    assert replica.phase == "factored"
+
+
+class Elsewhere(torch.optim.Optimizer):
+    """SGD on copies that it keeps in a list, or in an optimizer of its own."""
+
+    def __init__(self, params: Any, *, inner: bool) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.copies = [p.detach().float() for p in self.param_groups[0]["params"]]
+        self.sgd = torch.optim.SGD([nn.Parameter(copy) for copy in self.copies], lr=0.1)
+        if inner:
+            self.copies = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p, copy in zip(self.param_groups[0]["params"], self.sgd.param_groups[0]["params"], strict=True):
+            copy.grad = p.grad.float()
+        self.sgd.step()
+        for p, copy in zip(self.param_groups[0]["params"], self.sgd.param_groups[0]["params"], strict=True):
+            p.copy_(copy)
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_copies_out_of_reach_are_refused_where_averages_would_be_undone(inner: bool) -> None:
+    for config, is_refused in ((WAYS["diloco"](), True), (small.ab(), True), (thinwire.AllReduce(), False)):
+        model = small.mlp().bfloat16()
+        optimizer = Elsewhere(model.parameters(), inner=inner)
+        replica = thinwire.attach(model, optimizer, config)
+        x, y = small.batch(0, 0)
+        nn.functional.cross_entropy(replica(x.bfloat16()).float(), y).backward()
+        if is_refused:
+            with pytest.raises(ConfigError, match=r"Elsewhere cannot be attached with .* undo every average"):
+                optimizer.step()
+        else:
+            optimizer.step()

@@ -15,7 +15,7 @@ from thinwire.errors import ConfigError
 from thinwire.netbench.bench import Bench
 from thinwire.recipes import named
 from thinwire.train import fit
-from thinwire.train.folder import LOCK, locked
+from thinwire.train.folder import LOCK, locked, refuse_occupied
 
 RUN = ["run", "digits", "--method", "allreduce", "--workers", "1", "--steps", "4", "--no-model", "--quiet"]
 COMPARE = ["compare", "digits", "--methods", "allreduce", "--workers", "1", "--steps", "4", "--no-model", "--quiet"]
@@ -210,3 +210,12 @@ def test_netbench_refuses_what_it_would_overwrite_before_it_asks_for_root(there,
     monkeypatch.setattr(Bench, "check", lambda self: pytest.fail("it went on"))
     said = _thinwire("netbench", "digits", "--methods", "allreduce", "--out", tmp_path, expect=2)
     assert "is in use" in said and "--overwrite" in said and (tmp_path / there).read_text() == "{}"
+
+
+def test_a_run_that_began_a_moment_ago_is_named_and_not_offered_for_resuming(tmp_path: Path) -> None:
+    record = tmp_path / "records.jsonl"
+    record.touch()
+    with locked(tmp_path), pytest.raises(ConfigError, match="is in use by process"):
+        refuse_occupied(tmp_path, [record], resume=True)
+    with pytest.raises(ConfigError, match="add `--resume` to continue it"):
+        refuse_occupied(tmp_path, [record], resume=True)

@@ -75,50 +75,50 @@ def refuse_replaced(method: Method) -> None:
 class KeptParameters:
     """Warns of parameters that a script took from the model before they were replaced, and still uses.
 
-    A list that was made for `clip_grad_norm_` misses the factors from then on, and clips nothing of them.
+    A list that was made for `clip_grad_norm_` misses the factors from then on, and clips nothing of them. One that is
+    only kept, such as the list that an optimizer was made from, harms nobody.
     """
-
-    _WAIT, _TRIES = 2, 3
-    """Steps until the graph of the last loss is gone, and how often to look at what else holds them."""
 
     def __init__(self, method: Method) -> None:
         self.method = method
-        self._watched: list[weakref.ref[nn.Parameter]] = []
-        self._left, self._tries = 0, self._TRIES
+        self._was_said = False
 
     def end_step(self) -> None:
-        """A step is over; what was replaced and is still held some steps later is in use."""
+        """A step is over; what was replaced in it says so when it is used again."""
         replaced = self.method.optimizers.replaced
-        if self._watched:
-            self._left -= 1
-            if self._left == 0:
-                self._look([p for ref in self._watched if (p := ref()) is not None])
-                self._watched = []
-        elif replaced and self._tries:
-            self._watched, self._left = list(replaced), self._WAIT
+        for p in [p for ref in replaced if (p := ref()) is not None and type(p) is nn.Parameter]:
+            p.__class__ = _Replaced
+            p.__dict__["say"] = weakref.WeakMethod(self._say)
         replaced.clear()
 
-    def _look(self, alive: list[nn.Parameter]) -> None:
-        if not alive:
+    def _say(self) -> None:
+        if self._was_said or self.method.topology.rank:
             return
-        self._tries -= 1
-        gc.collect()
-        holders = [found for found in gc.get_referrers(*alive) if found is not alive]
-        lists = [list(found.values()) if isinstance(found, dict) else found for found in holders if _is_list(found)]
-        held = {id(value) for found in lists for value in found}.intersection(map(id, alive))
-        if held and self.method.topology.rank == 0:
-            self._tries = 0
-            log.warning(
-                "weights were replaced by factors after step %d, but a list or dict that was made before still holds "
-                "%d of the old parameters, which nobody trains any more: what uses it, such as clip_grad_norm_(kept, "
-                "…), does nothing to the factors. Ask for parameters each time: clip_grad_norm_(model.parameters(), …)",
-                *(self.method.step - self._WAIT, len(held)),
-            )
+        self._was_said = True
+        log.warning(
+            "weights were replaced by factors by step %d, but the script still uses a parameter that it took from the "
+            "model before, which nobody trains any more: what is done with it, such as clip_grad_norm_(kept, …), does "
+            "nothing to the factors. Ask for parameters each time: clip_grad_norm_(model.parameters(), …)",
+            self.method.step,
+        )
 
 
-def _is_list(value: Any) -> bool:
-    """Whether a script may keep parameters there; graphs hold theirs in other ways."""
-    return isinstance(value, list | tuple | dict | set)
+_SIZES = {getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "requires_grad", "is_leaf")}
+_HARMLESS = _SIZES | {Tensor.numel, Tensor.nelement, Tensor.size, Tensor.dim, Tensor.__hash__}
+"""A script that counts parameters is not told; it trains what it should."""
+
+
+class _Replaced(nn.Parameter):
+    """A parameter that the model has no more; whoever asks for its gradient or value is told."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _HARMLESS:
+            parts = [part for each in args for part in (each if isinstance(each, list | tuple) else [each])]
+            for p in [part for part in parts if type(part) is _Replaced]:
+                if (say := p.__dict__.get("say", lambda: None)()) is not None:
+                    say()
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 def check_parameters(method: Method, call: str, *, everywhere: bool = False, finite: bool = True) -> None:
@@ -215,7 +215,13 @@ def refuse_masters(method: Method) -> None:
     """Refuse copies of parameters in an optimizer's state where weights become factors; after each step."""
     if not method.wire.is_simulated:
         method.masters.look()
-    for name in sorted(method.masters.names) if method.layers else ():
+    if (outside := method.masters.outside) is not None and not method.only_gradients:
+        raise ConfigError(
+            f"optimizer {type(outside).__name__} cannot be attached with {type(method.config).__name__}: it trains "
+            "copies of the parameters that it does not keep in its state, and would undo every average; keep "
+            "them in `self.state[p]`, or use a method that averages gradients, such as AllReduce"
+        )
+    for name in sorted(method.masters.trained) if method.layers else ():
         kind = next(type(o).__name__ for o in method.optimizers if any(name in state for state in o.state.values()))
         raise ConfigError(
             f"optimizer {kind} cannot be attached with {type(method.config).__name__}: it trains copies of the "

@@ -62,7 +62,7 @@ def given_optimizers(given: Any) -> Optimizers:
     found = [_innermost(one) for one in each]
     if len({id(one) for one in found}) < len(found):
         raise ConfigError("the same optimizer was given twice; give each once")
-    return Optimizers(*found)
+    return Optimizers(*found, wrappers=[one for one in each if _has_hooks(one) and one not in found])
 
 
 def _innermost(optimizer: Any) -> Optimizer:

@@ -101,6 +101,7 @@ class Replica(nn.Module):
         self.forward = untraced(self.forward)  # type: ignore[method-assign]
         sign_as(self.forward, method.model)
         self._begin_step = torch.compiler.disable(self.traffic.times.begin_step)
+        self._begin_again_if_loaded = torch.compiler.disable(self._begin_again_if_loaded)  # type: ignore[method-assign]
         self.register_load_state_dict_pre_hook(_find_inner_keys)
         context = method.context
         scale = SharedScale(scaler, method.wire)

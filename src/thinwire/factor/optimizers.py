@@ -19,8 +19,10 @@ State = dict[str, Any]
 class Optimizers(Sequence[Optimizer]):
     """One or several optimizers that together train a model."""
 
-    def __init__(self, *each: Optimizer) -> None:
+    def __init__(self, *each: Optimizer, wrappers: Sequence[Any] = ()) -> None:
         self.each = each
+        self.wrappers = [wrapper for wrapper in wrappers if isinstance(wrapper, Optimizer)]
+        """Optimizers around them that keep state of the same parameters, as SAM does."""
         self.replaced: list[weakref.ref[nn.Parameter]] = []
         """Parameters that were given up for others, and that nothing should hold any more."""
 
@@ -122,7 +124,7 @@ class Optimizers(Sequence[Optimizer]):
                     _put(group["param_names"], places, _names(group["param_names"][places[0]], suffixes))
                 break
         for p in old:
-            for optimizer in self.each:
+            for optimizer in (*self.each, *self.wrappers):
                 optimizer.state.pop(p, None)
         self.reset(new)
 

@@ -66,6 +66,7 @@ def refuse_occupied(out: Path, found: Iterable[Path], *, resume: bool = False) -
     names = [str(path.relative_to(out)) for path in found]
     if not names:
         return
+    refuse_locked(out)  # by a command that began a moment ago: it can be neither resumed nor replaced
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     ways = [*(["`--resume` to continue it"] if resume else []), "`--overwrite` to replace it"]
     raise ConfigError(
