@@ -98,6 +98,22 @@ def test_a_worker_stands_for_those_that_do_the_same(name: str) -> None:
             assert all(abs(found.memory[phase].held - own.memory[phase].held) < 8192 for phase in own.memory)
 
 
+SPLIT = thinwire.AB(total_steps=60, every=6, factor_at=0.3, train="split")
+
+
+@pytest.mark.parametrize("name", slow_but(("allreduce, int8", "ab", "topk"), ["ab", "onebit", "topk", "split", *CODED]))
+def test_one_simulation_is_for_all_numbers_of_groups(name: str) -> None:
+    """What a code sends depends on how many groups there are; what workers do does not."""
+    config = {**every_method(60), **CODED, "split": SPLIT}[name]
+    what, layouts = workload(steps=60, inputs=()), [Layout(workers=2 * nodes, nodes=nodes) for nodes in (8, 2, 3, 16)]
+    views = [layout.topology(2, None) for layout in layouts]
+    together = simulate_views(views, what, config, predicted.typical, shapes=False)
+    alone = [simulate(what, config, view, predicted.typical) for view in views]
+    assert [counted(found) for found in together] == [counted(found) for found in alone]
+    assert together[0].memory == alone[0].memory
+    assert (together[1].times is together[0].times) is (name not in ("split", "ab-paper, int4"))
+
+
 CYCLES = {
     "ab": (ABMethod, thinwire.AB(total_steps=STEPS, every=6, warmup_wire="lowrank:2")),
     "ab, split": (ABMethod, thinwire.AB(total_steps=STEPS, every=6, train="split", redecompose=1, warmup=4)),
