@@ -10,6 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import thinwire
 from selection import first_of, slow_but
@@ -24,6 +25,7 @@ from thinwire.plan.compute import given
 from thinwire.plan.forecast import SOME_NODES, Forecast, Layout, simulate_views
 from thinwire.plan.links import Links
 from thinwire.plan.planner import Plan, Stopwatch, make_plan, over_nodes, total
+from thinwire.plan.shapes_only import ShapesOnly
 from thinwire.plan.simulate import Simulation, _Simulator, simulate
 from thinwire.plan.workload import Workload
 
@@ -219,6 +221,41 @@ def test_other_numbers_of_nodes_are_as_if_planned_by_themselves() -> None:
         }
         seconds = {name: total(forecast, plan.links) for name, forecast in alone.items()}
         assert table[count] == {name: seconds["usual"] / seconds[name] for name in configs}
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operations that torch computes, besides making an empty tensor."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is not torch.ops.aten.empty_strided.default
+        return func(*args, **(kwargs or {}))
+
+
+OPERATIONS = {
+    "by element": lambda x, y, s: x / (y + s),
+    "in place": lambda x, y, s: x.clamp_(max=3).sqrt_().mul_(s),
+    "into another": lambda x, y, s: torch.add(x, y, out=x),
+    "a product": lambda x, y, s: x @ y.T,
+    "of lists": lambda x, y, s: torch._foreach_div(torch._foreach_mul([x, y], s), [s, s])[1],
+    "of lists, in place": lambda x, y, s: (torch._foreach_maximum_([x], [y]), x)[1],
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_shapes_are_computed_once(name: str) -> None:
+    """And they are those that torch computes; the second time it computes nothing."""
+    one, two = torch.empty(5, 3, device="meta"), torch.empty(3, 5, dtype=torch.float64, device="meta").T
+    two = two.float() if "lists" in name or "into" in name or name == "a product" else two
+    number, operation = torch.tensor(2.0), OPERATIONS[name]
+    usual = operation(one.clone(), two.clone(), number)
+    with ShapesOnly():
+        operation(one, two, number)
+    with Calls() as calls, ShapesOnly():
+        again = operation(one, two, number)
+    assert (again.shape, again.stride(), again.dtype) == (usual.shape, usual.stride(), usual.dtype)
+    assert calls.count == (1 if name == "a product" else 0)  # the transposed view
 
 
 def gpt2() -> Workload:
