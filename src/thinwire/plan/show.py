@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ _COLUMNS = {
     "memory /\nworker": 9,
 }
 """Headings, and the width of the widest figure below each."""
+_LONGEST = 26
+"""Of the labels of methods in the table; more settings than fit are left to the caption."""
 
 
 class Rows:
@@ -41,7 +44,8 @@ class Rows:
 
     def __init__(self, console: Console, methods: Iterable[str]) -> None:
         self._console = console
-        self._method_width = max((len(name) for name in methods), default=0)
+        self._names = _short(methods)
+        self._method_width = max(map(len, self._names.values()), default=0)
 
     def begin(self, plan: Plan) -> None:
         """The title and the columns' names."""
@@ -56,7 +60,7 @@ class Rows:
     def add(self, row: dict[str, Any]) -> None:
         """One method, and its range of bytes where they depend on ranks."""
         out = self._table(with_names=False)
-        out.add_row(*_cells(row))
+        out.add_row(self._names[row["method"]], *_cells(row))
         if row["slow_bytes_range"]:
             low, high = row["slow_bytes_range"]
             out.add_row("", "", f"{size(low)} to {size(high)}", style="dim")
@@ -71,7 +75,7 @@ class Rows:
             self._console.print(line, highlight=False, markup=False)
 
     def _table(self, *, with_names: bool) -> Table:
-        out = Table(box=SIMPLE_HEAD if with_names else None, show_header=with_names, show_edge=False, padding=(0, 1))
+        out = Table(box=SIMPLE_HEAD, show_header=with_names, show_edge=False, padding=(0, 1))
         out.add_column("method", no_wrap=True, width=max(self._method_width, len("method")))
         for heading, width in _COLUMNS.items():
             out.add_column(heading, justify="right", no_wrap=True, width=width)
@@ -80,18 +84,20 @@ class Rows:
 
 def caption(plan: dict[str, Any]) -> str:
     """What the figures of a plan are based on, in sentences."""
-    text = ["Bytes per node without evaluation. Speed-up over fp32 all-reduce."]
+    names = _short([row["method"] for row in plan["methods"]])
+    text = [f"{short} is {name}." for name, short in names.items() if short != name]
+    text.append("Bytes per node without evaluation. Speed-up over fp32 all-reduce.")
     if plan["ranks"]:
         text.append(f"Ranks of {plan['ranks']}.")
     elif any(row["slow_bytes_range"] for row in plan["methods"]):
         text.append("Ranks of a typical run; below, rank 1 to full rank. For a run's own ranks: --ranks DIR.")
     assumed: dict[str, list[str]] = {}
     for row in plan["methods"]:
-        assumed.setdefault(row["assumes"], []).append(row["method"])
+        assumed.setdefault(row["assumes"], []).append(names[row["method"]])
     text += [f"{', '.join(methods)}: if {what}." for what, methods in assumed.items() if what]
     held: dict[str, list[str]] = {}
     for row in plan["methods"]:
-        held.setdefault(beside(row["memory_by_phase"]), []).append(row["method"])
+        held.setdefault(beside(row["memory_by_phase"]), []).append(names[row["method"]])
     if parts := "; ".join(f"{', '.join(methods)} {what}" for what, methods in held.items() if what):
         text.append(f"Held beside model and optimizer: {parts}.")
     if plan["allreduce"] == "tree":
@@ -101,6 +107,17 @@ def caption(plan: dict[str, Any]) -> str:
     else:
         text.append("Compute as given, in every phase; decompositions and activations left out.")
     return " ".join(text)
+
+
+def _short(methods: Iterable[str]) -> dict[str, str]:
+    """Labels with their first settings, as many as fit; the whole label where two would be alike."""
+    found = {}
+    for name in methods:
+        found[name] = name
+        while len(found[name]) > _LONGEST + 1 and ":" in found[name]:
+            found[name] = found[name].rstrip("…").rpartition(":")[0] + "…"
+    alike = Counter(found.values())
+    return {name: short if alike[short] == 1 else name for name, short in found.items()}
 
 
 def beside(phases: dict[str, dict[str, Any]]) -> str:
@@ -119,7 +136,6 @@ def beside(phases: dict[str, dict[str, Any]]) -> str:
 def _cells(row: dict[str, Any]) -> list[str]:
     pays = row["pays_below_bits"]
     return [
-        row["method"],
         size(row["slow_bytes_per_step"]),
         size(row["slow_bytes"]),
         ratio(row["traffic_vs_allreduce_fp32"]),
