@@ -1,4 +1,4 @@
-"""CPU seconds of `thinwire plan` with its default methods, or others, for models and layouts of the size people plan for.
+"""CPU seconds of `thinwire plan` for models and layouts of the size people plan for.
 
     OMP_NUM_THREADS=1 python benchmarks/plan_seconds.py
     OMP_NUM_THREADS=1 python benchmarks/plan_seconds.py --models gpt2 --nodes 128 --methods all
