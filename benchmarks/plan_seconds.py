@@ -1,7 +1,7 @@
-"""CPU seconds of `thinwire plan` with all nine methods, for models and layouts of the size people plan for.
+"""CPU seconds of `thinwire plan` for models and layouts of the size people plan for.
 
     OMP_NUM_THREADS=1 python benchmarks/plan_seconds.py
-    OMP_NUM_THREADS=1 python benchmarks/plan_seconds.py --models gpt2 --nodes 128
+    OMP_NUM_THREADS=1 python benchmarks/plan_seconds.py --models gpt2 --nodes 128 --methods all
 
 Each plan is the whole command in a process of its own: start, building the model, all methods, the picture. Seconds are
 those of its CPU time, user and system, so that a busy machine does not count.
@@ -44,11 +44,12 @@ def vit() -> tuple:  # type: ignore[type-arg]
 MODELS = ("gpt2", "resnet50", "vit")
 
 
-def cpu_seconds(model: str, nodes: int) -> float:
+def cpu_seconds(model: str, nodes: int, methods: str | None) -> float:
     """One plan, as a user asks for it."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["--model", f"{Path(__file__).resolve()}:{model}", "--steps", str(STEPS), "--compute", "180ms"]
         words += ["--workers", str(nodes * WORKERS_A_NODE), "--nodes", str(nodes), "--out", folder, "--quiet"]
+        words += ["--methods", methods] if methods else []
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         command = [sys.executable, "-c", "from thinwire.cli import main; main()", "plan", *words]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -61,10 +62,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS), help="by commas")
     parser.add_argument("--nodes", default="8,128", help="by commas")
+    parser.add_argument("--methods", help="as thinwire plan takes them")
     given = parser.parse_args()
     for model in given.models.split(","):
         for nodes in map(int, given.nodes.split(",")):
-            print(f"{model}, {nodes} × {WORKERS_A_NODE} workers: {cpu_seconds(model, nodes):.1f} s of CPU", flush=True)
+            seconds = cpu_seconds(model, nodes, given.methods)
+            print(f"{model}, {nodes} × {WORKERS_A_NODE} workers: {seconds:.1f} s of CPU", flush=True)
 
 
 if __name__ == "__main__":

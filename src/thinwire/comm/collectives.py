@@ -166,11 +166,13 @@ class Wire:
         finally:
             self.topology = before
 
-    def all_to_all(self, parts: Tensor, purpose: str, senders: Sequence[int] | None = None) -> Pending:
+    def all_to_all(
+        self, parts: Tensor, purpose: str, senders: Sequence[int] | None = None, size: int | None = None
+    ) -> Pending:
         """Row g of `parts` to group g, from each member that carries a share to the one there that carries the same.
 
         All workers call it, to count it; those that carry no share send and receive nothing. Where only some groups
-        are `senders`, there is a row for each of these.
+        are `senders`, there is a row for each of these. `size` is a row's bytes, where they depend on the layout.
         """
         topology, count = self.topology, len(self.topology.groups)
         sends = list(range(count)) if senders is None else list(senders)
@@ -178,7 +180,8 @@ class Wire:
         given = parts if topology.group_index in sends else parts[:0]
         sizes = [int(g in sends) for g in range(count)], [int(topology.group_index in sends)] * count
         sending = None if senders is None else tuple(senders)
-        each = [topology.mesh(topology.crossing(j), size_of(parts[0]), sending) for j in range(topology.shares)]
+        size = size_of(parts[0]) if size is None else size
+        each = [topology.mesh(topology.crossing(j), size, sending) for j in range(topology.shares)]
         return self._begin(
             lambda: dist.all_to_all_single(received, given, *sizes, group=self._cross, async_op=True),
             received,
@@ -233,10 +236,13 @@ class Wire:
         root = members[0] if root is None else root
         self._broadcast(tensors, purpose, members, root, self.process_group(members))
 
-    def broadcast_in_group(self, tensors: Sequence[Tensor], owner: int, purpose: str) -> None:
-        """Overwrite tensors inside this worker's group with those of its member `owner`."""
+    def broadcast_in_group(self, tensors: Sequence[Tensor], owner: int, purpose: str, size: int | None = None) -> None:
+        """Overwrite tensors inside this worker's group with those of its member `owner`.
+
+        `size` is the bytes of a single tensor, where they depend on the layout.
+        """
         group = self.topology.group
-        self._broadcast(tensors, purpose, group, group[owner], self._group)
+        self._broadcast(tensors, purpose, group, group[owner], self._group, size)
 
     def broadcast_bytes(self, payload: Tensor | None, members: Ranks, purpose: str) -> Tensor | None:
         """What the first member has, as bytes on the CPU, to the others; all workers call it, for some of them."""
@@ -384,12 +390,20 @@ class Wire:
             if len(self.topology.group) > 1 and share.numel():
                 self.broadcast_in_group([share], j, purpose)
 
-    def _broadcast(self, tensors: Sequence[Tensor], purpose: str, members: Ranks, root: int, group: Any) -> None:
+    def _broadcast(
+        self,
+        tensors: Sequence[Tensor],
+        purpose: str,
+        members: Ranks,
+        root: int,
+        group: Any,
+        size: int | None = None,
+    ) -> None:
         if len(members) == 1:
             return
         for bucket in by_dtype(tensors):
             flat = pack(bucket)
-            sent = self.topology.tree(members, size_of(flat), root)
+            sent = self.topology.tree(members, size_of(flat) if size is None else size, root)
             self._timed(functools.partial(dist.broadcast, flat, root, group=group), sent, purpose)
             unpack_into(flat, bucket)
 

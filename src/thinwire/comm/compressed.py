@@ -10,13 +10,14 @@ away, leaves no trace in later ones.
 The bytes do not grow with the number of groups. Members of a group carry a share of the values each.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from thinwire.comm.collectives import Pending, Wire
-from thinwire.comm.quantize import Quantizer, Rows, cut, elements
+from thinwire.comm.quantize import Quantizer, Rows, cut, elements, longest
 
 _FLAG = 4
 
@@ -34,7 +35,7 @@ class CompressedSum:
     ) -> None:
         topology = wire.topology
         self.wire = wire
-        self.quantizer = quantizer
+        self.rows = rows
         self.purpose = purpose
         self.groups = len(topology.groups)
         parts = cut(rows, topology.shares * self.groups)
@@ -56,6 +57,19 @@ class CompressedSum:
         self.senders: Sequence[int] | None = None
         """The groups that have something to send; None is all of them."""
         self._pending: Pending | None = None
+        self._use(quantizer)
+
+    def _use(self, quantizer: Quantizer) -> None:
+        self.quantizer = quantizer
+        length = functools.cache(self._length)
+        self.length = self.wire.topology.by_groups(length)
+        """Bytes of the longest part, and whether the sender is well."""
+        self.gathered = self.wire.topology.by_groups(lambda groups: groups * length(groups))
+        """Bytes of the parts of all groups."""
+
+    def _length(self, groups: int) -> int:
+        most = max(self.quantizer.size(part) for part in longest(self.rows, len(self.parts) * groups))
+        return -(-most // 4) * 4 + _FLAG
 
     @property
     def _sends(self) -> bool:
@@ -76,7 +90,7 @@ class CompressedSum:
             for g, values in enumerate(self._split(self.next_residual)):
                 if g != self.wire.topology.group_index:  # its own part it adds exactly
                     self.quantizer.encode(values, self.mine[g], sent[g])
-        self._pending = self.wire.all_to_all(sent, self.purpose, self.senders)
+        self._pending = self.wire.all_to_all(sent, self.purpose, self.senders, self.length)
 
     def middle(self, again: bool = False) -> None:
         """Add up the part this worker owns, and send it on."""
@@ -97,7 +111,7 @@ class CompressedSum:
         out = torch.zeros(self.length, dtype=torch.uint8, device=self.owned.device)
         self.quantizer.encode(self.next_owned, part, out)
         out[-_FLAG:] = received[:, -_FLAG:].amax(0)
-        self._pending = self.wire.all_gather(out, self.purpose)
+        self._pending = self.wire.all_gather(out, self.purpose, [self.length] * len(self.parts))
 
     def end(self, out: Tensor | None = None) -> Tensor | None:
         """The sum, the same bits on all workers; None if anyone was unhealthy, and then it must not be committed.
@@ -111,7 +125,7 @@ class CompressedSum:
             blocks[self.wire.topology.member] = self._pending.wait()
         self._pending = None
         for j, block in enumerate(blocks):
-            self.wire.broadcast_in_group([block], j, self.purpose)
+            self.wire.broadcast_in_group([block], j, self.purpose, self.gathered)
         result = torch.empty(self.size, dtype=torch.float32, device=device) if out is None else out
         if device.type == "meta":
             return result
@@ -138,21 +152,15 @@ class CompressedSum:
 
     def refine(self, quantizer: Quantizer) -> bool:
         """From the next sum on use this code, if it is finer; both errors go with it."""
-        part = self.parts[0][0]
-        finer = quantizer.size(part) > self.quantizer.size(part)
-        self.quantizer = quantizer if finer else self.quantizer
+        finer = quantizer.size(self.rows) > self.quantizer.size(self.rows)
+        if finer:
+            self._use(quantizer)
         return finer
 
     def move(self, device: torch.device) -> None:
         """Hold both errors on a device, while no sum is under way."""
         for name in ("residual", "owned", "next_residual", "next_owned"):
             setattr(self, name, getattr(self, name).to(device))
-
-    @property
-    def length(self) -> int:
-        """Bytes of the longest part, and whether the sender is well."""
-        longest = max(self.quantizer.size(part) for share in self.parts for part in share)
-        return -(-longest // 4) * 4 + _FLAG
 
     def workspace(self) -> list[Tensor]:
         """What it holds beside its state and the result."""

@@ -36,6 +36,18 @@ class SentByView(Sent):
         return other.views if isinstance(other, SentByView) else (other,) * len(self.views)
 
 
+class SizeByView(int):
+    """Bytes that differ from view to view; the number itself is that of the first."""
+
+    views: tuple[int, ...]
+
+    @classmethod
+    def of(cls, views: Sequence[int]) -> "SizeByView":
+        found = cls(views[0])
+        found.views = tuple(views)
+        return found
+
+
 def by_view(views: Sequence[Sent]) -> SentByView:
     """One value for all views."""
     return SentByView(**vars(views[0]), views=tuple(views))
@@ -45,8 +57,10 @@ def _from_each_view(count: Callable[..., Sent]) -> Callable[..., Sent]:
     """The same arithmetic for every view, with that view's members."""
 
     def counted(self: "LayoutViews", members: Ranks, size: int, *more: Any) -> Sent:
-        key = (count.__name__, members, size, *more)
-        return self._seen(key, lambda view: count(view, self._members_of(view, members), size, *more))
+        def seen(view: Topology, size: int) -> Sent:
+            return count(view, self._members_of(view, members), size, *more)
+
+        return self._seen((count.__name__, members, *more), size, seen)
 
     return counted
 
@@ -73,8 +87,12 @@ class LayoutViews(Topology):
     def at_once(self, parts: Sequence[tuple[Ranks, int]]) -> Sent:
         return self._seen(
             ("at_once", tuple(parts)),
-            lambda view: view.at_once([(self._members_of(view, members), size) for members, size in parts]),
+            0,
+            lambda view, _: view.at_once([(self._members_of(view, members), size) for members, size in parts]),
         )
+
+    def by_groups(self, count: Callable[[int], int]) -> int:
+        return SizeByView.of([view.by_groups(count) for view in self.views])
 
     ring = _from_each_view(Topology.ring)
     gather_ring = _from_each_view(Topology.gather_ring)
@@ -86,17 +104,18 @@ class LayoutViews(Topology):
         """A broadcast from a root, which has the same index among the members of each view."""
         place = members.index(root)
 
-        def seen(view: Topology) -> Sent:
+        def seen(view: Topology, size: int) -> Sent:
             its = self._members_of(view, members)
             return view.tree(its, size, its[place])
 
-        return self._seen(("tree", members, size, root), seen)
+        return self._seen(("tree", members, root), size, seen)
 
-    def _seen(self, what: tuple[Any, ...], look: Callable[[Topology], Sent]) -> SentByView:
+    def _seen(self, what: tuple[Any, ...], size: int, look: Callable[[Topology, int], Sent]) -> SentByView:
         """Counted once: a run repeats a few collectives a thousand times."""
-        if what not in self._known:
-            self._known[what] = by_view([look(view) for view in self.views])
-        return self._known[what]
+        sizes = size.views if isinstance(size, SizeByView) else (size,) * len(self.views)
+        if (what, sizes) not in self._known:
+            self._known[what, sizes] = by_view([look(*pair) for pair in zip(self.views, sizes, strict=True)])
+        return self._known[what, sizes]
 
     def _members_of(self, view: Topology, members: Ranks) -> Ranks:
         """Members for another view: its group, its world, or its ranks that carry the same share."""

@@ -57,6 +57,13 @@ def cut(rows: Sequence[Rows], parts: int) -> list[list[Rows]]:
     return found
 
 
+def longest(rows: Sequence[Rows], parts: int) -> list[list[Rows]]:
+    """Of the parts that rows are cut into, some with the longest among them."""
+    if len(rows) == 1:
+        return [[Rows(-(-rows[0].number // parts), rows[0].width)]]
+    return cut(rows, parts)
+
+
 class Quantizer(ABC):
     """Writes rows of values as bytes: all scales first, then all codes."""
 

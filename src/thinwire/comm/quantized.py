@@ -49,7 +49,7 @@ class Quantized(Aggregator):
         self._steps, self._halfway, self._again = steps, False, again
         if self.sum is not None:
             coded = [tensors[i] for i in self.coded]
-            if healthy:
+            if healthy and not self.sum.residual.is_meta:
                 self.sum.add([piece.of(coded) for piece in self.pieces], [p.slice for p in self.pieces], again)
                 self.sum.next_residual[self.covered :] = 0.0  # a code may say something else of it, which nobody needs
             with hidden_behind(self.wire, (steps + 1) // 2):

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import NamedTuple
 
 Ranks = tuple[int, ...]
@@ -46,6 +46,12 @@ class Sent:
 
 def all_in_parallel(parts: Iterable[Sent]) -> Sent:
     """All of these at once."""
+    return _at_once(tuple(parts))
+
+
+@lru_cache(maxsize=256)
+def _at_once(parts: tuple[Sent, ...]) -> Sent:
+    """Counted once: a run repeats a few collectives a thousand times."""
     return reduce(lambda one, other: one.in_parallel(other), parts)
 
 

@@ -81,7 +81,7 @@ class ShardedWire(Wire):
             with self._columns():
                 self._broadcast(tensors, purpose, column, column[0], self._cross)
 
-    def broadcast_in_group(self, tensors: Sequence[Tensor], owner: int, purpose: str) -> None:
+    def broadcast_in_group(self, tensors: Sequence[Tensor], owner: int, purpose: str, size: int | None = None) -> None:
         """Factors that one member found are for all of them; of a shard nobody else in the group holds the same."""
         if purpose == "decomposition":
             self._broadcast(tensors, purpose, self._whole.group, self._whole.group[owner], self._group)

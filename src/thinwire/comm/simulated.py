@@ -134,10 +134,19 @@ class SimulatedWire(Wire):
                 if len(topology.group) > 1 and size:
                     self.count(purpose, topology.tree(topology.group, size, topology.group[j]))
 
-    def _broadcast(self, tensors: Sequence[Tensor], purpose: str, members: Ranks, root: int, group: Any) -> None:
+    def _broadcast(
+        self,
+        tensors: Sequence[Tensor],
+        purpose: str,
+        members: Ranks,
+        root: int,
+        group: Any,
+        size: int | None = None,
+    ) -> None:
         if len(members) > 1:
             for bucket in by_dtype(tensors):
-                self.count(purpose, self.topology.tree(members, sum(size_of(t) for t in bucket), root))
+                whole = sum(size_of(t) for t in bucket) if size is None else size
+                self.count(purpose, self.topology.tree(members, whole, root))
 
     def differing(self, contents: Sequence[Sequence[Tensor]], purpose: str) -> list[int]:
         """Those that training makes different."""

@@ -1,7 +1,9 @@
 """The largest values of each matrix, by index and value, with error feedback; what has one dimension stays exact."""
 
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -102,8 +104,9 @@ class Sparse(Aggregator):
         blocks = [torch.empty(groups, 2 * n + 1, dtype=torch.int32, device=device) for n in self._counts]
         if self.wire.carries:
             blocks[topology.member] = received
-        for j, block in enumerate(blocks):
-            self.wire.broadcast_in_group([block], j, self.purpose)
+        for j, (block, n) in enumerate(zip(blocks, self._counts, strict=True)):
+            size = topology.by_groups(functools.partial(operator.mul, 4 * (2 * n + 1)))
+            self.wire.broadcast_in_group([block], j, self.purpose, size)
         return blocks
 
     def _add_up(self, blocks: Sequence[Tensor]) -> None:

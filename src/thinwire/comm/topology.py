@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import NamedTuple
@@ -69,6 +69,10 @@ class Topology:
         if share not in self._crossings:
             self._crossings[share] = tuple(group[share] for group in self.groups)
         return self._crossings[share]
+
+    def by_groups(self, count: Callable[[int], int]) -> int:
+        """A size that depends on the number of groups."""
+        return count(len(self.groups))
 
     def seen_from(self, rank: int) -> "Topology":
         """The same layout seen from another worker."""

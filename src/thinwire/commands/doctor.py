@@ -16,7 +16,6 @@ from thinwire.commands.plan import configs_of, workload_of
 from thinwire.doctor import interfaces, links, machine, show
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.failures import as_worker
-from thinwire.methods.registry import METHODS
 from thinwire.plan import compute as computing
 from thinwire.plan.forecast import Layout
 from thinwire.plan.planner import Plan, Stopwatch, make_plan
@@ -24,13 +23,11 @@ from thinwire.plan.workload import Workload
 from thinwire.plan.workloads import OPTIMIZERS
 from thinwire.recipes import Recipe, named
 
-_CODED = "allreduce:wire=int8"
-
 
 @click.command()
 @click.argument("recipe", required=False)
 @click.option("--model", metavar="FILE.py:FUNCTION", help="Advise for this nn.Module, as `thinwire plan` takes it.")
-@click.option("--methods", metavar="A,B", help=f"Methods to choose from; default: all, and {_CODED}.")
+@click.option("--methods", metavar="A,B", help="Methods to choose from, or all; default: those of the README.")
 @click.option("--group-size", metavar="G", help='Workers per group, or "world".')
 @click.option("--compute", metavar="TIME", help="A full-rank step without the wire, such as 120ms; default: measured.")
 @click.option("--steps", type=click.IntRange(1), metavar="N", help="Steps instead of the recipe's.")
@@ -160,8 +157,7 @@ class _Visit:
 
     def _plan(self, report: dict[str, Any]) -> Plan:
         recipe, workload = self._workload(report["workers"])
-        methods = self.flags["methods"] or ",".join([*METHODS, _CODED])
-        configs = configs_of(recipe, workload, {**self.flags, "methods": methods})
+        configs = configs_of(recipe, workload, self.flags)
         nodes = len(report["nodes"])
         return make_plan(
             workload,

@@ -17,6 +17,7 @@ from thinwire.errors import ConfigError
 from thinwire.jobs import method_config, variants
 from thinwire.plan import compute as computing
 from thinwire.plan.forecast import Layout
+from thinwire.plan.limits import every_method, methods_for
 from thinwire.plan.links import Links
 from thinwire.plan.planner import Plan, Row, Stopwatch, make_plan
 from thinwire.plan.show import NODES, Rows, draw
@@ -34,7 +35,7 @@ _FILES = ("plan.json", "plan.png")
 @click.option(
     "--model", metavar="FILE.py:FUNCTION", help="Plan for this nn.Module instead, and its inputs if returned."
 )
-@click.option("--methods", metavar="A,B", help="Comma-separated, as ab or allreduce:wire=bf16; default: all methods.")
+@click.option("--methods", metavar="A,B", help="As ab or allreduce:wire=bf16, or all; default: those of the README.")
 @click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="Total workers.")
 @click.option("--nodes", type=click.IntRange(1), help="Nodes they are on; on one machine a group stands for a node.")
 @click.option("--group-size", metavar="G", help='Workers per group, or "world".')
@@ -103,7 +104,7 @@ class Progress:
     """Shows what is being done, and the table as far as it is known."""
 
     def __init__(self, *, quiet: bool) -> None:
-        self.console = wide_console(120)
+        self.console = wide_console(132)
         self._doing = Doing(self.console, quiet=quiet)
         self._rows: Rows | None = None
         self._methods: list[str] = []
@@ -180,15 +181,17 @@ def _plan(recipe: Recipe | None, workload: Workload, flags: dict[str, Any], prog
 
 
 def configs_of(recipe: Recipe | None, workload: Workload, flags: dict[str, Any]) -> dict[str, Any]:
-    """The methods to plan, by display name."""
+    """The methods to plan, by display name; by default those of the README."""
+    methods = flags["methods"] or methods_for(workload)
+    methods = every_method() if methods == "all" else methods
     length = {"total_steps": workload.steps}
     defaults = recipe.defaults if recipe else lambda method, schedule: length
     found = {}
-    for v in variants(flags["methods"], flags["settings"], recipe.scheduled if recipe else ()):
+    for v in variants(methods, flags["settings"], recipe.scheduled if recipe else ()):
         try:
             found[v.label] = method_config(v.method, v.settings, defaults, flags["group_size"])
         except ConfigError as error:
-            if flags["methods"] or flags["settings"]:
+            if flags["methods"] not in (None, "", "all") or flags["settings"]:
                 raise
             click.echo(f"{v.label} is left out: {error}", err=True)  # of all methods, one that the run is too short for
     return found

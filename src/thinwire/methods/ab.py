@@ -28,7 +28,7 @@ from thinwire.methods.averaging import LocalTraining
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.diverged import find_faults, refuse_diverged
 from thinwire.methods.merging import average_moments
-from thinwire.methods.planned import Cycle, role_by_codes
+from thinwire.methods.planned import Cycle
 from thinwire.methods.registry import register
 from thinwire.shards import part_of
 
@@ -60,9 +60,8 @@ class ABMethod(ABShapes, LocalTraining):
 
     @classmethod
     def role(cls, config: AB, topology: Topology) -> Hashable:
-        """By the code; and by the factor that the group trains, where groups differ in that."""
-        half = Sides(config.train, topology).is_first if config.train == "split" else None
-        return half, role_by_codes(topology, config.wire, config.warmup_wire)
+        """All groups do the same, unless they train different factors: then some send and others do not."""
+        return (Sides("split", topology).is_first, len(topology.groups)) if config.train == "split" else None
 
     def attach(self) -> None:
         """Begin with the warm-up; one of no steps is over at once."""

@@ -30,7 +30,6 @@ from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.diverged import refuse_diverged
 from thinwire.methods.factoring import Factoring
 from thinwire.methods.merging import average_buffers, average_moments
-from thinwire.methods.planned import role_by_codes
 from thinwire.methods.registry import register
 from thinwire.methods.second_moment import SecondMoment
 
@@ -69,8 +68,8 @@ class PaperABMethod(Factoring):
 
     @classmethod
     def role(cls, config: PaperAB, topology: Topology) -> Hashable:
-        """The factor that the group trains; with some codes, the group itself."""
-        return _trained_factor(topology), role_by_codes(topology, config.wire, config.warmup_wire)
+        """The factor that the group trains."""
+        return _trained_factor(topology)
 
     def attach(self) -> None:
         """Begin with the first phase; a warm-up of no steps begins with the groups."""

@@ -6,7 +6,6 @@ from collections.abc import Hashable
 from thinwire.comm.topology import Topology
 from thinwire.config import AllReduce
 from thinwire.methods.base import Method
-from thinwire.methods.planned import role_by_codes
 from thinwire.methods.registry import register
 
 
@@ -19,8 +18,8 @@ class AllReduceMethod(Method):
 
     @classmethod
     def role(cls, config: AllReduce, topology: Topology) -> Hashable:
-        """All workers do the same, unless a code makes them differ."""
-        return role_by_codes(topology, config.wire)
+        """All workers do the same."""
+        return None
 
     def attach(self) -> None:
         self.gradients.together(self.config.wire)

@@ -131,8 +131,8 @@ class AveragedTensors:
             flat.mul_(gain)
         if self.agreed is not None:
             if self.notes is not None:
-                self.notes.send(_views(flat, self._shapes), weights, overlap)
-            for part, scale in zip(_views(flat, self._shapes), scales, strict=False):
+                self.notes.send(self._cut(flat), weights, overlap)
+            for part, scale in zip(self._cut(flat), scales, strict=False):
                 if scale is not None:
                     part.mul_(scale)
         weighted = weights is not None and len(self.wire.topology.groups) > 1
@@ -150,7 +150,7 @@ class AveragedTensors:
         if not isinstance(self.aggregator, Exact):  # it weighs by the number of workers
             topology = self.wire.topology
             weights = [weight * topology.world_size / len(topology.group) for weight in weights]
-        torch._foreach_mul_(_views(flat, self._shapes), list(weights))
+        torch._foreach_mul_(self._cut(flat), list(weights))
 
     @property
     def turn(self) -> int | None:
@@ -192,12 +192,12 @@ class AveragedTensors:
     def outer_state(self) -> Iterator[tuple[str, int, Tensor]]:
         """What all workers hold alike beside the tensors: its name, for which of them, and the values."""
         for name, flat in (("agreed values", self.agreed), ("outer momentum", self.momentum)):
-            for i, part in enumerate(_views(flat, self._shapes) if flat is not None else ()):
+            for i, part in enumerate(self._cut(flat) if flat is not None else ()):
                 yield name, i, part
 
     def mean_lengths(self) -> Tensor:
         """How far the mean of the groups has come in each tensor; after `receive`."""
-        return torch.stack(torch._foreach_norm(_views(self.scratch, self._shapes)))
+        return torch.stack(torch._foreach_norm(self._cut(self.scratch)))
 
     def agree(self, *, outer: bool = True, gains: Tensor | None = None) -> PendingAverage:
         """Make the mean what groups agree on, by an outer step unless `outer` is False; the tensors stay.
@@ -210,7 +210,7 @@ class AveragedTensors:
             return pending
         change, agreed = self.scratch, self.agreed
         if gains is not None and outer:
-            torch._foreach_mul_(_views(change, self._shapes), list(gains))
+            torch._foreach_mul_(self._cut(change), list(gains))
         if not (isinstance(self.outer, Nesterov) and outer):
             torch.add(agreed, change, out=change)
         else:
@@ -244,7 +244,10 @@ class AveragedTensors:
     def _widened(self, flat: Tensor | None = None) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
         """The tensors in the flat vector's dtype, written back at the end; and the part of the vector for each."""
         flat = flat if flat is not None else self.scratch if self.agreed is None else self.agreed
-        parts = _views(flat, self._shapes)
+        if flat.is_meta:
+            yield self._cut(flat), self._cut(flat)
+            return
+        parts = self._cut(flat)
         pairs = [(t, part) for t, part in zip(self.tensors(), parts, strict=True) if not self.is_fixed(t)]
         held = [reals(self.master_of(t)) for t, _ in pairs]
         wide = [t.detach().to(flat.dtype) for t in held]
@@ -261,7 +264,11 @@ class AveragedTensors:
 
     @property
     def _parts(self) -> list[Tensor]:
-        return [self.scratch] if self._is_flat else _views(self.scratch, self._shapes)
+        return [self.scratch] if self._is_flat else self._cut(self.scratch)
+
+    def _cut(self, flat: Tensor) -> list[Tensor]:
+        """A flat vector in the shapes of the tensors; without values any such tensors do."""
+        return self.aggregator.like if flat.is_meta else _views(flat, self._shapes)
 
     def _check_size(self) -> None:
         """Refuse tensors that are not those that were attached any more."""

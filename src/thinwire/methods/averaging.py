@@ -29,7 +29,7 @@ from thinwire.methods.contributions import Contributions
 from thinwire.methods.diverged import refuse_diverged
 from thinwire.methods.fragments import fragments_of
 from thinwire.methods.merging import average_buffers, average_moments
-from thinwire.methods.planned import Cycle, role_by_codes
+from thinwire.methods.planned import Cycle
 from thinwire.methods.rounds import Round
 from thinwire.methods.same_bits import Named, SameBits
 from thinwire.methods.statistics import OuterStatistics
@@ -57,8 +57,8 @@ class LocalTraining(Method):
 
     @classmethod
     def role(cls, config: Any, topology: Topology) -> Hashable:
-        """All groups do the same, unless a code makes them differ."""
-        return role_by_codes(topology, config.wire, config.warmup_wire)
+        """All groups do the same."""
+        return None
 
     def _outer(self) -> Nesterov | Radial | None:
         """The outer step for as many groups as there are."""

@@ -14,7 +14,6 @@ from thinwire.comm.topology import Topology
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext
 from thinwire.methods.frozen import FrozenSecondMoment
-from thinwire.methods.planned import role_by_codes
 
 
 class CodedGradients(Method):
@@ -25,8 +24,8 @@ class CodedGradients(Method):
 
     @classmethod
     def role(cls, config: Any, topology: Topology) -> Hashable:
-        """All workers do the same, unless a code makes them differ."""
-        return role_by_codes(topology, cls.code_of(config), config.warmup_wire)
+        """All workers do the same."""
+        return None
 
     @staticmethod
     @abstractmethod

@@ -33,7 +33,7 @@ from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.diverged import refuse_diverged
 from thinwire.methods.merging import average_buffers
-from thinwire.methods.planned import Cycle, role_by_codes
+from thinwire.methods.planned import Cycle
 from thinwire.methods.plateau import Plateau
 from thinwire.methods.registry import register
 from thinwire.methods.second_moment import SecondMoment
@@ -69,8 +69,8 @@ class DASOMethod(Method):
 
     @classmethod
     def role(cls, config: DASO, topology: Topology) -> Hashable:
-        """All nodes do the same, unless a code makes them differ."""
-        return role_by_codes(topology, config.wire, config.warmup_code)
+        """All nodes do the same."""
+        return None
 
     def attach(self) -> None:
         """Nodes train apart from the first step; a warm-up of no steps ends at once."""

@@ -14,7 +14,6 @@ from thinwire.factor.usage import OrderOfUse
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext
 from thinwire.methods.gathered import gathered_layer
-from thinwire.methods.planned import role_by_codes
 from thinwire.shards import with_modules
 
 log = logging.getLogger("thinwire")
@@ -35,8 +34,8 @@ class Factoring(Method):
 
     @classmethod
     def role(cls, config: Any, topology: Topology) -> Hashable:
-        """All groups do the same, unless a code makes them differ."""
-        return role_by_codes(topology, config.wire, config.warmup_wire)
+        """All groups do the same."""
+        return None
 
     def attach(self) -> None:
         """Find the layers, and watch the order in which a forward pass uses them."""

@@ -75,7 +75,7 @@ class Forecast:
         self.workload = workload
         self.config = config
         views = layout.views(config.group_size, nodes)
-        self.nodes = len(views[0].nodes)
+        self.nodes, self.groups = len(views[0].nodes), len(views[0].groups)
         if not isinstance(predicted, list):
             predicted = simulate_views(views, workload, config, predicted)
         self.simulations = predicted

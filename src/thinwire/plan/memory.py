@@ -24,7 +24,7 @@ from thinwire.methods.second_moment import SecondMoment
 _PARTS = {"agreed": "agreed values", "momentum": "outer momentum", "scratch": "scratch", "aggregator": "residuals"}
 """What a tensor of an average is called."""
 _OTHER = "other"
-_WITHOUT = ("wire", "like", "method", "parts", "mine")
+_WITHOUT = ("wire", "like", "method", "parts", "mine", "pieces", "own_pieces")
 """What holds no tensors of its own; the parts of a sum over many groups are long lists."""
 
 
@@ -143,7 +143,8 @@ def _inside(name: str, each: Any) -> list[tuple[str, Any]]:
     if isinstance(each, GradientAveraging):
         return [("residuals", value) for value in each.buckets]
     if isinstance(each, AveragedTensors):
-        return [(_PARTS.get(own, _OTHER), value) for own, value in vars(each).items() if own != "wire"]
+        own_parts = (own for own in vars(each) if own not in ("wire", "_shapes"))
+        return [(_PARTS.get(own, _OTHER), vars(each)[own]) for own in own_parts]
     if isinstance(each, ChangeScales):
         return [(name, each.moments), (name, each.rows)]
     if isinstance(each, SecondMoment):

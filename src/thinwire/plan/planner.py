@@ -164,8 +164,9 @@ def make_plan(
     def forecast(
         config: Any, predict: predicted.RankPredictor, over: Mapping[int, Layout]
     ) -> tuple[Forecast, dict[int, Forecast]]:
-        layouts = [*((there, SOME_NODES) for there in over.values()), (layout, ALL_NODES)]
-        *there, here = _forecast_all(workload, config, predict, stopwatch, layouts)
+        # The first one of those that are simulated together says what a worker holds.
+        layouts = [(layout, ALL_NODES), *((there, SOME_NODES) for there in over.values())]
+        here, *there = _forecast_all(workload, config, predict, stopwatch, layouts)
         return here, dict(zip(over, there, strict=True))
 
     usual = AllReduce(group_size=group_size)

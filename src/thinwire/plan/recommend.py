@@ -1,4 +1,4 @@
-"""Which method of a plan to use: the fastest one on its links, and why."""
+"""Which method of a plan to use: the fastest one on its links whose limits allow it, and why."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -7,6 +7,7 @@ from typing import Any
 from thinwire import units
 from thinwire.config import AllReduce
 from thinwire.plan.forecast import Forecast
+from thinwire.plan.limits import limits_of
 from thinwire.plan.links import Links
 
 GAINS, ALIKE = 1.1, 1.05
@@ -21,6 +22,8 @@ class Choice:
     speedup: float
     seconds_per_step: float
     slow_bytes_per_step: float
+    limits: tuple[str, ...] = ()
+    """Why it is not advised here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +31,7 @@ class Recommendation:
     """What to use on these links."""
 
     best: Choice
-    """The fastest method, or fp32 all-reduce if no other is clearly faster."""
+    """The fastest method without limits, or fp32 all-reduce if no other is clearly faster."""
     baseline: Choice
     """fp32 all-reduce, as DistributedDataParallel does it."""
     waiting: float
@@ -37,6 +40,8 @@ class Recommendation:
     """Other methods as fast as the best one, within the accuracy of a plan."""
     closest: Choice | None = None
     """The fastest all-reduce in fewer bits, where another method is best: it trains as DistributedDataParallel does."""
+    faster: tuple[Choice, ...] = ()
+    """Methods that would be clearly faster, but have limits."""
 
     @property
     def changes(self) -> bool:
@@ -53,10 +58,11 @@ class Recommendation:
         waits = f"fp32 all-reduce sends {units.size(usual.slow_bytes_per_step)} per node and step and waits for the "
         waits += f"link {100 * self.waiting:.0f} % of the time"
         if not self.changes:
-            return f"{waits}; no other method would be faster by {100 * (GAINS - 1):.0f} %"
+            other = "method that is advised here" if self.faster else "method"
+            return f"{waits}; no other {other} would be faster by {100 * (GAINS - 1):.0f} %"
         fewer = usual.slow_bytes_per_step / best.slow_bytes_per_step if best.slow_bytes_per_step else None
         less = f", {fewer:.3g} times less" if fewer and fewer > GAINS else ""
-        return f"{waits}; {best.method} sends {units.size(best.slow_bytes_per_step)}{less}"
+        return f"{waits}; {best.method.partition(':')[0]} sends {units.size(best.slow_bytes_per_step)}{less}"
 
     def lines(self) -> list[str]:
         """In words."""
@@ -76,22 +82,27 @@ class Recommendation:
                 f"Closest to DDP: {near.method}, {units.time(near.seconds_per_step)} per step, {_times(near.speedup)} "
                 f"as fast, {units.size(near.slow_bytes_per_step)} per step."
             )
+        for own in self.faster:
+            out.append(f"Not advised here: {own.method}, {_times(own.speedup)} as fast: {'; '.join(own.limits)}.")
         if self.changes:
             out.append("A plan knows bytes and seconds, not accuracy: `thinwire compare` measures that.")
         return out
 
 
 def recommend(baseline: Forecast, forecasts: Mapping[str, Forecast], links: Links) -> Recommendation:
-    """The fastest of these methods and of the baseline, fp32 all-reduce, on these links."""
+    """The fastest of these methods and of the baseline, fp32 all-reduce, on these links, limits permitting."""
     split = baseline.seconds(links)
     whole = sum(split.values())
 
     def choice(name: str, forecast: Forecast) -> Choice:
         seconds, steps = sum(forecast.seconds(links).values()), forecast.workload.steps
-        return Choice(name, whole / seconds, seconds / steps, forecast.slow_bytes / steps)
+        limits = tuple(limit.text for limit in limits_of(forecast.workload, forecast.config, forecast.groups))
+        return Choice(name, whole / seconds, seconds / steps, forecast.slow_bytes / steps, limits)
 
     usual = choice("allreduce", baseline)
     choices = {name: choice(name, own) for name, own in forecasts.items() if not _is_baseline(own.config)}
+    limited = [own for own in choices.values() if own.limits]
+    choices = {name: own for name, own in choices.items() if not own.limits}
     fastest = _fastest(choices.values())
     best = fastest if fastest is not None and fastest.speedup >= GAINS else usual
     others = [own for own in choices.values() if best is not usual and own is not best]
@@ -101,6 +112,7 @@ def recommend(baseline: Forecast, forecasts: Mapping[str, Forecast], links: Link
         baseline=usual,
         waiting=split["wire"] / whole,
         alike=tuple(own.method for own in others if own.speedup * ALIKE >= best.speedup),
+        faster=tuple(own for own in limited if own.speedup >= GAINS * best.speedup),
         closest=None if isinstance(getattr(forecasts.get(best.method), "config", None), AllReduce) else _fastest(coded),
     )
 

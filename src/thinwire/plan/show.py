@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,8 @@ _COLUMNS = {
 """Headings, and the width of the widest figure below each."""
 _DISPENSABLE = ("pays\nbelow", "memory /\nworker", "slow link\ntotal", "time\ntotal")
 """Columns that a narrow console leaves out, in this order."""
+_LONGEST = 26
+"""Of the labels of methods in the table; more settings than fit are left to the caption."""
 
 
 class Rows:
@@ -42,7 +45,8 @@ class Rows:
 
     def __init__(self, console: Console, methods: Iterable[str]) -> None:
         self._console = console
-        self._widths = {"method": max(map(len, ("method", *methods))), **_COLUMNS}
+        self._names = _short(methods)
+        self._widths = {"method": max(map(len, ("method", *self._names.values()))), **_COLUMNS}
         self._shown = fitting(self._widths, _DISPENSABLE, console.width)
 
     def begin(self, plan: Plan) -> None:
@@ -59,7 +63,7 @@ class Rows:
     def add(self, row: dict[str, Any]) -> None:
         """One method, and its range of bytes where they depend on ranks."""
         out = self._table(with_names=False)
-        cells = dict(zip(self._widths, _cells(row), strict=True))
+        cells = dict(zip(self._widths, (self._names[row["method"]], *_cells(row)), strict=True))
         out.add_row(*(cells[heading] for heading in self._shown))
         self._console.print(out)
         if row["slow_bytes_range"]:
@@ -86,18 +90,20 @@ class Rows:
 
 def caption(plan: dict[str, Any]) -> str:
     """What the figures of a plan are based on, in sentences."""
-    text = ["Bytes per node without evaluation. Speed-up over fp32 all-reduce."]
+    names = _short([row["method"] for row in plan["methods"]])
+    text = [f"{short} is {name}." for name, short in names.items() if short != name]
+    text.append("Bytes per node without evaluation. Speed-up over fp32 all-reduce.")
     if plan["ranks"]:
         text.append(f"Ranks of {plan['ranks']}.")
     elif any(row["slow_bytes_range"] for row in plan["methods"]):
         text.append("Ranks of a typical run; below, rank 1 to full rank. For a run's own ranks: --ranks DIR.")
     assumed: dict[str, list[str]] = {}
     for row in plan["methods"]:
-        assumed.setdefault(row["assumes"], []).append(row["method"])
+        assumed.setdefault(row["assumes"], []).append(names[row["method"]])
     text += [f"{', '.join(methods)}: if {what}." for what, methods in assumed.items() if what]
     held: dict[str, list[str]] = {}
     for row in plan["methods"]:
-        held.setdefault(beside(row["memory_by_phase"]), []).append(row["method"])
+        held.setdefault(beside(row["memory_by_phase"]), []).append(names[row["method"]])
     if parts := "; ".join(f"{', '.join(methods)} {what}" for what, methods in held.items() if what):
         text.append(f"Held beside model and optimizer: {parts}.")
     if plan["allreduce"] == "tree":
@@ -107,6 +113,17 @@ def caption(plan: dict[str, Any]) -> str:
     else:
         text.append("Compute as given, in every phase; decompositions and activations left out.")
     return " ".join(text)
+
+
+def _short(methods: Iterable[str]) -> dict[str, str]:
+    """Labels with their first settings, as many as fit; the whole label where two would be alike."""
+    found = {}
+    for name in methods:
+        found[name] = name
+        while len(found[name]) > _LONGEST + 1 and ":" in found[name]:
+            found[name] = found[name].rstrip("…").rpartition(":")[0] + "…"
+    alike = Counter(found.values())
+    return {name: short if alike[short] == 1 else name for name, short in found.items()}
 
 
 def beside(phases: dict[str, dict[str, Any]]) -> str:
@@ -125,7 +142,6 @@ def beside(phases: dict[str, dict[str, Any]]) -> str:
 def _cells(row: dict[str, Any]) -> list[str]:
     pays = row["pays_below_bits"]
     return [
-        row["method"],
         size(row["slow_bytes_per_step"]),
         size(row["slow_bytes"]),
         ratio(row["traffic_vs_allreduce_fp32"]),

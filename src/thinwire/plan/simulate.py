@@ -144,8 +144,8 @@ class _Simulator:
     """Turns that were simulated once, in this shape."""
     quiet: dict[_Place, int] = field(default_factory=dict)
     """Steps from each place to the next event."""
-    held: tuple[Any, tuple[int, int]] = (None, (0, 0))
-    """When bytes of the model and the optimizer's state were last counted, and how many."""
+    held: tuple[Any, Memory] = (None, Memory())
+    """When memory was last counted, and what there was."""
 
     def run(self) -> None:
         """Simulate every step, every evaluation and `finish`."""
@@ -306,8 +306,8 @@ class _Simulator:
             self.wire.all_reduce_sum(torch.empty(3, dtype=torch.float64), "evaluate")
 
     def _memory(self) -> Memory:
-        # They change with the phase, or when optimizer state is dropped.
-        place = *self._began, len(self.method.optimizers[0].state)
+        # It changes with the phase, when optimizer state is made or dropped, and with what steps are not alike in.
+        place = *self._began, len(self.method.optimizers[0].state), self.method.next_event
         if self.held[0] != place:
-            self.held = place, model_and_optimizer(self.method)
-        return memory_of(self.method, self.held[1])
+            self.held = place, memory_of(self.method, model_and_optimizer(self.method))
+        return self.held[1]
