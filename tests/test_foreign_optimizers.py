@@ -2,6 +2,7 @@
 
 import functools
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -344,11 +345,12 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.M
 def test_sam_keeps_no_state_of_weights_that_became_factors() -> None:
     model = small.mlp()
     sam = OPTIMIZERS["sam"](model)
+    sam.state = defaultdict(dict)  # of its own, as SAMs of other packages have it
     config = thinwire.AB(total_steps=60, warmup=2, every=3, factor_at=4, cutoff=0.6)
     replica = thinwire.attach(model, sam, config)
     for number in range(9):
         for p in model.parameters() if number < 2 else ():
-            sam.state[p]["old_p"] = p.detach().clone()  # as SAMs of other packages do
+            sam.state[p]["old_p"] = p.detach().clone()
         step(replica, sam, 0, number)
     assert replica.phase == "factored"
     own = {id(p) for p in model.parameters()}

@@ -24,7 +24,8 @@ from thinwire.factor.moments import LINEAR, QUADRATIC
 from thinwire.methods.base import Method
 from thinwire.shards import local, whole_of
 
-_loads: "weakref.WeakKeyDictionary[nn.Module, Loads]" = weakref.WeakKeyDictionary()
+_loads: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Loads]]" = weakref.WeakKeyDictionary()
+"""By references to both: a value that holds its key would keep a model, and its replica, for good."""
 _ignored = 0
 
 
@@ -56,7 +57,7 @@ class Loads:
         """Notice loads from now on, also into parts of the model; returns how to stop."""
         releases: list[Callable[[], Any]] = []
         for module in self.model.modules():
-            _loads[module] = self
+            _loads[module] = weakref.ref(self)
             releases.append(module.register_load_state_dict_pre_hook(_before_load).remove)
             releases.append(functools.partial(_loads.pop, module, None))
         for optimizer in self.method.optimizers:
@@ -84,11 +85,16 @@ class Loads:
         return not self.method.wire.is_sharded
 
     @property
+    def were_noted(self) -> bool:
+        """Whether anything was loaded, perhaps to be taken back."""
+        return bool(self._models or self._optimizers)
+
+    @property
     def are_new(self) -> bool:
         """Whether anything was loaded, and not taken back."""
         if self._models > 1 and not self._optimizers and not self.are_others:
             self.clear()
-        return bool(self._models or self._optimizers)
+        return self.were_noted
 
     @property
     def are_others(self) -> bool:
@@ -104,7 +110,7 @@ class Loads:
 
 
 def _before_load(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
-    found = _loads.get(module)
+    found = _loads.get(module, lambda: None)()
     if found is not None and not _ignored:
         found.note(module, state, prefix)
 

@@ -1,6 +1,7 @@
 """A model in training on many workers."""
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -101,7 +102,6 @@ class Replica(nn.Module):
         self.forward = untraced(self.forward)  # type: ignore[method-assign]
         sign_as(self.forward, method.model)
         self._begin_step = torch.compiler.disable(self.traffic.times.begin_step)
-        self._begin_again_if_loaded = torch.compiler.disable(self._begin_again_if_loaded)  # type: ignore[method-assign]
         self.register_load_state_dict_pre_hook(_find_inner_keys)
         context = method.context
         scale = SharedScale(scaler, method.wire)
@@ -476,10 +476,8 @@ class Replica(nn.Module):
 
     def _begin_again_if_loaded(self) -> None:
         """All workers have loaded the same state since the last step, or say who has not; collective if one has."""
-        if self._loads.are_new:
-            self._together(self._begin_again, "load_state_dict()")
-            self._loads.clear()
-            self._stepping.expect_changes()
+        if self._loads.were_noted:
+            _begin_again_untraced()(self)
 
     def _begin_again(self) -> None:
         self._method.wire.barrier("load_state_dict()")
@@ -705,6 +703,19 @@ class Replica(nn.Module):
     def _refuse_finished(self, call: str) -> None:
         if self._finished:
             raise ThinwireError(f"{call} after finish(): keep the finished model by its state_dict()")
+
+
+@functools.cache
+def _begin_again_untraced() -> Callable[[Replica], None]:
+    """Keep Dynamo out where a compiled replica is called; a function that knows no replica keeps none alive."""
+
+    def begin_again(replica: Replica) -> None:
+        if replica._loads.are_new:
+            replica._together(replica._begin_again, "load_state_dict()")
+            replica._loads.clear()
+            replica._stepping.expect_changes()
+
+    return torch.compiler.disable(begin_again)
 
 
 def stop_requested(replica: Replica) -> bool:
