@@ -427,7 +427,7 @@ def test_what_arrives_for_a_paused_factor_is_taken_as_it_is_after_its_outer_step
 
 @case
 def growing(rank: int, folder: Path) -> Any:
-    """Bits after each step while the rate falls to zero; rank 1's falls faster, so the others' rounds are shorter."""
+    """Bits after each step while the rate falls to zero."""
     rows = {}
     kinds = {
         "ab": ab(group_size=1, warmup=0, every_max=8, total_steps=40, factor_at=20),
@@ -436,7 +436,7 @@ def growing(rank: int, folder: Path) -> Any:
     }
     for name, config in kinds.items():
         replica, optimizer, model = start(config)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: max(0.0, 1 - s / (30 - (rank == 1))))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: max(0.0, 1 - s / 30))
         seen = []
         for _ in small.walk(replica, optimizer, rank, 32):
             schedule.step()

@@ -1,5 +1,6 @@
 """Saves that survive: damage is named, the save before is used, a kill at any moment and a full disk cost little."""
 
+import contextlib
 import functools
 import json
 import logging
@@ -163,7 +164,8 @@ def resume_from_ones_own(rank: int, folder: str) -> int:
     if rank == 1:
         for name in ("worker-rank0.safetensors", "worker-rank1.safetensors"):  # it checks one of the two
             flip_a_bit(own / "checkpoint" / "step-000006" / name)
-    return prepare(recipe, config, own, 0, None, resume=True).replica.step
+    with contextlib.ExitStack() as held:
+        return prepare(recipe, config, own, 0, None, resume=True, held=held).replica.step
 
 
 def test_workers_agree_on_the_save_they_resume_from(tmp_path) -> None:

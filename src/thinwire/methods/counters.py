@@ -4,8 +4,7 @@ A worker that skipped a step without the others has run one batch more. Learning
 scheduler follows its own loss; groups would be averaged that train at different paces, and nothing else would show it.
 """
 
-import struct
-import zlib
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NoReturn
@@ -14,9 +13,12 @@ from thinwire.comm.collectives import Pending, Wire
 from thinwire.errors import DisagreementError
 from thinwire.factor.optimizers import Optimizers
 
+_SAME = 1e-6
+"""Of two learning rates, the relative difference up to which they are the same."""
+
 
 class Counters:
-    """What each worker says of itself: steps, batches, and a checksum of its learning rates."""
+    """What each worker says of itself: steps, batches, and a weighted sum of its learning rates."""
 
     LENGTH = 3
 
@@ -27,8 +29,7 @@ class Counters:
 
     def own(self, step: int, batches: int) -> list[float]:
         """This worker's."""
-        rates = self._rates()
-        return [step, batches, zlib.crc32(struct.pack(f"{len(rates)}d", *rates))]
+        return [step, batches, sum(place * rate for place, rate in enumerate(self._rates(), 1))]
 
     def check(self, step: int, batches: int, more: Sequence[float] = ()) -> list[list[float]]:
         """Refuse workers that are at different steps or rates; collective. What `more` each of them says, by rank."""
@@ -54,14 +55,17 @@ class Counters:
                 f"workers disagree at step {common[0]}: {which}, the others {common[1]} in {common[0]}{remedy}"
             )
         # With a scaler, a scheduler may wait for steps that only some groups skipped.
-        if len({row[2] for row in rows}) > 1 and not self.has_scaler:
+        rates = [row[2] for row in rows]
+        # Not bit for bit: machines of other kinds may round what a schedule computes in another way.
+        if not self.has_scaler and not math.isclose(min(rates), max(rates), rel_tol=_SAME):
             self._refuse_rates(common[0])
 
     def _refuse_rates(self, step: int) -> NoReturn:
         rates = [tuple(row) for row in self.wire.all_gather_object(self._rates())]
         common = Counter(rates).most_common(1)[0][0]
-        rank = next(rank for rank, own in enumerate(rates) if own != common)
-        place = next((i for i, (a, b) in enumerate(zip(rates[rank], common, strict=False)) if a != b), 0)
+        apart = [[abs(a - b) for a, b in zip(own, common, strict=False)] for own in rates]
+        rank = max(range(len(rates)), key=lambda rank: max(apart[rank], default=0.0))
+        place = max(range(len(apart[rank])), key=apart[rank].__getitem__)
         raise DisagreementError(
             f"workers train at different learning rates at step {step}: rank {rank} has {rates[rank][place]:.6g}, the "
             f"others {common[place]:.6g}, in parameter group {place}; give schedulers the same on all workers: "
