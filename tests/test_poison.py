@@ -1,5 +1,6 @@
 """Groups whose values are not finite, or came much too far: found before an average, stopped or left out."""
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ STEPS = 16
 
 
 def changed(config: Any, **fields: Any) -> Any:
-    return type(config)(**{**{name: getattr(config, name) for name in config.__dataclass_fields__}, **fields})
+    return dataclasses.replace(config, **fields)
 
 
 def poison(model: nn.Module, how: str) -> str:
