@@ -71,7 +71,7 @@ def _distances(rank: int, config: Any, dtype: torch.dtype) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_an_average_is_not_undone(dtype: torch.dtype) -> None:
     for found in gang.run(distances, 2, dtype):
         for name, apart in found.items():
