@@ -141,7 +141,7 @@ def test_a_plan_says_what_is_held() -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(ConfigError, match="needs a warm-up, which makes the second moments; set `warmup`"):
+    with pytest.raises(ConfigError, match="needs a warm-up, which makes the second moments, not `warmup`=0"):
         thinwire.OneBit(freeze_second_moment=True)
     with pytest.raises(ConfigError, match="`freeze_second_moment`='yes'"):
         thinwire.OneBit(warmup=2, freeze_second_moment="yes")  # type: ignore[arg-type]

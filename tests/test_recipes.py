@@ -1,5 +1,4 @@
 import json
-import random
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from thinwire.errors import ConfigError
 from thinwire.jobs import Job
 from thinwire.recipes import installed, named
 from thinwire.settings import from_strings
-from thinwire.train.checkpoint import _random_state, _restore_random
 from thinwire.train.recorder import Recorder
 from thinwire.train.task import describe_optimizer
 
@@ -218,14 +216,6 @@ def test_optimizers_are_told_as_plain_values():
     told = describe_optimizer(make)
     assert told == json.loads(json.dumps(told))
     assert (told["optimizer"], told["optimizer.lr"], told["optimizer.weight_decay"]) == ("AdamW", 0.5, [0.1, 0.0])
-
-
-def test_random_states_come_back():
-    random.gauss(0, 1), np.random.normal()  # leaves half a pair in both
-    tensors, plain = _random_state()
-    first = random.random(), np.random.normal(), torch.rand(1).item()
-    _restore_random(tensors, plain)
-    assert (random.random(), np.random.normal(), torch.rand(1).item()) == first
 
 
 def test_records_beyond_the_checkpoint_are_cut(tmp_path):
