@@ -1,24 +1,85 @@
-"""Real gloo workers for tests: forked from a server that has torch loaded, joined by a timeout."""
+"""Real gloo workers for tests, forked from a server that has torch loaded.
+
+Workers stay from case to case: the first steps of a fresh process take longer than most cases. Each case has a world of
+its own, and what it leaves behind in a worker fails it. Tests of processes themselves start their own.
+"""
 
 import ctypes
+import gc
 import multiprocessing as mp
 import os
 import pickle
+import random
+import signal
+import sys
 import tempfile
+import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 context = mp.get_context("forkserver")
 # All that the modules of tests import: a worker that loads it itself spends more on that than on a few steps.
 context.set_forkserver_preload(["thinwire.cli", "torch.distributed.optim", "torch._dynamo", "pytest"])
 _CLONE_NEWNET = 0x40000000
+_LINGERS_S = 5
+"""How long a thread that was told to end may take."""
 
 
 class WorkerFailed(AssertionError):
-    """A worker raised; the message has its traceback."""
+    """A worker raised, died or left something behind; the message has its traceback."""
+
+
+class Case(NamedTuple):
+    """What a worker is asked to do."""
+
+    function: Callable[..., Any]
+    rank: int
+    workers: int
+    args: tuple[Any, ...]
+    folder: str
+    patience: float
+    hosts: Sequence[Any]
+    fresh: bool
+
+
+class Worker:
+    """A process that does one case after the other."""
+
+    def __init__(self) -> None:
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def ask(self, case: Case) -> None:
+        """Begin a case."""
+        self.pipe.send_bytes(pickle.dumps((sys.path, str(Path.cwd()), pickle.dumps(case))))
+
+    def answer(self) -> Any:
+        """What the case returned."""
+        try:
+            value, error = pickle.loads(self.pipe.recv_bytes())
+        except EOFError:
+            self.process.join()
+            raise WorkerFailed(f"the worker died with exit code {self.process.exitcode}") from None
+        if error:
+            raise WorkerFailed(error)
+        return value
+
+    def end(self) -> None:
+        """Whatever it does."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+_idle: list[Worker] = []
 
 
 def start(function: Callable[..., Any], *args: Any) -> Any:
@@ -35,38 +96,176 @@ def run(
     timeout: float = 300,
     patience: float = 120,
     hosts: Sequence[Any] = (),
+    fresh: bool = False,
 ) -> list[Any]:
     """Call `function(rank, *args)` in `workers` processes and return what each returned, by rank.
 
     `patience` is the process group's timeout: how long a collective waits for a missing rank. With `hosts` of
-    `thinwire.netbench` an equal part of the workers is on each, and watches its link.
+    `thinwire.netbench` an equal part of the workers is on each, and watches its link. `fresh` ones have done nothing
+    before: for what happens once in a process, and for what a process may keep.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        results = context.Queue()
-        gang = [
-            context.Process(
-                target=_worker, args=(function, rank, workers, folder, patience, hosts, args, results), daemon=True
-            )
-            for rank in range(workers)
-        ]
-        for process in gang:
-            process.start()
-        try:
-            return _collect(gang, results, timeout)
-        finally:
-            for process in gang:
-                process.kill()
-                process.join()
+    fresh = fresh or bool(hosts)  # a process never leaves its host
+    gang = [Worker() if fresh or not _idle else _idle.pop() for _ in range(workers)]
+    done = False
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for rank, worker in enumerate(gang):
+                worker.ask(Case(function, rank, workers, args, folder, patience, hosts, fresh))
+            found = _collect(gang, timeout)
+        done = not fresh
+        return found
+    finally:
+        if done:
+            _idle.extend(gang)
+        else:
+            for worker in gang:
+                worker.end()
 
 
-def _collect(gang: list[Any], results: Any, timeout: float) -> list[Any]:
-    found: dict[int, Any] = {}
-    for _ in gang:
-        rank, value, error = results.get(timeout=timeout)
-        if error:
-            raise WorkerFailed(f"rank {rank}:\n{error}")
-        found[rank] = pickle.loads(value)
+def _collect(gang: list[Worker], timeout: float) -> list[Any]:
+    deadline, found = time.monotonic() + timeout, {}
+    ranks = {worker.pipe: rank for rank, worker in enumerate(gang)}
+    while len(found) < len(gang):
+        ready = wait([pipe for pipe, rank in ranks.items() if rank not in found], deadline - time.monotonic())
+        if not ready:
+            raise WorkerFailed(f"ranks {sorted(set(ranks.values()) - set(found))} have not ended after {timeout} s")
+        for pipe in ready:
+            rank = ranks[pipe]
+            try:
+                found[rank] = gang[rank].answer()
+            except WorkerFailed as error:
+                raise WorkerFailed(f"rank {rank}:\n{error}") from None
     return [found[rank] for rank in range(len(gang))]
+
+
+def _serve(pipe: Any) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    seed = torch.initial_seed()
+    gc.freeze()  # a collection after a case then looks at that case alone
+    while True:
+        try:
+            path, folder, case = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        sys.path[:] = path
+        os.chdir(folder)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        pipe.send_bytes(_outcome(case))
+
+
+def _outcome(case: bytes) -> bytes:
+    """What a case returned, or why there is nothing; by value: a tensor shared through a file dies with its worker."""
+    try:
+        asked = Case(*pickle.loads(case))
+        if asked.hosts:
+            number = asked.rank * len(asked.hosts) // asked.workers
+            _move_to(asked.hosts[number], number)
+        before = _held()
+        value = pickle.dumps(_in_a_world(asked))
+        if not asked.fresh and (left := _left(before)):
+            return pickle.dumps((None, f"{asked.function.__name__} left behind: {left}"))
+        return pickle.dumps((pickle.loads(value), None))
+    except BaseException:
+        return pickle.dumps((None, traceback.format_exc()))
+
+
+def _in_a_world(case: Case) -> Any:
+    import torch.distributed as dist
+
+    from thinwire.comm import process_groups
+
+    ours = {"RANK": str(case.rank), "WORLD_SIZE": str(case.workers), "LOCAL_RANK": str(case.rank)}
+    os.environ.update(ours)
+    hook = sys.excepthook
+    try:
+        if case.workers > 1:
+            store = dist.FileStore(str(Path(case.folder) / "store"), case.workers)
+            dist.init_process_group(
+                "gloo",
+                store=store,
+                rank=case.rank,
+                world_size=case.workers,
+                timeout=timedelta(seconds=case.patience),
+            )
+        return case.function(case.rank, *case.args)
+    finally:
+        process_groups.release_groups()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        sys.excepthook = hook  # torch adds one for each world
+        for name in ours:
+            os.environ.pop(name, None)
+
+
+def _held() -> dict[str, Any]:
+    """What a process has one of, and a case must leave as it was."""
+    import torch
+    from torch.distributed import distributed_c10d
+    from torch.nn.modules import module
+    from torch.optim import optimizer
+
+    from thinwire.methods.registry import METHODS
+
+    # Thinwire's own are for good: they look up what is attached.
+    hooks = {
+        name: [hook for hook in held.values() if not hook.__module__.startswith("thinwire.")]
+        for where in (module, optimizer)
+        for name, held in vars(where).items()
+        if name.startswith("_global_") and name.endswith("_hooks")
+    }
+    switches = {
+        "dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "grad": torch.is_grad_enabled(),
+        "anomaly": torch.is_anomaly_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+    }
+    return {
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "process groups": len(distributed_c10d._world.pg_map),
+        "global hooks": hooks,
+        "registered methods": sorted(METHODS),
+        "environment": dict(os.environ),
+        "switches of torch": switches,
+        "signal handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
+        "exception hook": sys.excepthook,
+        "folder": str(Path.cwd()),
+        "changed": _definitions(),
+    }
+
+
+def _definitions() -> dict[str, Any]:
+    """Constants and functions of Thinwire, by identity; a case may change them for itself alone."""
+    return {
+        f"{module}.{name}": id(value)
+        for module, held in list(sys.modules.items())
+        if module.startswith("thinwire.")
+        for name, value in vars(held).items()
+        if name.isupper() or isinstance(value, FunctionType)
+    }
+
+
+def _left(before: dict[str, Any]) -> str:
+    """How that differs now."""
+    deadline = time.monotonic() + _LINGERS_S
+    while threading.active_count() > len(before["threads"]) and time.monotonic() < deadline:
+        gc.collect()  # a replica's threads end with it
+        time.sleep(0.01)
+    now = _held()
+    now["changed"] = {name: now["changed"].get(name) for name in before["changed"]}  # more may have been imported
+    changed = (f"{name}: {_difference(before[name], now[name])}" for name in before if before[name] != now[name])
+    return "; ".join(changed)
+
+
+def _difference(before: Any, now: Any) -> str:
+    if isinstance(before, dict):
+        names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        return ", ".join(f"{name} was {before.get(name)}, is {now.get(name)}" for name in names)
+    return f"was {before}, is {now}"
 
 
 def _move_to(host: Any, number: int) -> None:
@@ -75,37 +274,3 @@ def _move_to(host: Any, number: int) -> None:
         if ctypes.CDLL(None, use_errno=True).setns(door.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter {host.namespace}")
     os.environ.update(GROUP_RANK=str(number), GLOO_SOCKET_IFNAME=host.interface, THINWIRE_INTERFACE=host.interface)
-
-
-def _worker(
-    function: Callable[..., Any],
-    rank: int,
-    workers: int,
-    folder: str,
-    patience: float,
-    hosts: Sequence[Any],
-    args: Any,
-    results: Any,
-) -> None:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(workers), LOCAL_RANK=str(rank))
-    if hosts:
-        number = rank * len(hosts) // workers
-        _move_to(hosts[number], number)
-    try:
-        if workers > 1:
-            store = dist.FileStore(str(Path(folder) / "store"), workers)
-            dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=workers, timeout=timedelta(seconds=patience)
-            )
-        # By value: a tensor shared through a file descriptor dies with its worker.
-        results.put((rank, pickle.dumps(function(rank, *args)), None))
-    except BaseException:
-        results.put((rank, None, traceback.format_exc()))
-        raise
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()

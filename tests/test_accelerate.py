@@ -95,7 +95,7 @@ def compared(rank: int, workers: int, names: list[str], folder: Path) -> dict[st
 
 @cases_of_integrations
 def test_parameters_are_those_of_a_loop_of_ones_own(workers: int, names: list[str], tmp_path: Path) -> None:
-    everyone = gang.run(compared, workers, workers, names, tmp_path)
+    everyone = gang.run(compared, workers, workers, names, tmp_path, fresh=True)
     for name in names:
         assert len(set.union(*(each[name] for each in everyone))) == 1, name
 
@@ -120,6 +120,6 @@ def refused(rank: int) -> list[str]:
 
 
 def test_what_would_go_around_the_replica_is_refused() -> None:
-    for (said,) in gang.run(refused, 2):
+    for (said,) in gang.run(refused, 2, fresh=True):
         assert "the model was given to accelerator.prepare()" in said
         assert "prepare the optimizer, loader and scheduler only" in said

@@ -90,6 +90,7 @@ def of_each_worker(rank: int, folder: str) -> int:
     for step in replica.steps(4, folder=folder, save_every=2, also={"sampler": sampler}):
         sampler.at += 1
         small.step(replica, optimizer, rank, step)
+    replica.detach()
     return sampler.at
 
 
@@ -97,6 +98,7 @@ def resumed(rank: int, folder: str) -> tuple[int, Any]:
     replica, _, _ = attached()
     sampler = Sampler()
     next(replica.steps(4, folder=folder, save_every=2, also={"sampler": sampler}))
+    replica.detach()
     return sampler.at, sampler.loaded
 
 

@@ -160,7 +160,7 @@ def resume_from_ones_own(rank: int, folder: str) -> int:
     """The step that a worker goes on from if each has a copy of the run, and the last save of one is damaged."""
     recipe, config, own = named("digits", **STEPS), thinwire.AllReduce(), Path(folder, str(rank))
     fit(recipe, config, out=Path(folder, "run"), save_every=2, until=6, model=False)
-    shutil.copytree(Path(folder, "run"), own)
+    shutil.copytree(Path(folder, "run"), own, ignore=shutil.ignore_patterns(".lock"))  # rank 0 may still hold it
     if rank == 1:
         for name in ("worker-rank0.safetensors", "worker-rank1.safetensors"):  # it checks one of the two
             flip_a_bit(own / "checkpoint" / "step-000006" / name)

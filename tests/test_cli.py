@@ -104,7 +104,7 @@ def compared(tmp_path_factory) -> tuple[Path, str]:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-    printed, nothing = gang.run(_compare_as_workers, 2, str(out), port)
+    printed, nothing = gang.run(_compare_as_workers, 2, str(out), port, fresh=True)
     assert nothing == ""
     return out, printed
 

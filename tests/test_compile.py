@@ -56,7 +56,7 @@ def three_cycles(rank: int, way: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["compile=", "torch.compile"])
 def test_three_cycles_with_changing_ranks(way: str) -> None:
-    found = gang.run(three_cycles, 2, way)
+    found = gang.run(three_cycles, 2, way, fresh=True)
     assert found[0]["compiled"]["bits"] == found[1]["compiled"]["bits"]
     for worker in found:
         compiled, plain = worker["compiled"], worker["plain"]
@@ -110,7 +110,7 @@ def warnings_at_limit(rank: int, limit: int) -> dict[str, Any]:
 @pytest.mark.slow
 def test_dynamos_limit_is_told_once() -> None:
     """With the usual limit nothing is said: the tests above turn warnings into errors."""
-    (found,) = gang.run(warnings_at_limit, 1, 3)
+    (found,) = gang.run(warnings_at_limit, 1, 3, fresh=True)
     (message,) = found["said"]
     assert "3 times" in message and "limit of 3" in message and "recompile_limit" in message
     for name, value in found["plain"].items():
@@ -135,7 +135,7 @@ def break_up(rank: int) -> tuple[int, int]:
 
 
 def test_many_functions_are_not_many_recompilations() -> None:
-    assert gang.run(break_up, 1) == [(6, 0)]
+    assert gang.run(break_up, 1, fresh=True) == [(6, 0)]
 
 
 def test_a_bare_sequential_is_compiled_whole() -> None:
@@ -170,5 +170,5 @@ def compressed(rank: int) -> list[float]:
 
 @pytest.mark.slow
 def test_compressed_methods_compile_too() -> None:
-    for gaps in gang.run(compressed, 2):
+    for gaps in gang.run(compressed, 2, fresh=True):
         assert max(gaps) < 1e-5

@@ -30,7 +30,7 @@ from thinwire.methods.registry import METHODS, name_of
 from thinwire.plan.simulate import simulate
 from thinwire.plan.workload import Workload
 from thinwire.settings import from_strings
-from trajectories import CASES, LAYOUTS, adamw, layouts, trajectories
+from trajectories import LAYOUTS, adamw, layouts, trajectories
 
 methods = pytest.mark.parametrize("name", METHODS)
 # Two workers are the quickest; the larger worlds of `trajectories` are slow.
@@ -40,38 +40,6 @@ worlds = pytest.mark.parametrize("world", first_of(WORLDS))
 
 def example(name: str, **fields: Any) -> Any:
     return METHODS[name].example(**fields)
-
-
-# Agreement.
-
-
-@layouts
-@pytest.mark.parametrize("name", CASES)
-def test_workers_agree_when_they_must(name: str, layout: str) -> None:
-    """In sync, all hold the same parameters, buffers and optimizer state; after an average, what it averages."""
-    ranks, case = [worker[name] for worker in trajectories(layout)], CASES[name]
-    for step in range(1, STEPS + 1):
-        must = {"parameters": case.parameters, "buffers": case.buffers, "state": case.optimizer}
-        for what, due in must.items():
-            if ranks[0]["in_sync"][step - 1] or due(step):
-                assert len({seen[what][step - 1] for seen in ranks}) == 1, (what, step)
-    assert len({seen["parameters"][-1] + seen["buffers"][-1] for seen in ranks}) == 1, "after finish()"
-
-
-@layouts
-@methods
-def test_members_of_a_group_always_agree(name: str, layout: str) -> None:
-    ranks, size = [worker[name] for worker in trajectories(layout)], LAYOUTS[layout][1]
-    for group in (ranks[start : start + size] for start in range(0, len(ranks), size)):
-        for what in ("parameters", "buffers", "state"):
-            assert len({tuple(seen[what]) for seen in group}) == 1, what
-
-
-@layouts
-@methods
-def test_every_phase_is_named_and_happens(name: str, layout: str) -> None:
-    seen = set(trajectories(layout)[0][name]["phases"])
-    assert seen <= set(METHODS[name].method.phases) and len(seen) >= len(METHODS[name].method.phases) - 1
 
 
 # Checkpoints and evaluation.

@@ -111,7 +111,7 @@ def both_ways(rank: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_early_and_late_exchanges_are_the_same_bit_for_bit() -> None:
-    found = gang.run(both_ways, 2)
+    found = gang.run(both_ways, 2, fresh=True)
     for code, (early, late) in found[0].items():
         assert early[2] and not late[2]
         assert early[:2] == late[:2], code

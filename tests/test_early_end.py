@@ -249,7 +249,7 @@ def came_to_finish() -> bool:
     ),
 )
 def test_a_rank_that_is_only_late_is_waited_for(config: Any, case: str) -> None:
-    first, second = gang.run(late_for, 2, config, case)
+    first, second = gang.run(late_for, 2, config, case, fresh=True)
     assert first == second
 
 
@@ -273,7 +273,7 @@ def gives_up_and_tries_again(rank: int) -> list[str]:
 
 @pytest.mark.slow
 def test_a_refused_call_may_be_made_again() -> None:
-    (refused,), nothing = gang.run(gives_up_and_tries_again, 2)
+    (refused,), nothing = gang.run(gives_up_and_tries_again, 2, fresh=True)
     assert "rank 1 is in step " in refused and not nothing
 
 
@@ -295,7 +295,7 @@ def warned(rank: int, goes_on: bool) -> list[str]:
 
 
 def test_a_long_wait_is_a_warning_that_blames_batches_only_if_they_differ() -> None:
-    quiet, uneven = (gang.run(warned, 2, goes_on)[0][0] for goes_on in (False, True))
+    quiet, uneven = (gang.run(warned, 2, goes_on, fresh=True)[0][0] for goes_on in (False, True))
     start = "rank 0 has waited 0 s in finish() for rank 1"
     assert quiet == f"{start}, rank 1 last in step 3; see what was printed there, and whether it was killed"
     assert uneven.startswith(f"{start}; ranks took different numbers of batches: rank 0 is here after 3 steps, rank 1")

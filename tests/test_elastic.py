@@ -599,6 +599,7 @@ def resumes(rank: int, out: str, until: int) -> tuple[str, list[float]]:
     for step in replica.steps(until, folder=out, save_every=6, keep=1, scheduler=scheduler):
         rates.append(optimizer.param_groups[0]["lr"])
         small.step(replica, optimizer, rank, step)
+    replica.detach()
     return small.bits(*model.parameters()), rates
 
 

@@ -165,7 +165,7 @@ def _uneven(rank: int, config: Any) -> dict[str, str]:
 
 @pytest.mark.parametrize("config", first_of([thinwire.AllReduce(), thinwire.LocalSGD(every=4)]))
 def test_different_numbers_of_batches_are_reported(config):
-    early, late = gang.run(_uneven, 2, config, patience=4)
+    early, late = gang.run(_uneven, 2, config, patience=4, fresh=True)
     assert "finish() is collective: every rank must call it, and rank 1 did not" in early["error"]
     told = "ranks took different numbers of batches: rank 0 is here after 3 steps, rank 1 is in step 4 or later; put"
     assert told in early["error"]

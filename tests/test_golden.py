@@ -1,4 +1,4 @@
-"""Trajectories of every method, as they were: a refactoring keeps them.
+"""Trajectories of every method: workers agree when they must, and all is as it was: a refactoring keeps it.
 
 Each file in `golden/` holds losses, norms of the parameters and bytes of one method in two layouts. CPUs round
 differently, so values are compared within a tolerance. `pytest --golden=bits` also compares digests of all bits, which
@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from every_method import STEPS
+from thinwire.methods.registry import METHODS
 from trajectories import CASES, LAYOUTS, layouts, trajectories
 
 FOLDER = Path(__file__).parent / "golden"
@@ -49,3 +51,32 @@ def test_a_trajectory_is_the_golden_one(name: str, layout: str, request: pytest.
         assert mine["losses"] == pytest.approx(golden["losses"], rel=2e-3)
         assert mine["norms"] == pytest.approx(golden["norms"], rel=1e-3)
         assert mode != "bits" or mine["bits"] == golden["bits"]
+
+
+@layouts
+@pytest.mark.parametrize("name", CASES)
+def test_workers_agree_when_they_must(name: str, layout: str) -> None:
+    """In sync, all hold the same parameters, buffers and optimizer state; after an average, what it averages."""
+    ranks, case = [worker[name] for worker in trajectories(layout)], CASES[name]
+    for step in range(1, STEPS + 1):
+        must = {"parameters": case.parameters, "buffers": case.buffers, "state": case.optimizer}
+        for what, due in must.items():
+            if ranks[0]["in_sync"][step - 1] or due(step):
+                assert len({seen[what][step - 1] for seen in ranks}) == 1, (what, step)
+    assert len({seen["parameters"][-1] + seen["buffers"][-1] for seen in ranks}) == 1, "after finish()"
+
+
+@layouts
+@pytest.mark.parametrize("name", METHODS)
+def test_members_of_a_group_always_agree(name: str, layout: str) -> None:
+    ranks, size = [worker[name] for worker in trajectories(layout)], LAYOUTS[layout][1]
+    for group in (ranks[start : start + size] for start in range(0, len(ranks), size)):
+        for what in ("parameters", "buffers", "state"):
+            assert len({tuple(seen[what]) for seen in group}) == 1, what
+
+
+@layouts
+@pytest.mark.parametrize("name", METHODS)
+def test_every_phase_is_named_and_happens(name: str, layout: str) -> None:
+    seen = set(trajectories(layout)[0][name]["phases"])
+    assert seen <= set(METHODS[name].method.phases) and len(seen) >= len(METHODS[name].method.phases) - 1

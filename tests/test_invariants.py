@@ -295,7 +295,7 @@ def _flip(factors: Any) -> Any:
 
 
 def test_workers_whose_decompositions_differ_take_rank_zeros() -> None:
-    results = gang.run(flipped_signs, 2)
+    results = gang.run(flipped_signs, 2, fresh=True)
     assert results[0][0] == results[1][0]
     assert results[0][1] > 0
 

@@ -129,7 +129,7 @@ def compared(rank: int, workers: int, names: list[str], folder: Path) -> dict[st
 
 @cases_of_integrations
 def test_parameters_are_those_of_a_loop_of_ones_own(workers: int, names: list[str], tmp_path: Path) -> None:
-    everyone = gang.run(compared, workers, workers, names, tmp_path)
+    everyone = gang.run(compared, workers, workers, names, tmp_path, fresh=True)
     for name in names:
         assert len(set.union(*(each[name][0] for each in everyone))) == 1, name
         assert len({each[name][1] for each in everyone}) == 1, name

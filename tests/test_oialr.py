@@ -475,7 +475,7 @@ def turned_bases(rank: int) -> tuple[int, int]:
 
 
 def test_workers_whose_bases_differ_take_rank_zeros() -> None:
-    (first, sent), (second, _) = gang.run(turned_bases, 2)
+    (first, sent), (second, _) = gang.run(turned_bases, 2, fresh=True)
     assert first == second and sent > 0
 
 

@@ -61,8 +61,8 @@ def whole_moments(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("members", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_distributed_checkpoint_continues_in_groups_of_another_size(members: int, tmp_path: Path) -> None:
-    saved, *_ = gang.run(checkpointed, 4, str(tmp_path / "saved"))
-    found = gang.run(continued, 2 * members, members, str(tmp_path / "saved"))
+    saved, *_ = gang.run(checkpointed, 4, str(tmp_path / "saved"), fresh=True)
+    found = gang.run(continued, 2 * members, members, str(tmp_path / "saved"), fresh=True)
     for one in found:
         for what in ("model", "moments"):
             assert one[what].keys() == saved[what].keys()

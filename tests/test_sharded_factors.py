@@ -59,9 +59,9 @@ def read(rank: int, shards: bool) -> tuple[dict[str, int], dict[str, torch.Tenso
 
 @pytest.mark.slow
 def test_attention_and_tied_weights_in_groups_of_layers() -> None:
-    (ranks, state, outputs), *_ = gang.run(read, 4, False)
+    (ranks, state, outputs), *_ = gang.run(read, 4, False, fresh=True)
     assert {"blocks.0.self_attn.in_proj_weight", "blocks.1.linear1.weight", "mix.weight"} <= ranks.keys()
-    for found in gang.run(read, 4, True):
+    for found in gang.run(read, 4, True, fresh=True):
         assert found[0] == ranks
         assert found[1].keys() == state.keys()
         assert torch.allclose(found[2], outputs, atol=1e-4)
@@ -104,6 +104,6 @@ def gathered_at_once(rank: int) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_one_layer_is_whole_at_a_time() -> None:
-    for found in gang.run(gathered_at_once, 4):
+    for found in gang.run(gathered_at_once, 4, fresh=True):
         assert found["layers"] > 8
         assert 24 * 24 <= found["most"] <= 3 * 24 * 24, found  # a weight and its two moments

@@ -74,8 +74,8 @@ def trained(rank: int, name: str, shards: bool, folder: str | None = None) -> di
     [name if name == "diloco" else pytest.param(name, marks=pytest.mark.slow) for name in WAYS],
 )
 def test_sharded_groups_train_as_groups_that_are_not(name: str, tmp_path: Path) -> None:
-    plain = gang.run(trained, 4, name, False)
-    found = gang.run(trained, 4, name, True, str(tmp_path / "save"))
+    plain = gang.run(trained, 4, name, False, fresh=True)
+    found = gang.run(trained, 4, name, True, str(tmp_path / "save"), fresh=True)
     for one, other in zip(found, plain, strict=True):
         for key, value in one["model"].items():
             assert torch.equal(value, found[0]["model"][key]), key
@@ -150,7 +150,7 @@ def test_what_needs_whole_weights_is_refused() -> None:
         "EMA": "EMA is not for sharded models",
         "diverged": "is not finite at step 1",
     }
-    for found in gang.run(said, 4):
+    for found in gang.run(said, 4, fresh=True):
         assert found.keys() == expected.keys()
         for name, text in expected.items():
             assert text in found[name], (name, found[name])
@@ -173,7 +173,7 @@ def accumulated(rank: int, shards: bool) -> dict[str, torch.Tensor]:
 
 
 def test_gradients_accumulate() -> None:
-    plain, *_ = gang.run(accumulated, 4, False)
-    for found in gang.run(accumulated, 4, True):
+    plain, *_ = gang.run(accumulated, 4, False, fresh=True)
+    for found in gang.run(accumulated, 4, True, fresh=True):
         for key, value in found.items():
             assert torch.allclose(value.float(), plain[key].float(), atol=1e-4), key

@@ -126,7 +126,7 @@ def compared(rank: int, workers: int, names: list[str], folder: Path) -> dict[st
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "names"), [(2, ["ab"]), (4, list(WAYS))])
 def test_parameters_are_those_of_a_loop_of_ones_own(workers: int, names: list[str], tmp_path: Path) -> None:
-    everyone = gang.run(compared, workers, workers, names, tmp_path)
+    everyone = gang.run(compared, workers, workers, names, tmp_path, fresh=True)
     for name in names:
         found = [each[name] for each in everyone]
         assert len({each["trainer"] for each in found} | {each["by hand"] for each in found}) == 1, name
@@ -160,7 +160,7 @@ def resumed(rank: int, names: list[str], folder: Path) -> dict[str, Any]:
 
 
 def check_resumed(names: list[str], folder: Path) -> None:
-    for found in gang.run(resumed, 2, names, folder):
+    for found in gang.run(resumed, 2, names, folder, fresh=True):
         for name, (whole, stopped, saved, full) in found.items():
             assert whole == stopped, name
             assert saved == full
@@ -193,7 +193,7 @@ def with_the_best(rank: int, folder: Path) -> tuple[str, str]:
 @pytest.mark.slow
 @on_its_day("best model")
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
-    (_, said), _ = found = gang.run(with_the_best, 2, tmp_path)
+    (_, said), _ = found = gang.run(with_the_best, 2, tmp_path, fresh=True)
     assert len({bits for bits, _ in found}) == 1
     assert said.startswith("`load_best_model_at_end` with AB: checkpoints have the model in its full shape")
 
@@ -229,7 +229,7 @@ def adapted(rank: int, name: str, folder: Path) -> dict[str, Any]:
 )
 def test_adapters_of_peft_are_trained(name: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    found = gang.run(adapted, 2, name, tmp_path)
+    found = gang.run(adapted, 2, name, tmp_path, fresh=True)
     assert len({end for each in found for end in each["ends"]}) == 1
     full = sum(4 * p.numel() for p in gpt().parameters())
     assert 0 < found[0]["sent"] < full  # all-reduce would send that in each of 12 steps
@@ -245,7 +245,7 @@ def refused(rank: int, folder: Path) -> list[str]:
 
 
 def test_what_would_go_around_the_replica_is_refused(tmp_path: Path) -> None:
-    half, batches, only = gang.run(refused, 2, tmp_path)[0]
+    half, batches, only = gang.run(refused, 2, tmp_path, fresh=True)[0]
     assert half == "`fp16` is not for ThinwireTrainer: leave it out; use bf16=True"
     assert batches == "`auto_find_batch_size` is not for ThinwireTrainer: leave it out"
     assert only == "`save_only_model` is not for ThinwireTrainer: leave it out"

@@ -108,7 +108,7 @@ def accelerate(rank: int) -> dict[str, Any]:
 
 
 def test_accelerates_model_is_refused_and_its_optimizer_followed() -> None:
-    here, there = gang.run(accelerate, 2)
+    here, there = gang.run(accelerate, 2, fresh=True)
     assert "the replica is inside DistributedDataParallel" in here["prepared"]
     assert here["steps"] == 5 and here["end"] == there["end"]
 

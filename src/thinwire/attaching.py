@@ -35,7 +35,7 @@ from thinwire.preflight import (
 )
 from thinwire.replica import Replica
 from thinwire.shards import ShardedModel, is_sharded, refuse_on_shards
-from thinwire.stopping import handle_signals
+from thinwire.stopping import handle_signals, release_signals
 
 log = logging.getLogger("thinwire")
 
@@ -99,6 +99,9 @@ def attach(
     refuse_switching(method)
     recovery = Recovery(method, membership) if membership is not None else None
     replica = Replica(method, scaler=scaler, compile=compile, recovery=recovery)
+    if faults is not None and faults.on_term == "leave":
+        handle_signals(replica)
+        release_signals(membership)
     log_attached(replica._method, replica._trained)
     return replica
 
@@ -135,7 +138,7 @@ def _met(
         )
     membership = Membership(meeting(faults.timeout), faults, about)
     if faults.on_term == "leave":
-        handle_signals()
+        handle_signals(membership)
     wires: list[Wire] = []
 
     def open_wire() -> None:

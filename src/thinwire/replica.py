@@ -19,6 +19,7 @@ from thinwire.baseline import Baseline
 from thinwire.checks import check_cutoff
 from thinwire.comm.collectives import Wire
 from thinwire.comm.ledger import Ledger
+from thinwire.comm.process_groups import next_number
 from thinwire.comm.topology import Topology
 from thinwire.compiling import Recompilations, compile_in_place
 from thinwire.elastic.recovery import Recovery
@@ -53,7 +54,7 @@ from thinwire.settings import describe as describe_config
 from thinwire.shards import ShardedModel, whole_of
 from thinwire.stepping import Stepping
 from thinwire.steps import iterate, rescue
-from thinwire.stopping import Stop, handle_signals, next_number
+from thinwire.stopping import Stop, handle_signals, release_signals
 from thinwire.uneven import Joining, refuse_joining
 
 log = logging.getLogger("thinwire")
@@ -198,10 +199,10 @@ class Replica(nn.Module):
     def stop_requested(self) -> bool:
         """Whether a signal or `stop()` has asked for a stop: leave the loop; collective, but sends nothing.
 
-        Call it once after each step, on all workers. From the first call on, SIGTERM and SIGINT no longer end the
-        process but are noted here, and a second one ends it at once.
+        Call it once after each step, on all workers. From the first call until `finish()` or `detach()`, SIGTERM and
+        SIGINT no longer end the process but are noted here, and a second one ends it at once.
         """
-        handle_signals()
+        handle_signals(self)
         return self._recovery.stops() if self._recovery is not None else bool(self._stops.now(self.step))
 
     @property
@@ -334,6 +335,7 @@ class Replica(nn.Module):
         if self._recovery is not None:
             self._recovery.close()
         attached.discard(self)
+        release_signals(self)
         self._method.release()
 
     def __deepcopy__(self, memo: Any) -> Any:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
-import itertools
 import os
 import signal
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 from thinwire.comm import process_groups
 from thinwire.comm.collectives import Wire
@@ -33,12 +33,6 @@ _SAME_S = 1.0
 """torchrun passes on a signal that the job's workers may have received already: both are one request."""
 
 _requested: list[str] = []
-_numbers = itertools.count(1)
-
-
-def next_number() -> int:
-    """Reserve a number for a `Stop`, the same on all workers."""
-    return next(_numbers)
 
 
 def request(why: str) -> None:
@@ -99,7 +93,7 @@ class Stop:
     """Whether the workers of a job stop now; one worker's end of it."""
 
     def __init__(self, wire: Wire, number: int) -> None:
-        """`number` is `next_number()`, which all workers have called equally often."""
+        """`number` is `process_groups.next_number()`, which all workers have called equally often."""
         self._world = wire.topology.world
         self.asked: str | None = None
         """Why this worker asks for a stop, if no signal does."""
@@ -167,9 +161,20 @@ class Stop:
         self._known.set()
 
 
-@functools.cache
-def handle_signals() -> None:
-    """From now on let a first SIGTERM or SIGINT be a request, for the rest of the process."""
-    handling = contextlib.ExitStack()
-    handling.enter_context(on_signals())
-    atexit.register(handling.close)
+_handling = contextlib.ExitStack()
+_holders: weakref.WeakSet[Any] = weakref.WeakSet()
+atexit.register(_handling.close)
+
+
+def handle_signals(holder: Any) -> None:
+    """Let a first SIGTERM or SIGINT be a request until all who asked for it have called `release_signals`."""
+    if not _holders:
+        _handling.enter_context(on_signals())
+    _holders.add(holder)
+
+
+def release_signals(holder: Any) -> None:
+    """Signals mean to this process what they did before: nobody would look at a request."""
+    _holders.discard(holder)
+    if not _holders and threading.current_thread() is threading.main_thread():
+        _handling.close()

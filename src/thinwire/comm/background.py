@@ -1,6 +1,7 @@
 """A thread that communicates while the main thread computes."""
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
@@ -8,14 +9,16 @@ from thinwire.errors import ThinwireError
 
 
 class Background:
-    """Runs what it is given in order, in one thread that ends with the process."""
+    """Runs what it is given in order, in one thread that ends when nobody can give it any more."""
 
     def __init__(self) -> None:
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._done: SimpleQueue[BaseException | None] = SimpleQueue()
         self._under_way = 0
         # A daemon: at the end of a failed process nobody waits for a peer that will not answer.
-        threading.Thread(target=self._run, name="thinwire-exchange", daemon=True).start()
+        queues = self._work, self._done
+        threading.Thread(target=_run, args=queues, name="thinwire-exchange", daemon=True).start()
+        weakref.finalize(self, self._work.put, None)
 
     def submit(self, work: Callable[[], None]) -> None:
         """Run it after everything before it."""
@@ -33,14 +36,16 @@ class Background:
         """End the thread when its work is done."""
         self._work.put(None)
 
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            try:
-                work()
-            except BaseException as error:
-                self._done.put(error)
-            else:
-                self._done.put(None)
+
+def _run(given: SimpleQueue[Callable[[], None] | None], done: SimpleQueue[BaseException | None]) -> None:
+    while (work := given.get()) is not None:
+        try:
+            work()
+        except BaseException as error:
+            done.put(error)
+        else:
+            done.put(None)
+        del work  # it may hold the replica, which would then never go
 
 
 class EarlyBuckets:

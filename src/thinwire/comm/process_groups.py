@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import logging
 import os
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -131,6 +132,14 @@ def _end() -> None:
 
 # A barrier reports missing ranks to rank 0 only, and to no rank if rank 0 is missing. So each rank leaves a note first.
 _meetings = 0  # barriers of this world that all ranks have passed, and loops with `join()` that all have left
+
+
+_numbers: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
+
+
+def next_number() -> int:
+    """How often this was called in this world: the same number on all workers that call it equally often."""
+    return next(_numbers.setdefault(dist.group.WORLD, itertools.count(1))) if dist.is_initialized() else 1
 
 
 class Note(NamedTuple):
