@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW
 
 import small
 import thinwire
-from every_method import chosen
+from covering import each, few
 from launchers import TIMEOUT, Launchers, held, note
 from thinwire import AB, DASO, OIALR, AllReduce, ConfigError, DiLoCo, Faults, LocalSGD, Nesterov, OneBit, PowerSGD, TopK
 from thinwire.comm import process_groups
@@ -149,8 +149,8 @@ def survivors(found: dict[tuple[int, int], Any]) -> list[Any]:
 
 
 def part_of_the_slow(*cases: tuple[Any, ...]) -> list[Any]:
-    """Those that are due, by THINWIRE_SWEEP: each takes ten seconds."""
-    return [pytest.param(*case, marks=pytest.mark.slow) for case in chosen(cases)]
+    """So many that each method and each place occurs: a case takes ten seconds."""
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in each(cases)]
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_one_group_after_another_is_lost() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", chosen(range(24)))
+@pytest.mark.parametrize("seed", few(3, range(24)))
 def test_kills_at_any_moment_leave_one_model(seed: int) -> None:
     """From outside, at a random time, in all phases."""
     draw = random.Random(seed)
@@ -268,7 +268,7 @@ def test_kills_at_any_moment_leave_one_model(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", chosen(range(12)))
+@pytest.mark.parametrize("seed", few(2, range(12)))
 def test_groups_that_come_back_at_any_moment_have_the_same_model(seed: int) -> None:
     """A group that is started again right after it was killed, or later; if it is too late, it waits for others."""
     draw = random.Random(100 + seed)
