@@ -4,6 +4,9 @@ STAMP := .venv/.installed
 DOCS_STAMP := .venv-docs/.installed
 TOOLS_STAMP := .venv/.tools
 PROPULATE_STAMP := .venv-propulate/.installed
+# Compiled here, on all cores: pip uses one, and where Python may not write bytecode every import would compile anew.
+# Some packages carry templates that are no Python; those are passed over.
+COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/transformers/' .venv/lib >/dev/null 2>&1 || true
 
 .PHONY: setup demo test test-tools test-slow test-all check docs clean
 
@@ -14,10 +17,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "setup: installing Thinwire and what it needs ..."
 	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev]"
-# Compiled here, on all cores: pip uses one, and where Python may not write bytecode every import would compile anew.
-# Some packages carry templates that are no Python; those are passed over.
 	@echo "setup: compiling ..."
-	@$(BIN)/python -m compileall -q -j 0 -x '/transformers/' .venv/lib >/dev/null 2>&1 || true
+	@$(COMPILE)
 	@touch $@
 
 demo: setup
@@ -35,6 +36,7 @@ test-tools: $(TOOLS_STAMP) $(PROPULATE_STAMP)
 
 $(TOOLS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev,slow]"
+	@$(COMPILE)
 	@touch $@
 
 # In an environment of its own: it pins old packages. The MPI library comes as a package too.

@@ -49,12 +49,11 @@ def few(number: int, values: Iterable[T]) -> list[T]:
     return list(values) if WHOLE else list(values)[:number]
 
 
-def each(cases: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Return few that have every value of the first two places at least once, or all under THINWIRE_SWEEP=all."""
-    allowed: list[Case] = [{"first": a, "second": b, "number": i, "any": True} for i, (a, b, *_) in enumerate(cases)]
-    named = [{name: case[name] for name in ("first", "second", "any")} for case in allowed]
-    chosen = covering(named, [("first", "second")])
-    return list(cases) if WHOLE else [cases[named.index(case)] for case in chosen]
+def each(cases: Sequence[tuple[Any, ...]], first: bool = True) -> list[Any]:
+    """Return few that have every value of the second place, and of the first; or all under THINWIRE_SWEEP=all."""
+    allowed: list[Case] = [{"first": case[0], "second": case[1], "any": True} for case in cases]
+    chosen = covering(allowed, [("first", "second"), *([] if first else [("first", "any")])])
+    return list(cases) if WHOLE else [cases[allowed.index(case)] for case in chosen]
 
 
 def gangs(cases: Iterable[T], alike: Callable[[T], Hashable], size: int = 16) -> dict[T, tuple[T, ...]]:

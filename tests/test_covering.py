@@ -2,6 +2,8 @@
 
 import itertools
 
+import pytest
+
 import covering
 import test_foreign_optimizers
 import test_sweep
@@ -28,6 +30,13 @@ def test_the_same_is_chosen_each_time_and_values_are_used_alike() -> None:
     assert len(found) == 6 * 2
     times = [sum(case["b"] == b for case in found) for b in range(5)]
     assert min(times) == 2 and max(times) == 3
+
+
+def test_each_value_of_a_place_occurs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(covering, "WHOLE", False)
+    cases = [("a", "x", 1), ("a", "y", 2), ("b", "x", 3), ("b", "y", 4), ("c", "y", 5)]
+    assert {case[0] for case in covering.each(cases)} == set("abc")
+    assert [case[:2] for case in covering.each(cases, first=False)] == [("a", "x"), ("b", "y")]
 
 
 def test_a_gang_has_cases_that_are_alike_and_not_too_many() -> None:

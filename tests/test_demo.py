@@ -73,7 +73,7 @@ def test_a_comparison_over_slow_links_says_so(tmp_path: Path, monkeypatch: pytes
 def test_without_root_the_demo_plans_for_real_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(SOURCES))
     monkeypatch.setattr(demo, "why_not", lambda: "it needs root")
-    result = CliRunner().invoke(main, ["demo", "--steps", "100", "--out", str(tmp_path / "demo")])
+    result = CliRunner().invoke(main, ["demo", "--steps", "30", "--out", str(tmp_path / "demo")])
     assert result.exit_code == 0, result.output
     assert "is this machine's memory, and not slow: it needs root." in " ".join(result.output.split())
     rows = {

@@ -148,9 +148,9 @@ def survivors(found: dict[tuple[int, int], Any]) -> list[Any]:
     return values
 
 
-def part_of_the_slow(*cases: tuple[Any, ...]) -> list[Any]:
-    """So many that each method and each place occurs: a case takes ten seconds."""
-    return [pytest.param(*case, marks=pytest.mark.slow) for case in each(cases)]
+def part_of_the_slow(*cases: tuple[Any, ...], methods: bool = False) -> list[Any]:
+    """So many that each place occurs, or each method and each place: a case takes ten seconds and more."""
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in each(cases, first=methods)]
 
 
 @pytest.mark.parametrize(
@@ -212,6 +212,7 @@ def part_of_the_slow(*cases: tuple[Any, ...]) -> list[Any]:
             ("oialr", "vote", 11),
             ("oialr", "compare", 11),
             ("oialr", "forward", 14),
+            methods=True,
         ),
     ],
 )
