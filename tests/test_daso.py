@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import gang
 import small
 import thinwire
-from every_method import on_its_day
 from selection import first_of
 from thinwire import DASO, ConfigError, DisagreementError, DivergedError
 from thinwire.comm.buckets import checksum
@@ -541,7 +540,6 @@ def every_save(rank: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@on_its_day("DASO saves")
 def test_saves_and_evaluations_leave_no_trace(tmp_path: Path) -> None:
     everyone = gang.run(every_save, 4, str(tmp_path))
     for name in SAVED:

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from every_method import on_its_day
-from selection import needs_root
+import needs
 from thinwire.cli import main
 from thinwire.commands import demo
 from thinwire.errors import ConfigError
@@ -52,7 +51,7 @@ def test_the_least_steps_of_the_demo_are_enough_for_all_its_methods(tmp_path: Pa
 
 
 @pytest.mark.slow
-@needs_root(hosts.why_not())
+@needs.root(hosts.why_not())
 def test_a_comparison_over_slow_links_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(SOURCES))
     words = ["--methods", "allreduce,localsgd", "--steps", "30", "--link", "50Mbit", "--out", str(tmp_path)]
@@ -71,11 +70,10 @@ def test_a_comparison_over_slow_links_says_so(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-@on_its_day("demo")
 def test_without_root_the_demo_plans_for_real_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(SOURCES))
     monkeypatch.setattr(demo, "why_not", lambda: "it needs root")
-    result = CliRunner().invoke(main, ["demo", "--steps", "100", "--out", str(tmp_path / "demo")])
+    result = CliRunner().invoke(main, ["demo", "--steps", "30", "--out", str(tmp_path / "demo")])
     assert result.exit_code == 0, result.output
     assert "is this machine's memory, and not slow: it needs root." in " ".join(result.output.split())
     rows = {

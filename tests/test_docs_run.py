@@ -1,4 +1,4 @@
-"""Python and commands of the documentation, run with tiny sizes; of a sweep, a part of the pages."""
+"""Python and commands of the documentation, run with tiny sizes."""
 
 import os
 import shutil
@@ -9,9 +9,9 @@ from click.testing import CliRunner
 
 import gang
 import small
+from covering import WHOLE
 from doc_names import names, runnable
 from doc_pages import PAGES, ROOT, Block, blocks, name
-from every_method import chosen, on_its_day
 from shell_lines import commands, reads, tiny
 from test_docs import at_a_users  # noqa: F401  (a fixture)
 from thinwire.cli import main
@@ -44,13 +44,7 @@ def execute(rank: int, page: str, folder: str) -> None:
             exec(compile(runnable(block.code), block.place, "exec"), given)
 
 
-_LONG = "docs/tuning.md"
-"""Its Python searches for a minute."""
-WITH_PYTHON = [
-    pytest.param(name(page), marks=on_its_day("tuning page")) if name(page) == _LONG else name(page)
-    for page in PAGES
-    if python_of(page)
-]
+WITH_PYTHON = [name(page) for page in PAGES if python_of(page)]
 
 
 @pytest.mark.slow
@@ -75,12 +69,16 @@ WITH_COMMANDS = [name(page) for page in PAGES if page.parts[-3:-2] != ("benchmar
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", chosen(WITH_COMMANDS))
+@pytest.mark.parametrize("page", WITH_COMMANDS)
 @pytest.mark.usefixtures("at_a_users")
 def test_commands_run(page: str) -> None:
     shutil.rmtree("runs")  # commands make their own
+    tried: set[str] = set()
     for words in commands_of(ROOT / page):
+        if words[0] in tried and not WHOLE:
+            continue  # such a command takes seconds to start; `test_docs.py` parses all of them
         if not all(path.exists() for path in reads(words)):
             continue  # of a run that the reader has
+        tried.add(words[0])
         done = CliRunner().invoke(main, words)
         assert done.exit_code == 0, f"thinwire {' '.join(words)}: {done.output}"

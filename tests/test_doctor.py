@@ -10,9 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 import gang
-from every_method import on_its_day
+import needs
 from patience import LIMIT_S
-from selection import needs_root
 from thinwire.cli import main
 from thinwire.comm.probe import rings
 from thinwire.doctor import interfaces, links, machine, show
@@ -23,7 +22,7 @@ from thinwire.plan.recommend import Choice, Recommendation
 
 STEPS = "40"
 SOURCES = Path(__file__).parents[1] / "src"
-needs_hosts = needs_root(hosts.why_not())
+needs_hosts = needs.root(hosts.why_not())
 
 
 def _visit(rank: int, words: list[str], environment: dict[str, str], out: str, host: Any = None) -> None:
@@ -277,7 +276,6 @@ def test_an_interface_that_is_not_there_is_reported_before_gloo_tries(tmp_path: 
 
 
 @pytest.mark.slow
-@on_its_day("doctor")
 @needs_hosts
 def test_what_it_recommends_is_fastest_when_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(SOURCES))

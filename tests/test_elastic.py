@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 import gang
 import small
 import thinwire
-from every_method import chosen
+from covering import few
 from launchers import Launchers, free_port, held, note, start_store
 from test_faults import STEPS, WAYS, one_model, part_of_the_slow, survivors, trained
 from thinwire import AllReduce, ConfigError, Faults, LocalSGD
@@ -100,7 +100,7 @@ def test_a_group_that_wakes_up_joins_again_by_itself(name: str, where: str, when
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", chosen(range(16)))
+@pytest.mark.parametrize("seed", few(2, range(16)))
 def test_freezes_at_any_moment_leave_one_model(seed: int) -> None:
     """For a time that is shorter or longer than what a group is given up after."""
     import random

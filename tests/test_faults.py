@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW
 
 import small
 import thinwire
-from every_method import chosen
+from covering import each, few
 from launchers import TIMEOUT, Launchers, held, note
 from thinwire import AB, DASO, OIALR, AllReduce, ConfigError, DiLoCo, Faults, LocalSGD, Nesterov, OneBit, PowerSGD, TopK
 from thinwire.comm import process_groups
@@ -148,9 +148,9 @@ def survivors(found: dict[tuple[int, int], Any]) -> list[Any]:
     return values
 
 
-def part_of_the_slow(*cases: tuple[Any, ...]) -> list[Any]:
-    """Those that are due, by THINWIRE_SWEEP: each takes ten seconds."""
-    return [pytest.param(*case, marks=pytest.mark.slow) for case in chosen(cases)]
+def part_of_the_slow(*cases: tuple[Any, ...], methods: bool = False) -> list[Any]:
+    """So many that each place occurs, or each method and each place: a case takes ten seconds and more."""
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in each(cases, first=methods)]
 
 
 @pytest.mark.parametrize(
@@ -212,6 +212,7 @@ def part_of_the_slow(*cases: tuple[Any, ...]) -> list[Any]:
             ("oialr", "vote", 11),
             ("oialr", "compare", 11),
             ("oialr", "forward", 14),
+            methods=True,
         ),
     ],
 )
@@ -253,7 +254,7 @@ def test_one_group_after_another_is_lost() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", chosen(range(24)))
+@pytest.mark.parametrize("seed", few(3, range(24)))
 def test_kills_at_any_moment_leave_one_model(seed: int) -> None:
     """From outside, at a random time, in all phases."""
     draw = random.Random(seed)
@@ -268,7 +269,7 @@ def test_kills_at_any_moment_leave_one_model(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", chosen(range(12)))
+@pytest.mark.parametrize("seed", few(2, range(12)))
 def test_groups_that_come_back_at_any_moment_have_the_same_model(seed: int) -> None:
     """A group that is started again right after it was killed, or later; if it is too late, it waits for others."""
     draw = random.Random(100 + seed)

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 import gang
+import needs
 import small
 import thinwire
 from patience import until
@@ -31,13 +32,7 @@ RUN = {"recipe": "digits", "method": "allreduce", "steps": 8, "save_every": 4, "
 @pytest.fixture
 def full_disk(tmp_path):
     """A real file system that is too small for a checkpoint, and for the finished model."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a disk needs root")
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", tmp_path], capture_output=True, text=True
-    )
-    if done.returncode:
-        pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
+    needs.mounted(tmp_path, "600k")
     yield tmp_path
     subprocess.run(["umount", tmp_path], check=True)
 

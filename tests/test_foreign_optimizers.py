@@ -15,9 +15,11 @@ from torch.optim import SGD
 
 import gang
 import many
+import needs
 import small
 import thinwire
-from every_method import STEPS, WAYS, chosen
+from covering import cases, gangs
+from every_method import STEPS, WAYS, engine
 from test_sweep import EXPECTED, agree, digest
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.factor.moments import transport
@@ -27,7 +29,7 @@ from thinwire.methods.rates import RateMatching
 from thinwire.recipes import digits, named
 from thinwire.train.task import describe_optimizer
 
-others = pytest.importorskip("pytorch_optimizer")
+others = needs.package("pytorch_optimizer")
 
 
 def _of(kind: str, **settings: Any) -> Callable[[nn.Module], Any]:
@@ -133,17 +135,23 @@ def stop_and_resume(rank: int, kind: str, way: str, folder: str) -> dict[str, An
     return found
 
 
+MATRIX = [{"kind": kind, "way": way, "engine": engine(way)} for kind in OPTIMIZERS for way in BY]
+KEYS = [(str(case["kind"]), str(case["way"])) for case in cases(MATRIX, [("kind", "way")])]
+GANGS = gangs(KEYS, lambda key: 2)
+
+
 @functools.cache
-def swept(kind: str) -> list[dict[str, many.Outcome]]:
+def swept(keys: tuple[tuple[str, str], ...]) -> list[dict[str, many.Outcome]]:
     with tempfile.TemporaryDirectory() as folder:
-        cases = {way: (kind, way, f"{folder}/{way}") for way in BY}
-        return many.run(stop_and_resume, 2, cases, Path(folder))
+        due = {f"{key}": (*key, f"{folder}/{'-'.join(key)}") for key in keys}
+        return many.run(stop_and_resume, 2, due, Path(folder))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "way"), [(kind, way) for kind in chosen(OPTIMIZERS) for way in BY])
+@pytest.mark.parametrize(("kind", "way"), [pytest.param(*key, id="-".join(key)) for key in KEYS])
 def test_resuming_equals_never_having_stopped_or_it_is_refused(kind: str, way: str) -> None:
-    found = many.values([worker[way] for worker in swept(kind)], EXPECTED)
+    key = (kind, way)
+    found = many.values([worker[f"{key}"] for worker in swept(GANGS[key])], EXPECTED)
     if said := refusal(kind, way):
         assert all(said in worker["refused"] and worker["step"] <= 1 for worker in found)
         return

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import gang
-from selection import needs_root
+import needs
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.netbench import hosts as netbench
 from thinwire.netbench import links
@@ -26,7 +26,7 @@ from thinwire.netbench.hosts import Host, Hosts, check, clean, parse_rate, why_n
 NAME = f"twtest{os.getpid()}"
 NAMES = (f"{NAME}-switch", f"{NAME}-h0", f"{NAME}-h1")
 REASON = why_not()
-real = needs_root(REASON)
+real = needs.root(REASON)
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gang
+import needs
 import small
 import thinwire
 from thinwire.factor.export import to_plain
@@ -179,7 +180,7 @@ def test_two_cycles_and_finish() -> None:
 
 @pytest.mark.slow
 def test_two_cycles_and_finish_of_hugging_face() -> None:
-    pytest.importorskip("transformers")
+    needs.package("transformers")
     check_workers(["gpt2", "vit"])
 
 
@@ -202,7 +203,7 @@ def check_model(name: str, found: list[dict[str, Any]]) -> None:
 
 
 def test_tied_head_of_gpt2_and_tokens_of_vit_stay_full() -> None:
-    pytest.importorskip("transformers")
+    needs.package("transformers")
     kept = {}
     for name, build in (("gpt2", gpt2), ("vit", vit)):
         model = build()
@@ -332,7 +333,7 @@ def check_read_only(layer: Any) -> None:
 
 
 def test_a_weight_that_its_parent_reads_is_still_there_when_finished() -> None:
-    pytest.importorskip("transformers")
+    needs.package("transformers")
     model = vit()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     replica = thinwire.attach(model, optimizer, small.ab(keep_first=False, warmup=0, total_steps=4, group_size=None))
@@ -375,7 +376,7 @@ def test_frozen_bases_in_every_kind_of_layer(name: str) -> None:
 
 def test_a_models_full_state_is_its_own_classes_in_training_and_when_finished() -> None:
     """Conv1D's weight is (in, out), and it is a Linear once it is finished."""
-    pytest.importorskip("transformers")
+    needs.package("transformers")
     from thinwire.integrations.dense import dense_state_of, transposed_layers
 
     model, fresh = gpt2(), gpt2()

@@ -16,9 +16,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gang
+import needs
 import thinwire
-from selection import first_of, needs_root
-from sockets import sees_sockets, socket_bytes
+from selection import first_of
+from sockets import needs_counts, socket_bytes
 from thinwire.comm.replicate import Replicated
 from thinwire.factor import export
 from thinwire.methods import agree
@@ -440,7 +441,7 @@ def over_loopback() -> list[dict[str, tuple[int, int]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not sees_sockets(), reason="this kernel does not count what a socket sends")
+@needs_counts
 @pytest.mark.parametrize("name", WIRES)
 def test_the_ledger_counts_what_sockets_send(name: str, over_sockets: list[dict[str, tuple[int, int]]]) -> None:
     for counted, sent in (worker[name] for worker in over_sockets):
@@ -449,7 +450,7 @@ def test_the_ledger_counts_what_sockets_send(name: str, over_sockets: list[dict[
 
 
 @pytest.mark.slow
-@needs_root(hosts.why_not())
+@needs.root(hosts.why_not())
 @pytest.mark.parametrize("name", WIRES)
 def test_the_ledger_counts_what_the_kernel_sends(name: str, over_loopback: list[dict[str, tuple[int, int]]]) -> None:
     results = [worker[name] for worker in over_loopback]

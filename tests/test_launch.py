@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import gang
+import needs
 import thinwire
 from patience import LIMIT_S, until
 from thinwire.cli import main
@@ -132,7 +133,7 @@ def _ip(*words: str) -> None:
 @pytest.fixture(scope="module")
 def hosts():
     if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the command `ip`")
+        needs.missing("network namespaces", "they need root and the command `ip`")
     names = [f"thinwire-{os.getpid()}-{side}" for side in "ab"]
     try:
         try:
@@ -140,7 +141,7 @@ def hosts():
                 _ip("netns", "add", name)
             _ip("link", "add", "wire0", "netns", names[0], "type", "veth", "peer", "name", "wire0", "netns", names[1])
         except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+            needs.missing("network namespaces", error.stderr.strip())
         for number, name in enumerate(names, start=1):
             _ip("-n", name, "addr", "add", f"10.78.0.{number}/24", "dev", "wire0")
             for link in ("wire0", "lo"):

@@ -5,7 +5,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch.optim import AdamW
@@ -13,12 +12,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import gang
+import needs
 import small
 import thinwire
 from selection import cases_of_integrations
 from thinwire import AB, AllReduce, DiLoCo
 
-pytest.importorskip("lightning")
+needs.package("lightning", "Lightning")
 
 STEPS, EPOCH = 12, 6
 """Two epochs; Lightning resumes where one begins, since it does not know which batches a loader has given."""

@@ -13,9 +13,10 @@ import pytest
 from click.testing import CliRunner
 
 import gang
+import needs
 from every_method import BUILT_IN
 from patience import until
-from selection import needs_root, slow_but
+from selection import slow_but
 from thinwire.cli import main
 from thinwire.comm.counters import VARIABLE, Interface
 from thinwire.comm.ledger import Ledger
@@ -32,7 +33,7 @@ from thinwire.plan.workloads import of_recipe
 from thinwire.train import fit
 
 SOURCES = Path(__file__).parents[1] / "src"
-needs_hosts = needs_root(hosts.why_not())
+needs_hosts = needs.root(hosts.why_not())
 
 # The ledger meets the counters.
 

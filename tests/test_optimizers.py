@@ -14,6 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gang
+import needs
 import small
 import thinwire
 from thinwire.errors import ConfigError, ThinwireError
@@ -31,9 +32,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     "topk": lambda: thinwire.TopK(density=0.1),
     "onebit": thinwire.OneBit,
 }
-needs_muon = pytest.mark.skipif(
-    not hasattr(torch.optim, "Muon"), reason=f"torch {torch.__version__} has no torch.optim.Muon: 2.9 is the first"
-)
+needs_muon = needs.part("Muon", None if hasattr(torch.optim, "Muon") else "torch.optim has it from 2.9 on")
 
 
 def matrices_and_rest(model: nn.Module, kind: str) -> list[Optimizer]:
@@ -79,7 +78,10 @@ def train_by_two(rank: int, kind: str, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("sgd", marks=pytest.mark.slow), pytest.param("muon", marks=needs_muon)])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("sgd", marks=pytest.mark.slow), pytest.param("muon", marks=needs_muon)],
+)
 def test_two_optimizers_train_one_model_by_every_method(kind: str, tmp_path: Path) -> None:
     here, there = gang.run(train_by_two, 2, kind, str(tmp_path))
     for name, mine in here.items():

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+import needs
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -31,7 +33,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ran(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", folder, ROOT, cwd=folder)
     except AssertionError as error:
         if "No matching distribution found for setuptools" in str(error):
-            pytest.skip("setuptools cannot be downloaded here")
+            needs.missing("setuptools", "it cannot be downloaded here")
         raise
     (found,) = folder.glob("thinwire-*.whl")
     return found

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import needs
 import thinwire
 from selection import first_of, slow_but
 from thinwire.cli import main
@@ -279,7 +280,7 @@ def test_a_simulated_average_computes_nothing_for_each_tensor() -> None:
 
 def gpt2() -> Workload:
     """transformers' default, 124 M parameters, without values."""
-    transformers = pytest.importorskip("transformers")
+    transformers = needs.package("transformers")
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config())
     model.tie_weights()

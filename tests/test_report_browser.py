@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from browser import Browser, binary, browser
+import needs
+from browser import Browser, browser
 from pages import HOSTILE, add_panels, add_records, page_of, write_bench, write_comparison, write_run
 from thinwire.commands.report import page_of_bench
 
@@ -19,8 +20,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory) -> Iterator[Browser]:
-    if binary() is None:
-        pytest.skip("there is no Chromium on this machine: install chromium to see the page in a browser")
+    needs.chromium()
     with browser(tmp_path_factory.mktemp("profile")) as opened:
         yield opened
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from browser import binary, browser
+import needs
+from browser import browser
 from patience import until
 from test_live import evaluated, start, taken, write
 from test_report import _write_run
@@ -95,8 +96,8 @@ def _interrupted(_: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(binary() is None, reason="there is no Chromium on this machine")
 def test_a_browser_loads_the_page_again_where_the_reader_was(tmp_path):
+    needs.chromium()
     for seed in range(30):
         _write_run(tmp_path / f"ab-seed{seed}", "ab", seed, slow=600, accuracy=0.9)
     page = write_page(Content(read_runs(tmp_path)), tmp_path, live=live_part(["<b>bold</b> step 5/600"], 1))

@@ -7,6 +7,7 @@ from statistics import fmean, stdev
 import pytest
 from click.testing import CliRunner
 
+import needs
 from pages import (
     HOSTILE,
     add_panels,
@@ -187,7 +188,7 @@ def test_a_damaged_netbench_is_named(bench, capsys):
 
 
 def _figures(folder: Path, kind: str) -> set[str]:
-    pytest.importorskip("matplotlib")
+    needs.package("matplotlib")
     result = CliRunner().invoke(main, ["report", str(folder), "--figures", kind])
     assert result.exit_code == 0, result.output
     starts = {"png": b"\x89PNG", "svg": b"<?xml"}

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import thinwire
-from every_method import on_its_day
 from patience import LIMIT_S, until
 from thinwire import units
 from thinwire.comm import slurm
@@ -193,7 +192,6 @@ time.sleep(100)
 
 
 @pytest.mark.slow
-@on_its_day("job script")
 def test_a_stopped_job_runs_on_where_it_was(tmp_path: Path, cluster: dict[str, str]) -> None:
     words, out = ["bash", str(ROOT / "examples" / "slurm" / "one-node.sbatch")], tmp_path / f"runs/job-{os.getpid()}"
     job = subprocess.Popen(words, env=cluster, cwd=tmp_path)

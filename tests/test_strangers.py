@@ -11,7 +11,7 @@ import shutil
 import struct
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,9 +23,10 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import needs
 import small
 import thinwire
-from every_method import on_its_day
+from covering import few
 from thinwire import ConfigError, manifest
 from thinwire.cli import main
 from thinwire.errors import DamagedError, printable
@@ -37,7 +38,7 @@ from thinwire.schema import ANY, COUNT, FLAG, NUMBER, TEXT, Record, Row, like, w
 from thinwire.train.data import digits, source
 
 FAULTS = Path(__file__).parents[1] / "benchmarks" / "faults"
-fuzzed = pytest.mark.skipif(not FAULTS.is_dir(), reason="benchmarks are not in this copy")
+fuzzed = needs.part("benchmarks", None if FAULTS.is_dir() else "they are not in this copy")
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +75,14 @@ SLOW = (
 @fuzzed
 @pytest.mark.parametrize(
     "numbers",
-    [range(30), pytest.param(range(800), marks=[pytest.mark.slow, on_its_day("fuzz")])],
+    [range(30), pytest.param(few(150, range(800)), marks=pytest.mark.slow)],
     ids=["some", "many"],
 )
-def test_changed_files_are_opened_or_refused_in_words(numbers: range, fuzz: ModuleType, originals: Path) -> None:
+def test_changed_files_are_opened_or_refused_in_words(
+    numbers: Sequence[int], fuzz: ModuleType, originals: Path
+) -> None:
     drawn = [number for number in numbers if fuzz.entrance_of(number, 1) in SLOW]
-    chosen = set(numbers) - (set(drawn[5:]) if len(numbers) < 500 else set())
+    chosen = set(numbers) - (set(drawn[5:]) if len(numbers) < 100 else set())
     outcomes, findings = fuzz.fuzz(sorted(chosen), 1, originals)
     assert not findings, "\n".join(f"{f.number}, {f.entrance}, {f.change}: {f.what}\n{f.trace}" for f in findings)
     assert outcomes["opened"] > 0.1 * len(chosen) and outcomes["refused"] > 0.3 * len(chosen)

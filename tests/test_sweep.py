@@ -16,13 +16,14 @@ import zoo_forwards  # noqa: F401 - it fills SHAPES, as those below do
 import zoo_images  # noqa: F401
 import zoo_parameters  # noqa: F401
 import zoo_words  # noqa: F401
-from every_method import ALL_WAYS, STEPS, WAYS, chosen
+from covering import Case, cases, gangs
+from every_method import ALL_WAYS, STEPS, WAYS, engine
 from zoo import ADAMW, SHAPES, tensors_of
 
 pytestmark = pytest.mark.slow
 
-IN_PAIRS = ("lstm", "u-net", "tied head", "unused branches", "buffers of every kind", "mixed dtypes", "bert")
-"""Shapes that four workers in groups of two train as well."""
+LAYOUTS: dict[str, tuple[int, int | None]] = {"two workers": (2, None), "four in pairs": (4, 2)}
+"""Workers, and how many are in a group."""
 
 EXPECTED = ("is not known to follow a change of shape", "Grad strides do not match bucket view strides")
 """Warnings that may be seen; the second is DDP's, about factors of rank 1, whose strides mean nothing."""
@@ -84,42 +85,48 @@ def finished(model: nn.Module, name: str) -> dict[str, Any]:
     return {**held, "output": digest(output), "finite": finite}
 
 
-@functools.cache
-def trained(name: str, workers: int) -> list[dict[str, many.Outcome]]:
-    """One shape by every method, in one gang."""
-    group_size = 2 if workers == 4 else None
-    with tempfile.TemporaryDirectory() as folder:
-        cases = {way: (name, way, group_size) for way in ways_for(name)}
-        return many.run(train, workers, cases, Path(folder))
-
-
 def ways_for(name: str) -> dict[str, Any]:
     """The methods that take a shape's optimizer."""
     return ALL_WAYS if SHAPES[name].optimizer is ADAMW else WAYS
+
+
+def matrix() -> list[Case]:
+    """Every shape, method and layout; with what the method is built on, and the file that the shape is in."""
+    return [
+        {"shape": name, "way": way, "layout": layout, "engine": engine(way), "zoo": about.zoo}
+        for name, about in SHAPES.items()
+        for way in ways_for(name)
+        for layout in LAYOUTS
+    ]
+
+
+# Every shape meets every engine in every layout; every method each layout and the shapes of each file.
+KEYS = [(str(case["shape"]), str(case["way"]), str(case["layout"])) for case in cases(matrix(), [("shape", "way")])]
+GANGS = gangs(KEYS, lambda key: key[2])
+
+
+@functools.cache
+def trained(keys: tuple[tuple[str, str, str], ...]) -> list[dict[str, many.Outcome]]:
+    """Cases of one layout, in one gang."""
+    workers, group_size = LAYOUTS[keys[0][2]]
+    with tempfile.TemporaryDirectory() as folder:
+        return many.run(train, workers, {f"{key}": (*key[:2], group_size) for key in keys}, Path(folder))
 
 
 KNOWN: dict[tuple[str, str], str] = {}
 """Shapes and methods that are broken, and how."""
 
 
-def cases(names: tuple[str, ...] | list[str]) -> list[Any]:
-    """Every shape with every method."""
+def params() -> list[Any]:
+    """What is due, with a mark where it is known to fail."""
     marks = {key: pytest.mark.xfail(strict=True, reason=reason) for key, reason in KNOWN.items()}
-    return [
-        pytest.param(name, way, id=f"{name}-{way}", marks=[marks[name, way]] if (name, way) in marks else [])
-        for name in chosen(names)
-        for way in ways_for(name)
-    ]
+    return [pytest.param(*key, id="-".join(key), marks=marks.get(key[:2], ())) for key in KEYS]
 
 
-@pytest.mark.parametrize(("name", "way"), cases(list(SHAPES)))
-def test_two_workers_agree(name: str, way: str) -> None:
-    check(name, way, [worker[way] for worker in trained(name, 2)])
-
-
-@pytest.mark.parametrize(("name", "way"), cases(IN_PAIRS))
-def test_four_workers_in_pairs_agree(name: str, way: str) -> None:
-    check(name, way, [worker[way] for worker in trained(name, 4)])
+@pytest.mark.parametrize(("name", "way", "layout"), params())
+def test_workers_agree(name: str, way: str, layout: str) -> None:
+    key = (name, way, layout)
+    check(name, way, [worker[f"{key}"] for worker in trained(GANGS[key])])
 
 
 def check(name: str, way: str, outcomes: list[many.Outcome]) -> None:

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 import many
 import thinwire
-from every_method import STEPS, WAYS, chosen
+from covering import cases, gangs
+from every_method import STEPS, WAYS, engine
 from test_masters import MasterSGD
 from test_sweep import EXPECTED, digest, look
 from zoo import WIDE, mlp
@@ -459,16 +460,9 @@ def two_runs_in_one_process(rank: int, way: str) -> Trace:
     return seen
 
 
-@functools.cache
-def gone_through(name: str) -> list[dict[str, many.Outcome]]:
-    """One loop by every method, in one gang."""
-    with tempfile.TemporaryDirectory() as folder:
-        return many.run(go_through, 2, {way: (name, way, folder) for way in WAYS}, Path(folder))
-
-
 def go_through(rank: int, name: str, way: str, folder: str) -> Trace | str:
     """What the loop returned, or what Thinwire said of it; in a folder of its own."""
-    home = Path(folder) / way
+    home = Path(folder) / f"{name}-{way}"
     home.mkdir(exist_ok=True)
     os.chdir(home)
     try:
@@ -489,15 +483,29 @@ AB = ("ab", "ab split", "ab both", "ab-paper", "ab-paper carry", "ab-paper avera
 known("a_weight_that_is_clamped", "what is written into a factored layer's weight is lost", *AB, "oialr")
 
 
-def cases() -> list[Any]:
+MATRIX = [{"loop": name, "way": way, "engine": engine(way)} for name in LOOPS for way in WAYS]
+# Every loop meets every engine, by one method or another.
+KEYS = [(str(case["loop"]), str(case["way"])) for case in cases(MATRIX, [("loop", "way")])]
+GANGS = gangs(KEYS, lambda key: 2)
+
+
+@functools.cache
+def gone_through(keys: tuple[tuple[str, str], ...]) -> list[dict[str, many.Outcome]]:
+    """Loops by methods, in one gang."""
+    with tempfile.TemporaryDirectory() as folder:
+        return many.run(go_through, 2, {f"{key}": (*key, folder) for key in keys}, Path(folder))
+
+
+def params() -> list[Any]:
+    """What is due, with a mark where it is known to fail."""
     marks = {key: pytest.mark.xfail(strict=True, reason=why) for key, why in KNOWN.items()}
-    pairs = [(name, way) for name in chosen(LOOPS) for way in WAYS]
-    return [pytest.param(*key, id="-".join(key), marks=[marks[key]] if key in marks else []) for key in pairs]
+    return [pytest.param(*key, id="-".join(key), marks=marks.get(key, ())) for key in KEYS]
 
 
-@pytest.mark.parametrize(("name", "way"), cases())
+@pytest.mark.parametrize(("name", "way"), params())
 def test_workers_agree_or_hear_why_not(name: str, way: str) -> None:
-    found = many.values([worker[way] for worker in gone_through(name)], EXPECTED)
+    key = (name, way)
+    found = many.values([worker[f"{key}"] for worker in gone_through(GANGS[key])], EXPECTED)
     assert [isinstance(seen, str) for seen in found] in ([False, False], [True, True]), "only one heard of it"
     for number, states in enumerate(zip(*found, strict=True)):
         if isinstance(states[0], str) or states[0]["spans world"]:

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 import many
 import small
 import thinwire
-from every_method import ALL_WAYS, STEPS, WAYS, chosen
+from covering import cases, gangs
+from every_method import ALL_WAYS, STEPS, WAYS, engine
 from test_sweep import EXPECTED, agree, look
 
 pytestmark = pytest.mark.slow
@@ -111,42 +112,41 @@ def resume(rank: int, kind: str, way: str, folder: str, stop: int) -> list[dict[
     return seen
 
 
-@functools.cache
-def swept(kind: str) -> list[dict[str, many.Outcome]]:
-    """One optimizer by every method, in one gang."""
-    with tempfile.TemporaryDirectory() as folder:
-        cases = {way: (kind, way, f"{folder}/{way}") for way in ways_for(kind)}
-        for _, _, home in cases.values():
-            Path(home).mkdir()
-        return many.run(stop_and_resume, 2, cases, Path(folder))
-
-
 def ways_for(kind: str) -> dict[str, Any]:
     """The methods that take an optimizer."""
     return ALL_WAYS if "adamw" in kind or kind.split()[0] == "adam" else WAYS
+
+
+MATRIX = [{"kind": kind, "way": way, "engine": engine(way)} for kind in OPTIMIZERS for way in ways_for(kind)]
+# Every optimizer meets every engine, by one method or another.
+KEYS = [(str(case["kind"]), str(case["way"])) for case in cases(MATRIX, [("kind", "way")])]
+GANGS = gangs(KEYS, lambda key: 2)
+
+
+@functools.cache
+def swept(keys: tuple[tuple[str, str], ...]) -> list[dict[str, many.Outcome]]:
+    """Optimizers by methods, in one gang."""
+    with tempfile.TemporaryDirectory() as folder:
+        homes = {key: Path(folder) / "-".join(key) for key in keys}
+        for home in homes.values():
+            home.mkdir()
+        return many.run(stop_and_resume, 2, {f"{key}": (*key, str(home)) for key, home in homes.items()}, Path(folder))
 
 
 KNOWN: dict[tuple[str, str], str] = {}
 """Optimizers and methods that are broken, and how."""
 
 
-def cases() -> list[Any]:
-    """Every optimizer with every method."""
-    return [
-        pytest.param(
-            kind,
-            way,
-            id=f"{kind}-{way}",
-            marks=[pytest.mark.xfail(strict=True, reason=KNOWN[kind, way])] if (kind, way) in KNOWN else [],
-        )
-        for kind in chosen(OPTIMIZERS)
-        for way in ways_for(kind)
-    ]
+def params() -> list[Any]:
+    """What is due, with a mark where it is known to fail."""
+    marks = {key: pytest.mark.xfail(strict=True, reason=why) for key, why in KNOWN.items()}
+    return [pytest.param(*key, id="-".join(key), marks=marks.get(key, ())) for key in KEYS]
 
 
-@pytest.mark.parametrize(("kind", "way"), cases())
+@pytest.mark.parametrize(("kind", "way"), params())
 def test_resuming_equals_never_having_stopped(kind: str, way: str) -> None:
-    found = many.values([worker[way] for worker in swept(kind)], EXPECTED)
+    key = (kind, way)
+    found = many.values([worker[f"{key}"] for worker in swept(GANGS[key])], EXPECTED)
     agree(way, found)
     for worker in found:
         for stop, seen in worker["resumed"].items():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import needs
 import thinwire
 from thinwire.cli import main
 from thinwire.recipes import named
@@ -49,7 +50,7 @@ def events(folder: Path) -> Any:
 
 
 def test_tensorboard(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
+    needs.package("tensorboard", "TensorBoard")
     summary = trained(tmp_path / "run", "tensorboard")
     found = events(tmp_path / "run")
     shown = {event.step: event.value for event in found.Scalars("train/loss")}
@@ -69,7 +70,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_hides_what_tensorboard_had_after_the_save(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
+    needs.package("tensorboard", "TensorBoard")
     from thinwire.loggers import TensorBoard
 
     stopped_and_resumed(tmp_path / "run", TensorBoard(every=1))
@@ -82,7 +83,7 @@ def test_a_resumed_run_hides_what_tensorboard_had_after_the_save(tmp_path: Path)
 
 @pytest.mark.slow
 def test_each_run_of_a_comparison_has_its_own_name(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
+    needs.package("tensorboard", "TensorBoard")
     words = ["compare", "digits", "--methods", "allreduce,localsgd", "--workers", "1", "--steps", "6", "--no-model"]
     words += ["--log", f"tensorboard:{tmp_path / 'events'}", "--log-every", "2", "--out", str(tmp_path / "both")]
     result = CliRunner().invoke(main, [*words, "--quiet"])
@@ -98,7 +99,7 @@ def test_each_run_of_a_comparison_has_its_own_name(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow = pytest.importorskip("mlflow")
+    mlflow = needs.package("mlflow", "MLflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     summary = stopped_and_resumed(tmp_path / "group" / "run", "mlflow:mine")
     client = mlflow.MlflowClient()
@@ -136,7 +137,7 @@ def records_of(file: Path) -> Iterator[Any]:
 
 @pytest.mark.slow
 def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = pytest.importorskip("wandb")
+    wandb = needs.package("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -175,7 +176,7 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     for module in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
         monkeypatch.delitem(sys.modules, module)  # it reads the variable when it is loaded
-    pytest.importorskip("trackio")
+    needs.package("trackio", "Trackio")
     import sqlite3
 
     summary = stopped_and_resumed(tmp_path / "group" / "run", "trackio:mine")

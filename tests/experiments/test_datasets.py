@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import needs
 from standins import CLASSES, IMAGES, folder_for, pickled, pixels
 from thinwire.errors import ConfigError
 from thinwire.experiments import data
@@ -115,7 +116,7 @@ def test_a_source_on_a_device_gives_the_same(tmp_path):
 
 @pytest.fixture(scope="module")
 def imagenet(tmp_path_factory):
-    pytest.importorskip("PIL", reason="Pillow is not installed")
+    needs.package("PIL", "Pillow")
     return folder_for("imagenet", tmp_path_factory.mktemp("data"))
 
 
@@ -173,7 +174,7 @@ def test_random_crops_lie_within_the_image(width, height):
 
 
 def test_a_large_jpeg_is_decoded_smaller_and_looks_the_same(tmp_path):
-    Image = pytest.importorskip("PIL.Image")
+    Image = needs.package("PIL.Image", "Pillow")
     for part in ("train", "validation"):
         (tmp_path / part / "a").mkdir(parents=True)
     coarse = Image.fromarray(np.random.default_rng(0).integers(0, 256, (5, 4, 3), dtype=np.uint8))
@@ -186,7 +187,7 @@ def test_a_large_jpeg_is_decoded_smaller_and_looks_the_same(tmp_path):
 
 
 def test_grey_images_of_16_bits_keep_their_shades(tmp_path):
-    Image = pytest.importorskip("PIL.Image")
+    Image = needs.package("PIL.Image", "Pillow")
     for part in ("train", "val"):
         (tmp_path / part / "a").mkdir(parents=True)
     shades = np.random.default_rng(0).integers(0, 2**16, (32, 32), dtype=np.uint16)

@@ -4,7 +4,6 @@ import math
 import re
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gang
+import needs
 import small
 import thinwire
 from thinwire.experiments.models import GPT, VGG16, VGG16BN, ResNet18, ResNet50, ViT, library
@@ -79,7 +79,7 @@ def test_small_features_are_spread_under_the_wide_kernel() -> None:
 
 
 def test_as_transformers_gpt2() -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = needs.package("transformers")
     sizes = {"n_layer": 2, "n_head": 3, "n_embd": 24, "vocab_size": 40, "n_positions": 16}
     theirs = varied(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)))
     names = {
@@ -101,7 +101,7 @@ def test_as_transformers_gpt2() -> None:
 
 
 def test_as_transformers_vit() -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = needs.package("transformers")
     sizes = {"image_size": 16, "patch_size": 4, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3}
     config = transformers.ViTConfig(**sizes, intermediate_size=96, layer_norm_eps=1e-6, num_labels=7)
     theirs = varied(transformers.ViTForImageClassification(config))
@@ -138,7 +138,7 @@ RESNET_NAMES = {
 
 
 def test_as_transformers_resnet() -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = needs.package("transformers")
     widths = {"embedding_size": 4, "hidden_sizes": [16, 32, 64, 128], "depths": [3, 4, 6, 3], "num_labels": 7}
     config = transformers.ResNetConfig(**widths, layer_type="bottleneck", downsample_in_bottleneck=False)
     theirs = varied(transformers.ResNetForImageClassification(config))
@@ -148,7 +148,7 @@ def test_as_transformers_resnet() -> None:
 
 
 def test_resnet18_as_transformers_with_the_stem_for_small_images() -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = needs.package("transformers")
     widths = {"embedding_size": 4, "hidden_sizes": [4, 8, 16, 32], "depths": [2, 2, 2, 2], "num_labels": 7}
     theirs = transformers.ResNetForImageClassification(transformers.ResNetConfig(**widths, layer_type="basic"))
     embedder = theirs.resnet.embedder
@@ -166,12 +166,10 @@ LIBRARY = {
 
 @pytest.mark.parametrize("name", LIBRARY)
 def test_as_the_library(name: str) -> None:
-    if find_spec("torchvision" if name == "resnet50" else "timm") is None:
-        pytest.skip("the library is not installed")
+    needs.package("torchvision" if name == "resnet50" else "timm")
     make, own, sizes = LIBRARY[name]
     theirs = make(**sizes)
-    if isinstance(theirs, own):
-        pytest.skip("the library does not import")
+    assert not isinstance(theirs, own), "the library imports, and was not used"
     agree(own(**sizes), theirs.eval(), theirs.state_dict(), torch.randn(2, 3, 32, 32))
 
 

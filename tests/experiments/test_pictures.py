@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import needs
 from standins import folder_for, pixels
 from thinwire.errors import ConfigError
 from thinwire.experiments.data import image_folder
@@ -115,7 +116,7 @@ def test_an_operation_by_its_definition(name: str) -> None:
 
 
 def test_operations_are_pillows() -> None:
-    pillow = pytest.importorskip("PIL")
+    pillow = needs.package("PIL", "Pillow")
     from PIL import Image, ImageEnhance, ImageOps
 
     level = 0.6

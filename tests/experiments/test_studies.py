@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import nn
 
+import needs
 from thinwire.jobs import Job
 from thinwire.recipes import digits
 from thinwire.train.batcher import Batcher
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MODULES = ("setting", "run", "results", "tables", "labels", "pareto", "pictures", "afterwards")
-pytestmark = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are not in this copy")
+pytestmark = needs.part("benchmarks", None if BENCHMARKS.is_dir() else "they are not in this copy")
 
 
 @pytest.fixture
@@ -148,7 +149,7 @@ def out(tmp_path: Path) -> Path:
 
 
 def test_tables_pair_by_seed_and_pictures_need_the_json_alone(study, out, tmp_path, monkeypatch, capsys) -> None:
-    pytest.importorskip("matplotlib")
+    needs.package("matplotlib")
     tables, pictures = study("tables"), study("pictures")
     monkeypatch.setattr(sys, "argv", ["tables", str(out), "--json", str(tmp_path / "kept.json")])
     tables.main()
@@ -170,7 +171,7 @@ def test_tables_pair_by_seed_and_pictures_need_the_json_alone(study, out, tmp_pa
 
 
 def test_perplexity_is_compared_by_its_ratio_and_coded_all_reduce_too(study, tmp_path, monkeypatch, capsys) -> None:
-    pytest.importorskip("matplotlib")
+    needs.package("matplotlib")
     for seed in range(2):
         written(tmp_path, "allreduce", "allreduce", seed, 100.0 + 100 * seed, wire="fp32", metric="perplexity")
         written(tmp_path, "allreduce-int2", "allreduce", seed, 101.0 + 105 * seed, wire="int2", metric="perplexity")
@@ -216,7 +217,7 @@ def test_one_worker_that_stands_for_all_counts_as_all_reduce(study, tmp_path) ->
 
 
 def test_labels_of_crowded_points_do_not_overlap(study) -> None:
-    pytest.importorskip("matplotlib")
+    needs.package("matplotlib")
     from thinwire.report.plots import blank
 
     labels, figure = study("labels"), blank(8, 5)

@@ -1,0 +1,65 @@
+"""Few cases of a large matrix, chosen so that every pair of values that can occur together does."""
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Case = dict[str, Hashable]
+
+WHOLE = os.environ.get("THINWIRE_SWEEP") == "all"
+"""Whether matrices are tried whole, which takes an hour or two, and not by a covering design."""
+
+
+def pairs(case: Case, without: Iterable[tuple[str, str]] = ()) -> set[Any]:
+    """Return every two values of a case, by their factors, except for pairs of factors in `without`."""
+    left_out = {frozenset(names) for names in without}
+    two = itertools.combinations(sorted(case), 2)
+    return {(a, case[a], b, case[b]) for a, b in two if frozenset((a, b)) not in left_out}
+
+
+def covering(allowed: Sequence[Case], without: Iterable[tuple[str, str]] = ()) -> list[Case]:
+    """Return cases that have every pair of values that some allowed case has, in the order of `allowed`.
+
+    Greedy: each next case has the most pairs that are still missing; of equals the one whose values occur least so far,
+    then the first. What is chosen depends on `allowed` alone.
+    """
+    has = [pairs(case, without) for case in allowed]
+    missing, used, chosen = set().union(*has), Counter[Any](), list[int]()
+    while missing:
+        best = max(
+            range(len(allowed)),
+            key=lambda i: (len(has[i] & missing), -sum(used[item] for item in allowed[i].items()), -i),
+        )
+        missing -= has[best]
+        used.update(allowed[best].items())
+        chosen.append(best)
+    return [allowed[i] for i in sorted(chosen)]
+
+
+def cases(allowed: Sequence[Case], without: Iterable[tuple[str, str]] = ()) -> list[Case]:
+    """Return the covering design, or all cases under THINWIRE_SWEEP=all."""
+    return list(allowed) if WHOLE else covering(allowed, without)
+
+
+def few(number: int, values: Iterable[T]) -> list[T]:
+    """Return the first values, or all under THINWIRE_SWEEP=all."""
+    return list(values) if WHOLE else list(values)[:number]
+
+
+def each(cases: Sequence[tuple[Any, ...]], first: bool = True) -> list[Any]:
+    """Return few that have every value of the second place, and of the first; or all under THINWIRE_SWEEP=all."""
+    allowed: list[Case] = [{"first": case[0], "second": case[1], "any": True} for case in cases]
+    chosen = covering(allowed, [("first", "second"), *([] if first else [("first", "any")])])
+    return list(cases) if WHOLE else [cases[allowed.index(case)] for case in chosen]
+
+
+def gangs(cases: Iterable[T], alike: Callable[[T], Hashable], size: int = 16) -> dict[T, tuple[T, ...]]:
+    """Return for each case those of its gang of workers: alike, and at most `size` together."""
+    kinds: dict[Hashable, list[T]] = {}
+    for case in cases:
+        kinds.setdefault(alike(case), []).append(case)
+    parts = [tuple(kind[i : i + size]) for kind in kinds.values() for i in range(0, len(kind), size)]
+    return {case: part for part in parts for case in part}
