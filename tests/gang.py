@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -164,7 +165,8 @@ def _outcome(case: bytes) -> bytes:
             number = asked.rank * len(asked.hosts) // asked.workers
             _move_to(asked.hosts[number], number)
         before = _held()
-        value = pickle.dumps(_in_a_world(asked))
+        with warnings.catch_warnings():
+            value = pickle.dumps(_in_a_world(asked))
         if not asked.fresh and (left := _left(before)):
             return pickle.dumps((None, f"{asked.function.__name__} left behind: {left}"))
         return pickle.dumps((pickle.loads(value), None))

@@ -23,14 +23,11 @@ import thinwire
 from every_method import STEPS
 from selection import first_of
 from sockets import needs_counts, socket_bytes
-from thinwire.comm.topology import arrange
 from thinwire.errors import ConfigError
 from thinwire.methods import gradients
 from thinwire.methods.registry import METHODS, name_of
-from thinwire.plan.simulate import simulate
-from thinwire.plan.workload import Workload
 from thinwire.settings import from_strings
-from trajectories import LAYOUTS, adamw, layouts, trajectories
+from trajectories import LAYOUTS, adamw
 
 methods = pytest.mark.parametrize("name", METHODS)
 # Two workers are the quickest; the larger worlds of `trajectories` are slow.
@@ -128,25 +125,6 @@ def test_the_ledger_counts_what_the_kernel_sends(name: str, world: str) -> None:
     sent = sum(worker[name][1] for worker in counted(world))
     # Messages have headers of gloo's own.
     assert ledger <= sent <= 1.03 * ledger + 50_000 * workers
-
-
-@layouts
-@methods
-def test_a_plan_says_what_the_ledger_then_counts(name: str, layout: str) -> None:
-    workers, size = LAYOUTS[layout]
-    seen = trajectories(layout)[0][name]
-    optimizer = functools.partial(torch.optim.AdamW, lr=3e-3)
-    inputs = (small.batch(0, 0)[0],)
-    workload = Workload(name=name, model=small.net(smooth=True), optimizer=optimizer, steps=STEPS, inputs=inputs)
-
-    def ranks_as_found(layer: Any, progress: float, cutoff: float | None) -> int | None:
-        at = round(progress * STEPS)
-        return next(ranks for step, ranks in seen["ranks"] if step >= at).get(layer.label)
-
-    config = example(name, group_size=size)
-    planned = simulate(workload, config, arrange(0, [0] * workers, size), ranks_as_found)
-    assert [row[:-1] for row in planned.ledger.state()["rows"]] == seen["rows"]
-    assert sum(planned.steps.values()) == STEPS
 
 
 # Bad input, and one worker.

@@ -1,4 +1,4 @@
-"""Trajectories of every method: workers agree when they must, and all is as it was: a refactoring keeps it.
+"""Trajectories of every method: workers agree when they must, plans say what they send, and all is as it was.
 
 Each file in `golden/` holds losses, norms of the parameters and bytes of one method in two layouts. CPUs round
 differently, so values are compared within a tolerance. `pytest --golden=bits` also compares digests of all bits, which
@@ -6,15 +6,21 @@ only holds on the machine and the version of torch that wrote them; `pytest --go
 of the layouts that it runs.
 """
 
+import functools
 import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import small
 from every_method import STEPS
+from thinwire.comm.topology import arrange
 from thinwire.methods.registry import METHODS
+from thinwire.plan.simulate import simulate
+from thinwire.plan.workload import Workload
 from trajectories import CASES, LAYOUTS, layouts, trajectories
 
 FOLDER = Path(__file__).parent / "golden"
@@ -80,3 +86,22 @@ def test_members_of_a_group_always_agree(name: str, layout: str) -> None:
 def test_every_phase_is_named_and_happens(name: str, layout: str) -> None:
     seen = set(trajectories(layout)[0][name]["phases"])
     assert seen <= set(METHODS[name].method.phases) and len(seen) >= len(METHODS[name].method.phases) - 1
+
+
+@layouts
+@pytest.mark.parametrize("name", METHODS)
+def test_a_plan_says_what_the_ledger_then_counts(name: str, layout: str) -> None:
+    workers, size = LAYOUTS[layout]
+    seen = trajectories(layout)[0][name]
+    optimizer = functools.partial(torch.optim.AdamW, lr=3e-3)
+    inputs = (small.batch(0, 0)[0],)
+    workload = Workload(name=name, model=small.net(smooth=True), optimizer=optimizer, steps=STEPS, inputs=inputs)
+
+    def ranks_as_found(layer: Any, progress: float, cutoff: float | None) -> int | None:
+        at = round(progress * STEPS)
+        return next(ranks for step, ranks in seen["ranks"] if step >= at).get(layer.label)
+
+    config = METHODS[name].example(group_size=size)
+    planned = simulate(workload, config, arrange(0, [0] * workers, size), ranks_as_found)
+    assert [row[:-1] for row in planned.ledger.state()["rows"]] == seen["rows"]
+    assert sum(planned.steps.values()) == STEPS
