@@ -57,7 +57,7 @@ def test_a_comparison_over_slow_links_says_so(tmp_path: Path, monkeypatch: pytes
     words = ["--methods", "allreduce,localsgd", "--steps", "30", "--link", "50Mbit", "--out", str(tmp_path)]
     result = CliRunner().invoke(main, ["compare", "digits", *words])
     assert result.exit_code == 0, result.output
-    assert "links of 50 Mbit/s" in result.output
+    assert "links of 50 Mbit/s" in " ".join(result.output.split())
     plain, apart = (
         json.loads((tmp_path / f"{name}-seed0/summary.json").read_text()) for name in ("allreduce", "localsgd")
     )
