@@ -6,7 +6,10 @@ TOOLS_STAMP := .venv/.tools
 PROPULATE_STAMP := .venv-propulate/.installed
 # Compiled here, on all cores: pip uses one, and where Python may not write bytecode every import would compile anew.
 # Some packages carry templates that are no Python; those are passed over.
-COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/transformers/' .venv/lib >/dev/null 2>&1 || true
+COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/transformers/' .venv/lib src >/dev/null 2>&1 || true
+
+# Hundreds of processes of the tests import the same modules.
+test test-slow test-all: export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: setup demo test test-tools test-slow test-all check docs clean
 
