@@ -28,7 +28,7 @@ def run(
     """Call `case(rank, *arguments)` for each of `cases` in the same workers; what became of each, by rank."""
     worlds = folder / "worlds"
     worlds.mkdir(exist_ok=True)
-    return gang.run(_worker, workers, case, dict(cases), str(worlds), workers, patience, timeout=900)
+    return gang.run(_worker, workers, case, dict(cases), str(worlds), workers, patience, timeout=900, fresh=True)
 
 
 def _worker(
