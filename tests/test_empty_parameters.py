@@ -18,14 +18,14 @@ from thinwire.comm.topology import arrange
 from thinwire.plan import ranks as predicted
 from thinwire.plan.simulate import Workload, simulate
 
-CODES = ("bf16", "int8", "int4", "int2", "bit", "lowrank:2", "topk:0.1")
+OF_GRADIENTS, OF_PARAMETERS = ("int8", "lowrank:2", "topk:0.1"), ("bf16", "int4", "int2", "bit")
 CONFIGS = {name: way.config for name, way in ALL_WAYS.items()}
-CONFIGS |= {f"allreduce {code}": lambda code=code, **m: thinwire.AllReduce(wire=code, **m) for code in CODES}
+CONFIGS |= {f"allreduce {code}": lambda code=code, **m: thinwire.AllReduce(wire=code, **m) for code in OF_GRADIENTS}
 CONFIGS |= {
     f"diloco {code}": lambda code=code, **m: thinwire.DiLoCo(
         warmup=2, warmup_wire=code, every=3, overlap=1, wire=code, **m
     )
-    for code in CODES
+    for code in OF_PARAMETERS
 }
 CONFIGS |= {
     "radial": lambda **m: thinwire.DiLoCo(warmup=2, every=3, outer=thinwire.Radial(), wire="int8", **m),

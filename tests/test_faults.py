@@ -14,9 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.optim import SGD, AdamW
 
+import covering
 import small
 import thinwire
-from covering import each, few
 from launchers import TIMEOUT, Launchers, held, note
 from thinwire import AB, DASO, OIALR, AllReduce, ConfigError, DiLoCo, Faults, LocalSGD, Nesterov, OneBit, PowerSGD, TopK
 from thinwire.comm import process_groups
@@ -150,7 +150,7 @@ def survivors(found: dict[tuple[int, int], Any]) -> list[Any]:
 
 def part_of_the_slow(*cases: tuple[Any, ...], methods: bool = False) -> list[Any]:
     """So many that each place occurs, or each method and each place: a case takes ten seconds and more."""
-    return [pytest.param(*case, marks=pytest.mark.slow) for case in each(cases, first=methods)]
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in covering.each(cases, first=methods)]
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_one_group_after_another_is_lost() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", few(3, range(24)))
+@pytest.mark.parametrize("seed", covering.few(3, range(24)))
 def test_kills_at_any_moment_leave_one_model(seed: int) -> None:
     """From outside, at a random time, in all phases."""
     draw = random.Random(seed)
@@ -269,7 +269,7 @@ def test_kills_at_any_moment_leave_one_model(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", few(2, range(12)))
+@pytest.mark.parametrize("seed", covering.few(2, range(12)))
 def test_groups_that_come_back_at_any_moment_have_the_same_model(seed: int) -> None:
     """A group that is started again right after it was killed, or later; if it is too late, it waits for others."""
     draw = random.Random(100 + seed)
