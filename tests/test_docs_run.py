@@ -50,7 +50,7 @@ WITH_PYTHON = [name(page) for page in PAGES if python_of(page)]
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_PYTHON)
 def test_python_runs(page: str, tmp_path: Path) -> None:
-    gang.run(execute, 1 if page in ALONE else 2, page, str(tmp_path))
+    gang.run(execute, 1 if page in ALONE else 2, page, str(tmp_path), fresh=True)
 
 
 def commands_of(page: Path) -> list[list[str]]:
