@@ -49,8 +49,8 @@ $(PROPULATE_STAMP): pyproject.toml
 	@touch $@
 
 test-slow: setup
-	# One more at a time than in `make test`: most of these wait, for groups that were killed or for links that are slow.
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m slow
+	# More at a time than in `make test`: most of these wait, for groups that were killed or for links that are slow.
+	$(BIN)/python -m pytest -n 4 --dist loadfile -m slow
 
 test-all: setup
 	$(BIN)/python -m pytest
