@@ -142,9 +142,9 @@ def out(tmp_path: Path) -> Path:
     for seed in range(3):
         written(tmp_path, "allreduce", "allreduce", seed, 0.9 + seed / 100, wire="fp32")
     for seed in range(2):
-        written(tmp_path, "ab-default", "ab", seed, 0.88 + seed / 100, train="alternate", factor_at=0.75)
-        written(tmp_path, "ab-both", "ab", seed, 0.87, train="both", factor_at=0.75)
-        written(tmp_path, "ab-default-16workers", "ab", seed, 0.8, train="alternate", factor_at=0.75, workers=16)
+        written(tmp_path, "ab-default", "ab", seed, 0.88 + seed / 100, train="alternate", factor_at="auto")
+        written(tmp_path, "ab-both", "ab", seed, 0.87, train="both", factor_at="auto")
+        written(tmp_path, "ab-default-16workers", "ab", seed, 0.8, train="alternate", factor_at="auto", workers=16)
     return tmp_path
 
 
