@@ -86,7 +86,8 @@ def test_sharded_groups_train_as_groups_that_are_not(name: str, tmp_path: Path) 
         assert one["held"] < 0.6 * other["held"]
         assert one["ranks"] == other["ranks"]
         assert bool(one["ranks"]) == ("factors" in name or name == "localsgd")
-        assert one["sent"] == pytest.approx(other["sent"], rel=0.1 if "int2" in name else 0.03)
+        # Codes send whole blocks, of which shards of small factors have fewer.
+        assert one["sent"] == pytest.approx(other["sent"], rel=0.25 if "int2" in name else 0.03)
 
 
 def said(rank: int) -> dict[str, str]:

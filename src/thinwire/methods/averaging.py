@@ -302,7 +302,7 @@ class LocalTraining(Method):
         for fragment in pending:
             self._receive(fragment)
             self._apply(fragment)
-        apart = [f for f in self.fragments if self._is_apart(f) or (last and f.aggregator.refine())]
+        apart = [f for f in self.fragments if self._is_apart(f) or (last and self._refines(f))]
         self._screen(apart)
         scales = self.scales.of(apart, self.fragments, ends_round=last)
         for fragment, scale in zip(apart, scales, strict=True):
@@ -315,6 +315,10 @@ class LocalTraining(Method):
             fragment.move(1.0, self.step)
         if self.buffers_at != self.step:
             average_buffers(self.wire, self.model.buffers(), self.contributions.share)
+
+    def _refines(self, fragment: AveragedTensors) -> bool:
+        """Whether a code has left something out; in the shard of any member, so that all of a group send alike."""
+        return not self.wire.all_of_group(not fragment.aggregator.refine())
 
     def _is_apart(self, fragment: AveragedTensors) -> bool:
         """Whether groups may hold different values of it."""
