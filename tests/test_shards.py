@@ -86,7 +86,7 @@ def test_sharded_groups_train_as_groups_that_are_not(name: str, tmp_path: Path) 
         assert one["held"] < 0.6 * other["held"]
         assert one["ranks"] == other["ranks"]
         assert bool(one["ranks"]) == ("factors" in name or name == "localsgd")
-        # Codes send whole blocks, of which shards of small factors have fewer.
+        # A member whose shard of a factor is empty sends no block of it.
         assert one["sent"] == pytest.approx(other["sent"], rel=0.25 if "int2" in name else 0.03)
 
 
