@@ -93,8 +93,8 @@ class Browser:
             self.call("Input.dispatchMouseEvent", type=kind, **where)
 
     def type(self, selector: str, text: str) -> None:
-        """Text into a field."""
-        self.evaluate(f"document.querySelector({json.dumps(selector)}).focus()")
+        """Text into a field, as soon as there is one: a page may be loading again."""
+        self.wait(f"(e => (e?.focus(), e !== null))(document.querySelector({json.dumps(selector)}))")
         self.call("Input.insertText", text=text)
 
     def screenshot(self, path: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_browser_loads_the_page_again_where_the_reader_was(tmp_path):
     needs.chromium()
     for seed in range(30):
         _write_run(tmp_path / f"ab-seed{seed}", "ab", seed, slow=600, accuracy=0.9)
-    page = write_page(Content(read_runs(tmp_path)), tmp_path, live=live_part(["<b>bold</b> step 5/600"], 1))
+    page = write_page(Content(read_runs(tmp_path)), tmp_path, live=live_part(["<b>bold</b> step 5/600"], 5))
     with browser(tmp_path / "profile") as opened:
         opened.open(page, 1280)
         opened.type("#filter", "seed1")
