@@ -69,6 +69,7 @@ def test_a_comparison_over_slow_links_says_so(tmp_path: Path, monkeypatch: pytes
     assert plain["traffic"]["by_phase"]["train"]["kernel_bytes"] > plain["traffic"]["slow_bytes"] * 0.99
 
 
+@pytest.mark.rest
 @pytest.mark.slow
 def test_without_root_the_demo_plans_for_real_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(SOURCES))

@@ -48,7 +48,9 @@ WITH_PYTHON = [name(page) for page in PAGES if python_of(page)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", WITH_PYTHON)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.rest) if page == "docs/tuning.md" else page for page in WITH_PYTHON]
+)
 def test_python_runs(page: str, tmp_path: Path) -> None:
     gang.run(execute, 1 if page in ALONE else 2, page, str(tmp_path), fresh=True)
 

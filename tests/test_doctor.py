@@ -275,6 +275,7 @@ def test_an_interface_that_is_not_there_is_reported_before_gloo_tries(tmp_path: 
     assert "gloo cannot connect the workers" in first["stderr"] and "see the hint above" in first["stderr"]
 
 
+@pytest.mark.rest
 @pytest.mark.slow
 @needs_hosts
 def test_what_it_recommends_is_fastest_when_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

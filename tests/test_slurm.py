@@ -191,6 +191,7 @@ time.sleep(100)
         assert (tmp_path / "scontrol").read_text() == f"requeue {JOB['SLURM_JOB_ID']}\n"
 
 
+@pytest.mark.rest
 @pytest.mark.slow
 def test_a_stopped_job_runs_on_where_it_was(tmp_path: Path, cluster: dict[str, str]) -> None:
     words, out = ["bash", str(ROOT / "examples" / "slurm" / "one-node.sbatch")], tmp_path / f"runs/job-{os.getpid()}"

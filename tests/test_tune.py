@@ -546,6 +546,7 @@ def test_one_interrupt_ends_a_search_and_it_can_be_resumed(tmp_path: Path) -> No
     assert not subprocess.run(["pgrep", "-f", str(tmp_path / "out")], capture_output=True).stdout
 
 
+@pytest.mark.rest
 @pytest.mark.slow
 def test_a_killed_search_goes_on_where_it_was(tmp_path: Path) -> None:
     needs.package("optuna", "Optuna")

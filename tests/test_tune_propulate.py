@@ -94,6 +94,7 @@ def test_two_islands_of_two_ranks_find_better_settings_than_chance(python: Path,
     assert (summary["world_size"], summary["split"]) == (2, "validation")
 
 
+@pytest.mark.rest
 def test_a_killed_search_loses_nothing_and_counts_nothing_twice(python: Path, tmp_path: Path) -> None:
     out = tmp_path / "search"
     words = tune(python, out, "--generations", "2", "--quiet")
