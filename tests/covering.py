@@ -10,7 +10,7 @@ T = TypeVar("T")
 Case = dict[str, Hashable]
 
 WHOLE = os.environ.get("THINWIRE_SWEEP") == "all"
-"""Whether matrices are tried whole, which takes an hour or two, and not by a covering design."""
+"""Whether matrices are tried whole, and not by a covering design."""
 
 
 def pairs(case: Case, without: Iterable[tuple[str, str]] = ()) -> set[Any]:

@@ -209,6 +209,7 @@ def _held() -> dict[str, Any]:
     from torch.nn.modules import module
     from torch.optim import optimizer
 
+    from thinwire import stopping
     from thinwire.methods.registry import METHODS
 
     # Thinwire's own are for good: they look up what is attached.
@@ -234,6 +235,7 @@ def _held() -> dict[str, Any]:
         "environment": dict(os.environ),
         "switches of torch": switches,
         "signal handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
+        "requested stop": stopping.requested(),
         "exception hook": sys.excepthook,
         "folder": str(Path.cwd()),
         "changed": _definitions(),

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import gang
 import small
 import thinwire
 from patience import LIMIT_S, until
 from thinwire import stopping
+from thinwire.comm import process_groups
 from thinwire.recipes import named
 from thinwire.train import fit
 
@@ -48,8 +50,28 @@ def stops(rank: int, config: Any, hears: dict[int, int], slow: int) -> tuple[int
     ids=["in step", "apart", "at different times"],
 )
 def test_workers_stop_after_the_same_step(config: Any, hears: dict[int, int], slow: int) -> None:
-    (first, model), (second, other) = gang.run(stops, 2, config, hears, slow)
+    (first, model), (second, other) = gang.run(stops, 2, config, hears, slow, fresh=True)  # a request stays
     assert first == second < STEPS and model == other
+
+
+def test_signals_mean_what_they_did_once_no_replica_looks_at_them() -> None:
+    before = [signal.getsignal(number) for number in stopping.SIGNALS]
+    first, second = (
+        thinwire.attach(model, small.sgd(model), thinwire.AllReduce()) for model in (small.mlp(), small.mlp())
+    )
+    for replica in (first, second):
+        assert not replica.stop_requested()
+    first.detach()
+    assert [signal.getsignal(number) for number in stopping.SIGNALS] != before
+    second.finish()
+    assert [signal.getsignal(number) for number in stopping.SIGNALS] == before
+
+
+def test_stops_are_numbered_anew_in_each_world() -> None:
+    for _ in range(2):
+        process_groups.open_world(dist.HashStore(), 0, 1, 60.0)
+        assert [process_groups.next_number() for _ in range(3)] == [1, 2, 3]
+        process_groups.leave()
 
 
 def waits(ready: str) -> None:

@@ -105,11 +105,11 @@ class KeptParameters:
 
 _SIZES = {getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "requires_grad", "is_leaf")}
 _HARMLESS = _SIZES | {Tensor.numel, Tensor.nelement, Tensor.size, Tensor.dim, Tensor.__hash__}
-"""A script that counts parameters is not told; it trains what it should."""
+"""No warning for a script that counts parameters: it trains what it should."""
 
 
 class _Replaced(nn.Parameter):
-    """A parameter that the model has no more; whoever asks for its gradient or value is told."""
+    """A parameter that the model has no more; asking for its gradient or value is reported."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
