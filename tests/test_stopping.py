@@ -107,7 +107,7 @@ def stopped_fit(rank: int, out: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def test_a_stopped_run_is_saved_and_says_where(tmp_path: Path) -> None:
-    for stopped, position in gang.run(stopped_fit, 2, str(tmp_path / "run")):
+    for stopped, position in gang.run(stopped_fit, 2, str(tmp_path / "run"), fresh=True):
         assert stopped == {"stopped_at": position["step"], "steps": 60, "stopped_by": "SIGTERM"}
 
 
