@@ -192,6 +192,8 @@ def _in_a_world(case: Case) -> Any:
                 world_size=case.workers,
                 timeout=timedelta(seconds=case.patience),
             )
+            # Whoever has nothing to do would otherwise close its sockets while the others still connect.
+            dist.barrier()
         return case.function(case.rank, *case.args)
     finally:
         process_groups.release_groups()
