@@ -11,7 +11,7 @@ COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/transformers/' .venv/lib src
 # Hundreds of processes of the tests import the same modules.
 test test-slow test-all: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo test test-tools test-slow test-all check docs clean
+.PHONY: setup demo test test-tools test-slow test-all mutants check docs clean
 
 setup: $(STAMP)
 
@@ -54,6 +54,12 @@ test-slow: setup
 
 test-all: setup
 	$(BIN)/python -m pytest
+
+# Changes files of src, one at a time, and puts them back: best in a clone.
+mutants: setup
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev,mutation]"
+	$(BIN)/python tests/mutation/mutants.py cover build/mutants
+	$(BIN)/python tests/mutation/mutants.py run build/mutants
 
 check: setup
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ machine.forget_surroundings()
 import pytest  # noqa: E402
 import torch  # noqa: E402  (it may look at the surroundings)
 
+import gang  # noqa: E402
 import needs  # noqa: E402
 
 # A shell that starts the tests in the background makes them ignore Ctrl-C, and so everything they start.
@@ -37,6 +38,10 @@ def pytest_collection_modifyitems(items) -> None:
 
 def pytest_runtest_setup(item) -> None:
     needs.check(item)
+
+
+def pytest_sessionfinish() -> None:
+    gang.end_all()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # the last line but one

@@ -28,8 +28,9 @@ context = mp.get_context("forkserver")
 # All that the modules of tests import: a worker that loads it itself spends more on that than on a few steps.
 context.set_forkserver_preload(["thinwire.cli", "torch.distributed.optim", "torch._dynamo", "pytest"])
 _CLONE_NEWNET = 0x40000000
+PATIENCE_S = 120
 _LINGERS_S = 5
-"""How long a thread that was told to end may take."""
+"""How long a thread or a process that was told to end may take."""
 
 
 class WorkerFailed(AssertionError):
@@ -60,7 +61,8 @@ class Worker:
 
     def ask(self, case: Case) -> None:
         """Begin a case."""
-        self.pipe.send_bytes(pickle.dumps((sys.path, str(Path.cwd()), pickle.dumps(case))))
+        test = os.environ.get("PYTEST_CURRENT_TEST", "")
+        self.pipe.send_bytes(pickle.dumps((sys.path, str(Path.cwd()), test, pickle.dumps(case))))
 
     def answer(self) -> Any:
         """What the case returned."""
@@ -73,14 +75,41 @@ class Worker:
             raise WorkerFailed(error)
         return value
 
-    def end(self) -> None:
-        """Whatever it does."""
+    def end(self, *, idle: bool = False) -> None:
+        """Whatever it does; one that waits for a case ends by itself."""
+        if idle:
+            self.pipe.close()
+            self.process.join(_LINGERS_S)
         self.process.kill()
         self.process.join()
         self.pipe.close()
 
 
 _idle: list[Worker] = []
+_QUIET_S = 0.002
+"""What a step of `_pace` takes two workers where nothing else runs."""
+_AT_MOST = 10.0
+
+
+def patient(seconds: float) -> float:
+    """A deadline that follows the machine: longer where, right now, a step takes longer than on two quiet cores.
+
+    For waits that a test is about and has to sit through. What should never run out is long anyway.
+    """
+    return seconds * min(max(max(run(_pace, 2)) / _QUIET_S, 1.0), _AT_MOST)
+
+
+def _pace(rank: int) -> float:
+    """Seconds to a step: some work, and an exchange."""
+    import torch
+    import torch.distributed as dist
+
+    weight, begun, steps = torch.ones(50, 50), time.monotonic(), 50
+    for _ in range(steps):
+        for _ in range(20):
+            weight = (weight @ weight).clamp(0, 1)
+        dist.all_reduce(weight)
+    return (time.monotonic() - begun) / steps
 
 
 def start(function: Callable[..., Any], *args: Any) -> Any:
@@ -95,16 +124,18 @@ def run(
     workers: int,
     *args: Any,
     timeout: float = 300,
-    patience: float = 120,
+    patience: float = PATIENCE_S,
     hosts: Sequence[Any] = (),
     fresh: bool = False,
 ) -> list[Any]:
     """Call `function(rank, *args)` in `workers` processes and return what each returned, by rank.
 
-    `patience` is the process group's timeout: how long a collective waits for a missing rank. With `hosts` of
+    `patience` is the process group's timeout: how long a collective waits for a missing rank; below the default it
+    follows the machine. With `hosts` of
     `thinwire.netbench` an equal part of the workers is on each, and watches its link. `fresh` ones have done nothing
     before: for what happens once in a process, and for what a process may keep.
     """
+    patience = patience if patience >= PATIENCE_S else patient(patience)
     fresh = fresh or bool(hosts)  # a process never leaves its host
     gang = [Worker() if fresh or not _idle else _idle.pop() for _ in range(workers)]
     done = False
@@ -113,14 +144,20 @@ def run(
             for rank, worker in enumerate(gang):
                 worker.ask(Case(function, rank, workers, args, folder, patience, hosts, fresh))
             found = _collect(gang, timeout)
-        done = not fresh
+        done = True
         return found
     finally:
-        if done:
+        if done and not fresh:
             _idle.extend(gang)
         else:
             for worker in gang:
-                worker.end()
+                worker.end(idle=done)
+
+
+def end_all() -> None:
+    """After the last case."""
+    while _idle:
+        _idle.pop().end(idle=True)
 
 
 def _collect(gang: list[Worker], timeout: float) -> list[Any]:
@@ -147,11 +184,12 @@ def _serve(pipe: Any) -> None:
     gc.freeze()  # a collection after a case then looks at that case alone
     while True:
         try:
-            path, folder, case = pickle.loads(pipe.recv_bytes())
+            path, folder, test, case = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         sys.path[:] = path
         os.chdir(folder)
+        os.environ["PYTEST_CURRENT_TEST"] = test
         torch.manual_seed(seed)
         random.seed(seed)
         pipe.send_bytes(_outcome(case))

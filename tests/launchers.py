@@ -36,6 +36,11 @@ class Launchers:
         for group in range(groups):
             self.start(group)
 
+    def restart(self, group: int) -> None:
+        """Start a group again that dies by itself: others may be further by then."""
+        until(lambda: all(process.exitcode is not None for process in self.processes[group]), f"group {group}'s end")
+        self.start(group)
+
     def start(self, group: int) -> None:
         """Start a group, or start it again."""
         self.processes[group] = []

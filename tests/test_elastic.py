@@ -25,7 +25,11 @@ from thinwire.elastic.store import Store, StoreLostError
 
 TIMEOUT = 24.0
 """Much more than anything here should take, but for what waits until the end of one."""
-SHORT = 6.0
+
+
+def short() -> int:
+    """A timeout for what waits until the end of one."""
+    return round(gang.patient(6))
 
 
 # Groups that freeze.
@@ -263,7 +267,7 @@ def test_a_loop_over_steps_saves_sets_rates_and_ends_for_a_joiner_too(config: An
     launchers = Launchers(looped, 3, 1, config, 24, str(tmp_path), 14, {1: 8})
     for group in (0, 2):
         launchers.wait_for(f"held/{group}")
-    launchers.start(1)
+    launchers.restart(1)
     launchers.args = (*launchers.args[:4], {})
     found = one(launchers.collect(), 3)
     joiner = found[1]
@@ -389,7 +393,7 @@ def test_a_store_that_comes_back_goes_unnoticed(how: int) -> None:
     launchers.store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
     for group in (0, 2):  # they can still lose a group, and let one in
         launchers.wait_for(f"held/{group}")
-    launchers.start(1)
+    launchers.restart(1)
     found = one(launchers.collect(), 3)
     assert [(e["lost"], e["came"]) for e in found[0]["events"]] == [([1], []), ([], [1])]
 
@@ -397,7 +401,7 @@ def test_a_store_that_comes_back_goes_unnoticed(how: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_a_model_is_finished_without_the_store(how: int) -> None:
-    launchers = Launchers(with_store, 3, 1, 60, SHORT, port=free_port())
+    launchers = Launchers(with_store, 3, 1, 60, short(), port=free_port())
     for group in range(3):
         launchers.wait_for(f"training/{group}")
     os.kill(launchers.server.pid, how)
@@ -406,21 +410,21 @@ def test_a_model_is_finished_without_the_store(how: int) -> None:
 
 @pytest.mark.slow
 def test_without_store_and_group_a_worker_stops_and_says_why() -> None:
-    launchers = Launchers(with_store, 3, 1, 100, SHORT, 80, port=free_port())
+    launchers = Launchers(with_store, 3, 1, 100, timeout := short(), 80, port=free_port())
     for group in range(3):
         launchers.wait_for(f"training/{group}")
     launchers.server.kill()
     found = launchers.collect()
     assert len(found) == 2
     for said in found.values():
-        assert "has not answered for 6 s" in said and "start its group again to join" in said
+        assert f"has not answered for {timeout} s" in said and "start its group again to join" in said
 
 
-def lost_in_finish(group: int, worker: int, port: int) -> Any:
+def lost_in_finish(group: int, worker: int, port: int, timeout: int) -> Any:
     """The store is gone, and group 1 dies in `finish`."""
     model = small.mlp()
     optimizer = AdamW(model.parameters(), 3e-3)
-    replica = thinwire.attach(model, optimizer, LocalSGD(every=3), faults=Faults(timeout=SHORT))
+    replica = thinwire.attach(model, optimizer, LocalSGD(every=3), faults=Faults(timeout=timeout))
     for number in range(7):
         small.step(replica, optimizer, group, number)
     note(replica, "trained")
@@ -441,7 +445,7 @@ def _answers(port: int) -> bool:
 @pytest.mark.slow
 def test_finish_throws_no_model_away(tmp_path: Path) -> None:
     port = free_port()
-    launchers = Launchers(lost_in_finish, 3, 1, port, port=port)
+    launchers = Launchers(lost_in_finish, 3, 1, port, short(), port=port)
     for group in range(3):
         launchers.wait_for(f"trained/{group}")
     launchers.server.kill()
@@ -632,15 +636,15 @@ def test_steps_refuse_what_cannot_work() -> None:
 # Groups that are slow; saves.
 
 
-def slow_group(group: int, worker: int) -> Any:
+def slow_group(group: int, worker: int, timeout: int) -> Any:
     """Group 1 stands still for longer than others wait, once; it is alive all the while."""
     torch.set_num_threads(1)
     model = small.mlp()
     optimizer = AdamW(model.parameters(), 3e-3)
-    replica = thinwire.attach(model, optimizer, LocalSGD(every=4), faults=Faults(timeout=SHORT))
+    replica = thinwire.attach(model, optimizer, LocalSGD(every=4), faults=Faults(timeout=timeout))
     for step in replica.steps(40):
         if group == 1 and step == 9:
-            time.sleep(2.5 * SHORT)
+            time.sleep(2.5 * timeout)
         if step == 20:
             held(replica)
         small.step(replica, optimizer, group, step)
@@ -649,7 +653,7 @@ def slow_group(group: int, worker: int) -> Any:
 
 @pytest.mark.slow
 def test_a_group_that_is_too_slow_is_given_up_and_comes_back() -> None:
-    found = one(Launchers(slow_group, 3, 1).collect(), 3)
+    found = one(Launchers(slow_group, 3, 1, short()).collect(), 3)
     assert [(e["lost"], e["came"]) for e in found[0]["events"]] == [([1], []), ([], [1])]
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.optim import SGD, AdamW
 
 import covering
+import gang
 import small
 import thinwire
 from launchers import TIMEOUT, Launchers, held, note
@@ -48,8 +49,6 @@ WAYS |= {
     "topk": TopK(density=0.05, warmup=4, ramp=8, momentum=None),
     "oialr": OIALR(total_steps=STEPS, factor_at=6, redecompose=6, cutoff=0.3, layer_fraction=0.5, wire="int8"),
 }
-SHORT = 12.0
-"""A timeout for what waits until the end of one."""
 OPTIMIZERS: dict[str, Any] = {"topk": functools.partial(SGD, momentum=0.9, weight_decay=1e-3)}
 """Those that are not AdamW."""
 
@@ -383,7 +382,7 @@ def joined(name: str, groups: int, dies: int, hold: int, others: Sequence[int] =
     for group in range(1, groups):
         if group not in others:
             launchers.wait_for(f"held/{group}")
-    launchers.start(0)
+    launchers.restart(0)
     found = one_model(launchers.collect())
     assert len(found) == groups - len(others)
     *_, last = found[-1].events
@@ -393,9 +392,9 @@ def joined(name: str, groups: int, dies: int, hold: int, others: Sequence[int] =
     return found
 
 
-def joins_at_the_second_try(group: int, worker: int, fails: str, *args: Any) -> Any:
+def joins_at_the_second_try(group: int, worker: int, fails: str, timeout: float, *args: Any) -> Any:
     """As `trained`, but a group that joins loses the others once: as it connects, or as it is handed the model."""
-    store = meeting(SHORT).store
+    store = meeting(timeout).store
     if store.get(f"{store.get('run')}/0/groups") is not None:
         where, name = (dist, "init_process_group") if fails == "opening" else (Wire, "broadcast_bytes")
         real, calls = getattr(where, name), []
@@ -407,16 +406,16 @@ def joins_at_the_second_try(group: int, worker: int, fails: str, *args: Any) -> 
             return real(*args, **kwargs)
 
         setattr(where, name, once)
-    return trained(group, worker, *args, timeout=SHORT)
+    return trained(group, worker, *args, timeout=timeout)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", ["opening", "taking over"])
 def test_a_group_that_cannot_join_at_once_asks_again(fails: str) -> None:
-    launchers = Launchers(joins_at_the_second_try, 3, 1, fails, "ab", {0: ("forward", 7)}, [10, 22])
+    launchers = Launchers(joins_at_the_second_try, 3, 1, fails, gang.patient(12), "ab", {0: ("forward", 7)}, [10, 22])
     for group in (1, 2):
         launchers.wait_for(f"held/{group}")
-    launchers.start(0)
+    launchers.restart(0)
     found = one_model(launchers.collect())
     assert len(found) == 3
     assert found[-1].events[-1]["came"] == [0]
