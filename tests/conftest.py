@@ -7,16 +7,12 @@ import machine
 machine.forget_surroundings()
 
 import pytest  # noqa: E402
-import torch  # noqa: E402  (it may look at the surroundings)
 
 import gang  # noqa: E402
 import needs  # noqa: E402
 
 # A shell that starts the tests in the background makes them ignore Ctrl-C, and so everything they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# Models are tiny: a second thread gains nothing, and where cores are busy each waits for the other.
-torch.set_num_threads(1)
 
 
 def pytest_addoption(parser) -> None:
@@ -26,6 +22,21 @@ def pytest_addoption(parser) -> None:
 def pytest_configure(config) -> None:
     for line in machine.lines():
         config.addinivalue_line("filterwarnings", line)
+    hands_out = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    if not hands_out:
+        import torch
+
+        # Models are tiny: a second thread gains nothing, and where cores are busy each waits for the other.
+        torch.set_num_threads(1)
+
+
+def pytest_ignore_collect(collection_path, config) -> bool | None:
+    """Importing the sweeps takes seconds, in each process of the tests."""
+    if config.option.markexpr != "not slow":
+        return None
+    whole = "\npytestmark = pytest.mark.slow\n"
+    slow = "experiments" in collection_path.parts
+    return slow or (collection_path.suffix == ".py" and whole in collection_path.read_text()) or None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses

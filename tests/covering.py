@@ -49,11 +49,10 @@ def few(number: int, values: Iterable[T]) -> list[T]:
     return list(values) if WHOLE else list(values)[:number]
 
 
-def each(cases: Sequence[tuple[Any, ...]], first: bool = True) -> list[Any]:
-    """Return few that have every value of the second place, and of the first; or all under THINWIRE_SWEEP=all."""
-    allowed: list[Case] = [{"first": case[0], "second": case[1], "any": True} for case in cases]
-    chosen = covering(allowed, [("first", "second"), *([] if first else [("first", "any")])])
-    return list(cases) if WHOLE else [cases[allowed.index(case)] for case in chosen]
+def each(cases: Sequence[T], place: int) -> list[T]:
+    """Return the first case that has each value of this place; or all under THINWIRE_SWEEP=all."""
+    first = {case[place]: case for case in reversed(cases)}  # type: ignore[index]
+    return list(cases) if WHOLE else [case for case in cases if case in first.values()]
 
 
 def gangs(cases: Iterable[T], alike: Callable[[T], Hashable], size: int = 16) -> dict[T, tuple[T, ...]]:

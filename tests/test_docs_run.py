@@ -81,6 +81,7 @@ def with_every_command() -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.rest
 @pytest.mark.parametrize("page", with_every_command())
 @pytest.mark.usefixtures("at_a_users")
 def test_commands_run(page: str) -> None:

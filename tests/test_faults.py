@@ -147,9 +147,18 @@ def survivors(found: dict[tuple[int, int], Any]) -> list[Any]:
     return values
 
 
-def part_of_the_slow(*cases: tuple[Any, ...], methods: bool = False) -> list[Any]:
-    """So many that each place occurs, or each method and each place: a case takes ten seconds and more."""
-    return [pytest.param(*case, marks=pytest.mark.slow) for case in covering.each(cases, first=methods)]
+def part_of_the_slow(*cases: tuple[Any, ...]) -> list[Any]:
+    """So many that each place occurs: a case takes ten seconds and more."""
+    return slow(covering.each(cases, place=1))
+
+
+def slow_few(*cases: tuple[Any, ...]) -> list[Any]:
+    """The first four: one of each engine."""
+    return slow(covering.few(4, cases))
+
+
+def slow(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 @pytest.mark.parametrize(
@@ -211,7 +220,6 @@ def part_of_the_slow(*cases: tuple[Any, ...], methods: bool = False) -> list[Any
             ("oialr", "vote", 11),
             ("oialr", "compare", 11),
             ("oialr", "forward", 14),
-            methods=True,
         ),
     ],
 )
@@ -425,12 +433,15 @@ def test_a_group_that_cannot_join_at_once_asks_again(fails: str) -> None:
     ("name", "dies", "hold"),
     [
         ("diloco", 6, 12),
-        *part_of_the_slow(
+        *slow_few(
+            ("powersgd", 2, 8),
+            ("pending", 4, 10),
+            ("oialr", 8, 16),
+            ("daso", 7, 16),
             ("plain", 7, 14),
             ("coded", 1, 3),
             ("coded", 8, 13),
             ("int8", 5, 9),
-            ("powersgd", 2, 8),
             ("onebit", 2, 8),
             ("ab", 1, 3),
             ("ab", 7, 10),
@@ -441,12 +452,9 @@ def test_a_group_that_cannot_join_at_once_asks_again(fails: str) -> None:
             ("topk", 1, 6),
             ("topk", 9, 20),
             ("oialr", 1, 4),
-            ("oialr", 8, 16),
             ("paper", 1, 8),
             ("paper", 5, 14),
-            ("pending", 4, 10),
             ("daso", 2, 4),
-            ("daso", 7, 16),
             ("daso", 20, 35),
         ),
     ],
@@ -462,7 +470,7 @@ def test_a_group_joins_fewer_than_it_has_left(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "diloco", "allreduce", "powersgd", "ab"])
+@pytest.mark.parametrize("name", covering.few(2, ["allreduce", "ab", "plain", "diloco", "powersgd"]))
 def test_a_group_that_was_left_alone_is_joined(name: str) -> None:
     found = joined(name, 2, 6, 25)
     assert found[1].events[0]["groups"] == 1

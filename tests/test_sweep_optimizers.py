@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 import many
 import small
 import thinwire
-from covering import cases, gangs
+from covering import WHOLE, cases, gangs
 from every_method import ALL_WAYS, STEPS, WAYS, engine
 from test_sweep import EXPECTED, agree, look
 
 pytestmark = pytest.mark.slow
 
-STOPS = (5, 10)
+STOPS = (5, 10) if WHOLE else (10,)
 """In a group phase, with something under way, between averages; then again, one cycle later."""
 
 
