@@ -86,7 +86,7 @@ class Worker:
 
 
 _idle: list[Worker] = []
-_QUIET_S = 0.002
+_QUIET_S = 0.0025
 """What a step of `_pace` takes two workers where nothing else runs."""
 _AT_MOST = 10.0
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import gang
 from patience import until
+from thinwire import Faults
 from thinwire.comm.tcp_store import serve
 
 TIMEOUT = 30.0
@@ -30,6 +31,7 @@ class Launchers:
         self.server = start_store(port) if port else None
         self.store = dist.TCPStore("127.0.0.1", port or 0, None, not port, wait_for_workers=False)
         self.function, self.count, self.workers, self.args = function, groups, workers, args
+        self.silence = gang.patient(Faults().silence)
         self.processes: dict[int, list[Any]] = {}
         # A queue would be locked for good by a worker that is killed while it writes.
         self.results: dict[tuple[int, int], Any] = {}
@@ -47,7 +49,8 @@ class Launchers:
         for worker in range(self.workers):
             self.results[group, worker], sender = gang.context.Pipe(duplex=False)
             seat = self.store.port, group, self.count, worker, self.workers
-            process = gang.context.Process(target=_worker, args=(self.function, seat, self.args, sender), daemon=True)
+            words = self.function, seat, self.silence, self.args, sender
+            process = gang.context.Process(target=_worker, args=words, daemon=True)
             process.start()
             self.processes[group].append(process)
 
@@ -158,9 +161,14 @@ def held(replica: Any) -> None:
 
 
 def _worker(
-    function: Callable[..., Any], seat: tuple[int, int, int, int, int], args: tuple[Any, ...], sender: Any
+    function: Callable[..., Any],
+    seat: tuple[int, int, int, int, int],
+    silence: float,
+    args: tuple[Any, ...],
+    sender: Any,
 ) -> None:
     port, group, groups, worker, workers = seat
+    Faults.silence = property(lambda self: min(silence, self.timeout))  # a worker may get no core for seconds here
     os.environ.update(THINWIRE_STORE=f"127.0.0.1:{port}", THINWIRE_GROUP=str(group), THINWIRE_GROUPS=str(groups))
     os.environ.update(RANK=str(worker), WORLD_SIZE=str(workers), LOCAL_RANK=str(worker), LOCAL_WORLD_SIZE=str(workers))
     try:
