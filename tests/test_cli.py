@@ -19,7 +19,7 @@ from patience import LIMIT_S, until
 from thinwire import saves
 from thinwire.cli import main
 
-STEPS, SAVE_EVERY = 60, 8
+STEPS, SAVE_EVERY = 40, 8
 COMPARED = ["--steps", "20", "--set", "every=5", "--no-model"]  # a field that one of the two methods has
 SUMMARY_FIELDS = """
     recipe method config seed world_size groups steps accuracy accuracy_before_truncation loss wall_s traffic

@@ -455,7 +455,7 @@ def alone(rank: int) -> str:
 
 
 def test_the_end_of_an_epoch_is_everybodys() -> None:
-    said, _ = gang.run(alone, 2, patience=10)
+    said, _ = gang.run(alone, 2, patience=2)
     assert "epoch_end() is collective: every rank must call it" in said and "rank 1" in said
 
 

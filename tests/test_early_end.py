@@ -118,6 +118,7 @@ def test_it_waits_no_longer_than_is_said(tmp_path: Path) -> None:
 # Its script is over.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", first_of(["allreduce", "localsgd"]))
 def test_a_script_that_is_over_without_finish_is_named(method: str, tmp_path: Path) -> None:
     late, early = ended(tmp_path, "ends", method)
@@ -152,6 +153,7 @@ def test_a_run_that_nobody_finishes_ends_without_a_word(tmp_path: Path) -> None:
 # It fails.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "method"), first_of([("raises", "allreduce"), ("raises", "localsgd"), ("raises after it has left", "each")])
 )

@@ -254,12 +254,13 @@ def one(found: dict[tuple[int, int], Any], count: int) -> list[dict[str, Any]]:
     return [found[slot] for slot in sorted(found)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
         LocalSGD(every=4, warmup=3),
-        pytest.param(AllReduce(), marks=pytest.mark.slow),
-        pytest.param(WAYS["ab"], marks=pytest.mark.slow),
+        AllReduce(),
+        WAYS["ab"],
     ],
     ids=["localsgd", "allreduce", "ab"],
 )

@@ -27,6 +27,7 @@ def test_a_part_that_is_there():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("required", ["1", "0"])
 def test_what_is_missing_is_named_or_fails(required: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = Path(__file__).parent
