@@ -96,6 +96,8 @@ class Launchers:
                 self._reap()
                 time.sleep(0.05)
             assert not timeout or self._all_over(found, but=frozen), f"after {timeout} s only {sorted(found)} are over"
+            for group, worker in found:
+                self.processes[group][worker].join(5)
             return found
         finally:
             self.close()

@@ -75,7 +75,7 @@ def main() -> None:
 
 def cover(out: Path) -> None:
     """Run the quick suite, and write lines.json and totals.json."""
-    environment = {**os.environ, "THINWIRE_COVERAGE": str(out), "PYTHONPATH": f"{HERE}:{ROOT / 'src'}"}
+    environment = {**os.environ, "MUTANTS": str(out), "PYTHONPATH": f"{HERE}:{ROOT / 'src'}"}
     tool = [sys.executable, "-m", "coverage"]
     settings = f"--rcfile={HERE / 'coverage.ini'}"
     suite = ["-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-m", "not slow", f"--junitxml={out / 'suite.xml'}"]
