@@ -118,7 +118,7 @@ def draw(seed: int, count: int) -> list[Mutant]:
 
 
 def one_of(mutants: list[Mutant], chance: random.Random) -> Mutant | None:
-    """One that is Python: a `*` between parameters is taken for a product."""
+    """One that is Python."""
     for mutant in chance.sample(mutants, len(mutants)):
         kind = cosmic_ray.plugins.get_operator(f"core/{mutant.operator}")
         code = mutate_code((SOURCE / mutant.module).read_text(), kind(), mutant.occurrence)
@@ -138,14 +138,16 @@ def sources() -> list[Path]:
 
 def mutants_of(file: Path) -> Iterator[Mutant]:
     """Every change that cosmic-ray knows, apart from types, which no test can notice."""
-    types, tree = annotated(file), get_ast_from_path(file)
+    types, tree, text = annotated(file), get_ast_from_path(file), file.read_text().splitlines()
     for name in cosmic_ray.plugins.operator_names():
         kind = cosmic_ray.plugins.get_operator(name)
         if kind.arguments():
             continue
         positions = (position for node in ast_nodes(tree) for position in kind().mutation_positions(node))
         for occurrence, (start, _) in enumerate(positions):
-            if not any(first <= start < last for first, last in types):
+            # A `*` between parameters is taken for a product.
+            between = text[start[0] - 1][start[1] :].startswith("*,")
+            if not between and not any(first <= start < last for first, last in types):
                 yield Mutant(str(file.relative_to(SOURCE)), start[0], name.removeprefix("core/"), occurrence)
 
 
