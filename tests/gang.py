@@ -114,9 +114,20 @@ def _pace(rank: int) -> float:
 
 def start(function: Callable[..., Any], *args: Any) -> Any:
     """One process that calls `function(*args)`, without the seconds that a fresh one spends on loading torch."""
-    process = context.Process(target=function, args=args, daemon=True)
+    process = context.Process(
+        target=_begin, args=(os.environ.get("PYTEST_CURRENT_TEST", ""), function, args), daemon=True
+    )
     process.start()
     return process
+
+
+def _begin(test: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ["PYTEST_CURRENT_TEST"] = test  # that of the server is another one's
+    _called(function, args)
+
+
+def _called(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return function(*args)
 
 
 def run(

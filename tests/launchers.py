@@ -49,9 +49,7 @@ class Launchers:
         for worker in range(self.workers):
             self.results[group, worker], sender = gang.context.Pipe(duplex=False)
             seat = self.store.port, group, self.count, worker, self.workers
-            words = self.function, seat, self.silence, self.args, sender
-            process = gang.context.Process(target=_worker, args=words, daemon=True)
-            process.start()
+            process = gang.start(_worker, self.function, seat, self.silence, self.args, sender)
             self.processes[group].append(process)
 
     def kill(self, group: int, how: int = signal.SIGKILL) -> None:
@@ -125,8 +123,7 @@ class Launchers:
 
 def start_store(port: int) -> Any:
     """A store in a process of its own, which may be killed or frozen."""
-    process = gang.context.Process(target=_serve, args=(port,), daemon=True)
-    process.start()
+    process = gang.start(_serve, port)
     until(lambda: _listens(port), "the store")
     return process
 

@@ -7,7 +7,7 @@ from typing import Any
 import coverage
 
 # A worker's case, and whatever another process is started for.
-_BEGINS = {"_outcome", "pytest_pyfunc_call", "pytest_fixture_setup", "<module>", "_worker"}
+_BEGINS = {"_outcome", "_called", "pytest_pyfunc_call", "pytest_fixture_setup", "<module>"}
 
 
 class ByFile(coverage.CoveragePlugin):

@@ -181,16 +181,17 @@ def run(given: argparse.Namespace) -> None:
 
 
 def related(mutant: Mutant, lines: dict[str, Any], took: dict[str, float]) -> list[str]:
-    """Files of tests that execute the line, or the module where that is executed at import; the closest first."""
-    module = lines.get(mutant.module, {})
-    own = set(module.get(str(mutant.line), ()))
-    if not own and str(mutant.line) in module:
+    """Files of tests that execute the line, or the module's functions where it is executed at import; closest first."""
+    inside = in_functions(SOURCE / mutant.module)
+    module = {int(line): tests for line, tests in lines.get(mutant.module, {}).items() if int(line) in inside}
+    own = set(module.get(mutant.line, ()))
+    if mutant.line not in inside:
         own = {test for tests in module.values() for test in tests}
     words = set(re.split(r"[/_.]", mutant.module)) - {"py", "methods", "comm"}
 
     def close(test: str) -> tuple[float, float]:
         name = set(re.split(r"[/_.]", test))
-        share = sum(test in tests for tests in module.values()) / len(module)
+        share = sum(test in tests for tests in module.values()) / max(1, len(module))
         return -len(words & name) - share, took.get(test, 0.0)
 
     chosen, spent = [], 0.0
@@ -198,6 +199,17 @@ def related(mutant: Mutant, lines: dict[str, Any], took: dict[str, float]) -> li
         if spent + took.get(test, 0.0) <= AT_MOST_S:
             chosen, spent = [*chosen, test], spent + took.get(test, 0.0)
     return chosen
+
+
+def in_functions(file: Path) -> set[int]:
+    """Lines that are not executed when the module is imported."""
+    bodies = [n.body for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.FunctionDef | ast.Lambda)]
+    return {
+        line
+        for body in bodies
+        for part in (body if isinstance(body, list) else [body])
+        for line in range(part.lineno, (part.end_lineno or 0) + 1)
+    }
 
 
 def attempt(mutant: Mutant, tests: list[str]) -> dict[str, Any]:
