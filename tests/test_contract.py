@@ -182,6 +182,30 @@ def in_many_buckets(rank: int, group_size: int) -> dict[str, list[Any]]:
     return found
 
 
+def cut_into_buckets(rank: int) -> list[tuple[list[int], int]]:
+    """The elements of each bucket, in the order of its parameters, and the limit, where buckets hold some of them."""
+    whole, found = gradients._BUCKET, []
+    try:
+        for limit in (400, 1200):
+            gradients._BUCKET = 4 * limit
+            model = small.net()
+            replica = thinwire.attach(model, adamw(model), thinwire.AllReduce(wire="int8"))
+            sizes, places = [p.numel() for p in model.parameters()], replica._method.gradients._places
+            assert [*itertools.chain(*places[::-1])] == [*range(len(sizes))], "from the last layer on"
+            found += [([sizes[i] for i in place], limit) for place in places]
+    finally:
+        gradients._BUCKET = whole
+    return found
+
+
+def test_a_bucket_is_filled_up_to_its_limit() -> None:
+    found, _ = gang.run(cut_into_buckets, 2)
+    for sizes, limit in found:
+        assert sum(sizes) <= limit or len(sizes) == 1
+    for (later, limit), (earlier, other) in itertools.pairwise(found):
+        assert limit != other or sum(later) + earlier[-1] > limit
+
+
 @pytest.mark.slow
 @worlds
 def test_buckets_are_exchanged_one_by_one(world: str) -> None:

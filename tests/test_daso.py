@@ -388,6 +388,14 @@ def test_a_plateau_is_reached_by_losses_that_are_not_better() -> None:
     assert told == [False, False, False, True, False, False, True, False, True, False, False, False]
 
 
+def test_its_patience_is_that_of_the_config() -> None:
+    model = small.mlp()
+    for patience in (0, 3):
+        replica = thinwire.attach(model, small.sgd(model), daso(plateau_patience=patience))
+        assert replica._method.plateau.patience == patience
+        replica.detach()
+
+
 def paced(rank: int, losses: list[float], **fields: Any) -> Any:
     settings = {"plateau_patience": 0, "plateau_threshold": 0.0, "every": 8, "overlap": 4}
     model = small.mlp()

@@ -284,6 +284,19 @@ def test_durations_are_for_people():
     ]
 
 
+def test_a_gpu_is_timed_at_every_step_at_first_and_then_at_one_in_sixteen() -> None:
+    """A mark on its stream would else hold up small steps."""
+    clock, timed = Clock(torch.device("cuda")), []
+    for number in range(1, 81):
+        clock.begin_step(number)
+        timed += [number] if clock.is_timing else []
+        assert clock.is_timing or clock.mark() is None
+    assert timed == [*range(1, 33), 48, 64, 80]
+    clock.begin_step(81)
+    clock.time_all()  # an average: not at every step
+    assert clock.is_timing
+
+
 def test_work_after_steps_is_without_waiting_and_decomposing():
     class Account:
         seconds = 0.0

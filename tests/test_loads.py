@@ -10,6 +10,7 @@ import torch
 import gang
 import small
 import thinwire
+from thinwire import loads
 from thinwire.errors import DisagreementError, MissingRankError
 
 WAYS: dict[str, Any] = {
@@ -27,6 +28,13 @@ WAYS: dict[str, Any] = {
     "paper": lambda: small.ab(total_steps=60, every=20),
     "oialr": lambda: thinwire.OIALR(total_steps=60, factor_at=10, redecompose=30, wire="int8"),
 }
+
+
+def test_loads_of_ours_are_ignored_only_while_they_last() -> None:
+    with loads.ignored(), pytest.raises(KeyError), loads.ignored():
+        assert loads._ignored == 2
+        raise KeyError
+    assert loads._ignored == 0
 
 
 def rolled_back(rank: int, names: list[str]) -> dict[str, float]:
