@@ -1,0 +1,315 @@
+"""Who trains together: generations of groups on a real store. Each worker is a thread with a heartbeat of its own.
+
+Nothing is trained here, so that what groups decide can be looked at one by one; `test_faults.py` has whole runs.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import gang
+import small
+import thinwire
+from patience import until
+from thinwire import Faults, LocalSGD
+from thinwire.comm.tcp_store import serve
+from thinwire.elastic.membership import Membership, Report
+from thinwire.elastic.recovery import _TRIES, Recovery
+from thinwire.elastic.stop import ElasticStop
+from thinwire.elastic.store import Meeting, Slot, Store
+from thinwire.elastic.undo import Undo
+from thinwire.errors import CollectiveError, DisagreementError, LostError, OtherRankError
+
+TIMEOUT = 20.0
+
+
+class Run:
+    """A store, and members of a run on it, in this process."""
+
+    def __init__(self, silence: float, groups: int, workers: int, **faults: Any) -> None:
+        self.server = serve("127.0.0.1", 0)
+        self.groups, self.workers = groups, workers
+        self.faults = Faults(timeout=TIMEOUT, heartbeat_timeout=silence, **faults)
+        self.members = [self.member(group, worker) for group in range(groups) for worker in range(workers)]
+        for outcome in at_once(functools.partial(member.begin, nothing) for member in self.members):
+            assert outcome is None, outcome
+
+    def member(self, group: int, worker: int, config: str = "same") -> Membership:
+        store = Store("127.0.0.1", self.server.port, timeout=TIMEOUT)
+        about = {"workers": str([self.workers] * self.groups), "config": config}
+        return Membership(Meeting(store, Slot(group, worker, self.workers), self.groups), self.faults, about)
+
+    def of(self, *groups: int) -> list[Membership]:
+        return [member for member in self.members if member.slot.group in groups]
+
+
+def nothing() -> None:
+    """What a group that begins or joins does with the others."""
+
+
+def at_once(works: Any) -> list[Any]:
+    """What each returned or raised."""
+    works = list(works)
+    with ThreadPoolExecutor(len(works)) as pool:
+        running = [pool.submit(work) for work in works]
+        return [each.exception() or each.result() for each in running]
+
+
+def report(member: Membership, **fields: Any) -> Report:
+    return Report(member.process, member.slot.workers, **fields)
+
+
+def renewed(members: Sequence[Membership], **fields: Any) -> list[Any]:
+    return at_once(functools.partial(member.renew, report(member, **fields)) for member in members)
+
+
+def seen(members: Sequence[Membership]) -> list[Any]:
+    """What they know, which must be the same, and their own places."""
+    known = {
+        (m.generation, tuple(sorted(m.groups)), m.layout, tuple(sorted(m.joined)), m.caller in (-1, *m.groups))
+        for m in members
+    }
+    assert len(known) == 1, known
+    return [*known.pop(), [m.topology.rank for m in members], [m.data_place for m in members]]
+
+
+def alone(function: Callable[..., Any], *args: Any) -> Any:
+    """In a process of its own: members listen until it ends."""
+    return gang.run(function, 1, gang.patient(1.0), *args, fresh=True)[0]
+
+
+def comings_and_goings(rank: int, silence: float) -> dict[str, Any]:
+    """Group 1 of three falls silent, then comes back."""
+    run = Run(silence, 3, 2)
+    found: dict[str, Any] = {"begun": seen(run.members)}
+    for member in run.of(1):
+        member.heartbeat._stop.set()  # no more beats, and no last words
+    left = run.of(0, 2)
+    reports = renewed(left, votes=3, call="step", step=7)
+    found["lost"] = seen(left)
+    found["reports"] = [{slot: (r.votes, r.call, r.step) for slot, r in each.items()} for each in reports]
+    found["words"] = [sorted(member.last_words) == sorted(m.process for m in run.of(1)) for member in left]
+    back = [run.member(1, worker) for worker in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        joining = [pool.submit(member.begin, nothing) for member in back]
+        until(lambda: all(member.wanted > member.generation for member in left), "the others to notice")
+        busy = renewed(left)  # one that has not ended its step cannot let anybody in
+        found["busy"] = (seen(left), [sorted(each) for each in busy])
+        until(lambda: all(member.wanted > member.generation for member in left), "the others to notice")
+        at_once(functools.partial(m.renew, report(m, admits=True)) for m in left)
+        for each in joining:
+            each.result(60)
+    found["back"] = seen([*left, *back])
+    found["gives"] = [member.donor_and_new for member in (*left, *back)]
+    found["joins"] = [member.joins for member in (*left, *back)]
+    left[0].testify(9)
+    found["seen"] = [back[0].was_seen(9), back[0].was_seen(8)]
+    return found
+
+
+def test_groups_go_and_come() -> None:
+    found = alone(comings_and_goings)
+    six = [(number, 6) for number in range(6)]
+    assert found["begun"] == [0, (0, 1, 2), ((0, 1), (2, 3), (4, 5)), (), True, [*range(6)], six]
+    fewer = [(0, 2), ((0, 1), (2, 3)), (), True, [*range(4)], [six[i] for i in (0, 1, 4, 5)]]
+    assert found["lost"] == [1, *fewer]
+    assert found["reports"] == [{(g, w): (3, "step", 7) for g in (0, 2) for w in range(2)}] * 4
+    assert any(found["words"])  # of whoever wrote down the list
+    assert found["busy"][0] == [2, *fewer]
+    # Those that were there first, then those that came; each with its own rank and its own part of the data.
+    assert found["back"][:4] == [3, (0, 1, 2), ((0, 1), (2, 3), (4, 5)), (1,)]
+    assert found["back"][5:] == [[0, 1, 4, 5, 2, 3], [six[i] for i in (0, 1, 4, 5, 2, 3)]]
+    assert found["gives"] == [(0, 2, 3)] * 6
+    assert found["joins"] == [False] * 4 + [True] * 2
+    assert found["seen"] == [True, False]
+
+
+def refusals(rank: int, silence: float) -> dict[str, Any]:
+    run = Run(silence, 3, 1, min_groups=2)
+    first, second, third = run.members
+    found: dict[str, Any] = {"twin": str(at_once([functools.partial(run.member(0, 0).begin, nothing)])[0])}
+    second.heartbeat.close("finished")
+    run.members.append(run.member(1, 0, config="another"))
+    found["another"] = str(at_once([functools.partial(run.members[-1].begin, nothing)])[0])
+    assert not any(isinstance(each, Exception) for each in renewed([first, third]))
+    third.heartbeat.close("finished")
+    (lost,) = renewed([first])
+    found["few"] = lost
+    return found
+
+
+def test_whoever_does_not_belong_is_refused_and_too_few_stop() -> None:
+    found = alone(refusals)
+    assert "worker 0 of group 0 is running already" in found["twin"]
+    assert "group 1 cannot join the run on this store: its config is another, the run has same" in found["another"]
+    assert isinstance(found["few"], LostError) and "1 of 2 groups are left" in str(found["few"])
+
+
+def decisions(rank: int, silence: float) -> dict[str, Any]:
+    """What one member makes of the reports of others."""
+    run = Run(silence, 3, 1)
+    here = run.members[0]
+    own = {member.slot.group: member for member in run.members}
+    groups = here.groups
+
+    def reports(**by_group: Report) -> dict[tuple[int, int], Report]:
+        return {(int(name[1:]), 0): value for name, value in by_group.items()}
+
+    waits = {g: report(own[g], votes=5, call="step", waited=0.95 * TIMEOUT) for g in own}
+    trains = {g: report(own[g], votes=5) for g in own}
+    late = reports(g0=waits[0], g1=trains[1], g2=waits[2])
+    found: dict[str, Any] = {
+        "slow": sorted(here._without_slow(groups, late)),
+        "most are slow": sorted(here._without_slow(groups, reports(g0=waits[0], g1=trains[1], g2=trains[2]))),
+        "nobody waited": sorted(here._without_slow(groups, reports(g0=trains[0], g1=trains[1], g2=trains[2]))),
+        "behind by a vote": sorted(
+            here._without_slow(groups, reports(g0=waits[0], g1=trains[1]._replace(votes=4), g2=waits[2]))
+        ),
+        "impatient": sorted(
+            here._without_slow(groups, reports(g0=waits[0]._replace(waited=0.5 * TIMEOUT), g1=trains[1], g2=trains[2]))
+        ),
+    }
+    two = {g: groups[g] for g in (0, 2)}
+    wants = Report("new", 1, joins=True)
+    admits = {g: trains[g]._replace(admits=True) for g in own}
+    found["wanting"] = [
+        here._wanting(two, reports(g0=admits[0], g1=wants, g2=admits[2])),
+        here._wanting(two, reports(g0=admits[0], g1=wants, g2=trains[2])),
+        here._wanting(two, reports(g0=admits[0], g1=wants._replace(workers=2), g2=admits[2])),
+        here._wanting(two, reports(g0=admits[0], g1=trains[1], g2=admits[2])),
+        here._wanting(two, reports(g0=admits[0], g2=admits[2])),
+    ]
+    found["reported"] = [
+        here._has_reported(1, groups[1], late),
+        here._has_reported(1, ["another"], late),
+        here._has_reported(1, groups[1], reports(g1=trains[1]._replace(joins=True))),
+        here._has_reported(1, groups[1], {}),
+    ]
+    found["gone"] = [here._is_gone(1, groups[1], {}), here._is_gone(1, groups[1], reports(g1=wants))]
+    own[1].heartbeat.close("it failed: disk full")
+    until(lambda: here.heartbeat.gone(own[1].process), "its last words")
+    found["gone"].append(here._is_gone(1, groups[1], {}))
+    return found
+
+
+def test_what_is_made_of_reports() -> None:
+    found = alone(decisions)
+    assert found["slow"] == [0, 2]
+    assert found["most are slow"] == found["nobody waited"] == found["impatient"] == [0, 1, 2]
+    assert found["behind by a vote"] == [0, 1, 2]
+    assert found["wanting"] == [{1: ["new"]}, {}, {}, {}, {}]
+    assert found["reported"] == [True, False, False, False]
+    assert found["gone"] == [False, True, True]
+
+
+def waits_and_stops(rank: int, silence: float) -> dict[str, Any]:
+    run = Run(silence, 3, 1, skip_after=0.5, on_term="leave", min_groups=2)
+    first, second, third = run.members
+    found: dict[str, Any] = {"before": second.holds_up(8)}
+    first.arrive(8)
+    until(lambda: second._awaited is not None, "word of who waits")
+    found["early"] = second.holds_up(8) and time.monotonic() - second._awaited[1] < 0.5  # type: ignore[index]
+    found["late"] = until(lambda: second.holds_up(8), "its patience to end")
+    found["another step"] = second.holds_up(9)
+
+    stops = [ElasticStop(member) for member in run.members]
+    for stop in stops:
+        stop._signal_at = None
+    stops[0]._signal_at = time.monotonic() - 60
+    found["leaves"] = [stops[0].leaves(after_average=True), stops[1].leaves(after_average=True)]
+    third.heartbeat.say(leaving=True)
+    until(lambda: (beat := first.heartbeat.of(third.process)) is not None and beat.leaving, "that it leaves")
+    found["too few would stay"] = stops[0].leaves(after_average=True)
+    third.heartbeat.say(leaving=False)
+    until(lambda: (beat := first.heartbeat.of(third.process)) is not None and not beat.leaving, "that it stays")
+    stops[0]._signal_at = time.monotonic() - 2.5
+    found["soon"] = [stops[0].leaves(after_average=after) for after in (True, False)]
+
+    def loop(stop: ElasticStop, step: int) -> int:
+        while stop.now(step) is not True:
+            step += 1
+            time.sleep(0.01)
+        return step
+
+    stops[1].asked = "early stopping"
+    found["ended"] = at_once(functools.partial(loop, stop, 10 * i) for i, stop in enumerate(stops))
+    found["last"] = [stop._last for stop in stops]
+    found["why"] = [stop.why for stop in stops]
+    return found
+
+
+def test_groups_that_wait_that_leave_and_that_stop() -> None:
+    found = alone(waits_and_stops)
+    assert not found["before"] and not found["early"] and found["late"] and not found["another step"]
+    assert found["leaves"] == [True, False] and not found["too few would stay"]
+    assert found["soon"] == [True, False]  # without an average it waits for a sixth of the timeout
+    assert len(set(found["last"])) == 1 and found["ended"] == found["last"]
+    assert found["last"][0] >= 20 and set(found["why"]) == {"early stopping"}
+
+
+# What cannot be helped by trying again.
+
+
+def recovery(group: int, caller: int = 1) -> Any:
+    groups = {0: ["p"], 1: ["q"]}
+    membership = SimpleNamespace(caller=caller, groups=groups, slot=Slot(group, 0, 1))
+    fake = SimpleNamespace(membership=membership, _in_vain=0)
+    fake._refuse = functools.partial(Recovery._refuse, fake)
+    return fake
+
+
+def test_groups_in_different_calls_are_refused_by_name() -> None:
+    mine, other = Report("p", 1, call="save", step=4, votes=2), Report("q", 1, call="step", step=5, votes=2)
+    check = functools.partial(Recovery._refuse_what_cannot_help, recovery(0), None)
+    with pytest.raises(DisagreementError, match="group 0 is in save after step 4; group 1 is in step after step 5"):
+        check({(0, 0): mine, (1, 0): other}, {})
+    for harmless in (
+        other._replace(call="save", step=4),
+        other._replace(votes=1),  # it has yet to see what the other has seen
+        other._replace(call=""),
+        other._replace(joins=True),
+    ):
+        check({(0, 0): mine, (1, 0): harmless}, {})
+
+
+@pytest.mark.parametrize(("group", "error"), [(1, ValueError), (0, OtherRankError)])
+def test_a_collective_that_fails_again_and_again_is_an_error_where_nobody_is_lost(group: int, error: type) -> None:
+    fake, lost = recovery(group), CollectiveError("out of memory", ValueError("the original"))
+    reports = {(0, 0): Report("p", 1, why="Connection closed"), (1, 0): Report("q", 1, why="out of memory")}
+    check = functools.partial(Recovery._refuse_what_cannot_help, fake, lost, reports)
+    for _ in range(2 * _TRIES):
+        check({0: ["p"], 1: ["q"], 2: ["r"]})  # a group was lost: that is why
+    for _ in range(_TRIES - 1):
+        check(fake.membership.groups)
+    with pytest.raises(error, match="the original" if group else rf"failed {_TRIES} times in a row .* group 1: out of"):
+        check(fake.membership.groups)
+
+
+def test_what_groups_did_together_is_taken_back() -> None:
+    model = small.net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    replica = thinwire.attach(model, optimizer, LocalSGD(every=2, warmup=0))
+    small.step(replica, optimizer, 0, 0)
+    model.stem.weight.requires_grad_(False)
+    before = small.model_bits(model), small.optimizer_bits(optimizer)
+    undo = Undo(replica._method)
+    model.stem.weight.requires_grad_(True)
+    for number in (1, 2):
+        small.step(replica, optimizer, 0, number)
+    assert (small.model_bits(model), small.optimizer_bits(optimizer)) != before
+    undo.restore()
+    assert (small.model_bits(model), small.optimizer_bits(optimizer)) == before
+    assert not model.stem.weight.requires_grad
+    optimizer.state.clear()
+    empty = Undo(replica._method)
+    model.stem.weight.requires_grad_(True)
+    small.step(replica, optimizer, 0, 3)
+    empty.restore()
+    assert not any(optimizer.state.values()), "a parameter without state has none again"
+    replica.detach()
