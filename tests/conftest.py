@@ -39,12 +39,19 @@ def pytest_ignore_collect(collection_path, config) -> bool | None:
     return slow or (collection_path.suffix == ".py" and whole in collection_path.read_text()) or None
 
 
+# One test of these takes minutes: begun last, it would run alone.
+FIRST = ("tune_propulate", "demo", "netbench", "convergence", "plan_quick", "package")
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items) -> None:
-    """Experiments and real hosts are for `make test-slow`."""
+def pytest_collection_modifyitems(config, items) -> None:
+    """Experiments and real hosts are for `make test-slow`, which begins with the longest."""
     for item in items:
         if "experiments" in item.path.parts or item.get_closest_marker("root"):
             item.add_marker(pytest.mark.slow)
+    if config.option.markexpr != "not slow":
+        order = {f"test_{name}": number for number, name in enumerate(FIRST)}
+        items.sort(key=lambda item: order.get(item.path.stem, len(FIRST)))
 
 
 def pytest_runtest_setup(item) -> None:
