@@ -81,7 +81,7 @@ def seen(members: Sequence[Membership]) -> list[Any]:
 
 def alone(function: Callable[..., Any], *args: Any) -> Any:
     """In a process of its own: members listen until it ends."""
-    return gang.run(function, 1, gang.patient(1.0), *args, fresh=True)[0]
+    return gang.run(function, 1, gang.patient(2.0), *args, fresh=True)[0]
 
 
 def comings_and_goings(rank: int, silence: float) -> dict[str, Any]:
