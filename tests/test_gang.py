@@ -48,6 +48,16 @@ def test_what_a_case_leaves_behind_fails_it_and_the_next_has_other_workers(what:
     gang.run(leave, 2, what, fresh=True)  # which is nobody's afterwards
 
 
+def test_a_deadline_is_longer_where_a_step_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def paced(seconds: float) -> float:
+        monkeypatch.setattr(gang, "run", lambda *_: [seconds, seconds / 2])
+        return gang.patient(2.0)
+
+    assert paced(0.1 * gang._QUIET_S) == paced(gang._QUIET_S) == 2.0  # never shorter
+    assert paced(3 * gang._QUIET_S) == pytest.approx(6.0)  # by the slowest worker
+    assert paced(1e9) == 2.0 * gang._AT_MOST
+
+
 def ends(rank: int, how: str) -> None:
     if rank == 1:
         os._exit(3) if how == "dies" else time.sleep(600)

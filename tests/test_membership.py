@@ -219,8 +219,6 @@ def waits_and_stops(rank: int, silence: float) -> dict[str, Any]:
     found["another step"] = second.holds_up(9)
 
     stops = [ElasticStop(member) for member in run.members]
-    for stop in stops:
-        stop._signal_at = None
     stops[0]._signal_at = time.monotonic() - 60
     found["leaves"] = [stops[0].leaves(after_average=True), stops[1].leaves(after_average=True)]
     third.heartbeat.say(leaving=True)

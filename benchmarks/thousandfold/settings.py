@@ -31,6 +31,8 @@ SETS: dict[str, list[Setting]] = {
         rounds("96-estimate", 96, "second_moment=estimate", "outer=none"),
         rounds("48-bit", 48, "wire=bit"),
         rounds("48-grow-384", 48, "every_max=384"),
+    ],
+    "bits": [
         rounds("96-bit", 96, "wire=bit"),
         rounds("192-bit", 192, "wire=bit"),
         rounds("48-bit-grow-384", 48, "wire=bit", "every_max=384"),
