@@ -201,7 +201,7 @@ def different_calls(group: int, worker: int, config: Any, out: str) -> Any:
     """Group 0 saves after a step, as the others do not."""
     model = small.mlp()
     optimizer = AdamW(model.parameters(), 3e-3)
-    replica = thinwire.attach(model, optimizer, config, faults=Faults(timeout=60))
+    replica = thinwire.attach(model, optimizer, config, faults=Faults(timeout=300))
     for number in range(20):
         small.step(replica, optimizer, group, number)
         if number == 4 and group == 0:
@@ -213,12 +213,12 @@ def different_calls(group: int, worker: int, config: Any, out: str) -> Any:
 )
 def test_groups_in_different_calls_are_refused_by_name_on_all(config: Any, tmp_path: Path) -> None:
     began = time.monotonic()
-    found = Launchers(different_calls, 3, 1, config, str(tmp_path / "save")).collect(timeout=200)
+    found = Launchers(different_calls, 3, 1, config, str(tmp_path / "save")).collect(timeout=500)
     assert len(found) == 3
     for said in found.values():
         assert said.startswith("DisagreementError: groups wait for each other in different calls: group 0 is in save()")
         assert "group 1 is in a step" in said
-    assert time.monotonic() - began < 55, "not before the deadline of 60 s, but as soon as it was known"
+    assert time.monotonic() - began < 290, "not at the deadline of 300 s, but as soon as it was known"
 
 
 def looped(

@@ -4,7 +4,6 @@ import json
 import math
 import random
 import resource
-import time
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -82,8 +81,8 @@ def test_broken_lines_are_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_many_long_runs_make_a_small_page_quickly(tmp_path):
-    """A tenth of 100 runs of 100,000 records: a tenth of the 20 s, with room for a busy machine; memory alike."""
+def test_many_long_runs_make_a_small_page_in_little_memory(tmp_path):
+    """100 runs, a tenth of them of 100,000 records; `benchmarks/report_size.py` has the seconds."""
     write_run(tmp_path / "0", "localsgd", 0, slow=10**9, accuracy=0.9)
     add_steps(tmp_path / "0", 100_000, 10**9)
     lines = (tmp_path / "0" / "records.jsonl").read_text().splitlines(keepends=True)
@@ -95,8 +94,7 @@ def test_many_long_runs_make_a_small_page_quickly(tmp_path):
             place.hardlink_to(tmp_path / "0" / "records.jsonl")
         else:
             place.write_text("".join(lines[:1200]))
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     page = page_of(tmp_path)
-    assert time.process_time() - start < 8
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB
     assert page.stat().st_size < 5_000_000
