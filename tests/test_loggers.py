@@ -17,7 +17,7 @@ from thinwire import ConfigError
 from thinwire.cli import main
 from thinwire.loggers import NAMES, Log, Loggers, TensorBoard, chosen
 from thinwire.loggers.choice import _is_installed
-from thinwire.loggers.tracker import FILE, shown
+from thinwire.loggers.tracker import FILE, settings, shown
 from thinwire.recipes import named
 from thinwire.train import fit
 
@@ -182,6 +182,7 @@ def test_trackers_show_one_step_in_ten_and_all_else() -> None:
     assert written[0][1] == {"train/loss": 1.0, "wire/slow_bytes": 8} and written[-1][1] == {"ranks/head": 3}
     record = {"kind": "evaluation", "step": 30, "model": "merged", "loss": 0.5, "slow_bytes": 8, "time": {}}
     assert shown(record) == {"evaluation/loss": 0.5}
+    assert settings({"config": {"lr": 0.1}, "phases": ["local", "finished"]}) == {"lr": 0.1, "phases": "local, finished"}
 
 
 def by_hand(rank: int, out: Path) -> list[dict[str, Any]]:

@@ -97,7 +97,7 @@ def shown(record: Record) -> dict[str, float]:
 
 def settings(begin: Record) -> dict[str, str | int | float | bool]:
     """The run's settings as single values, which is all that some trackers take."""
-    named = {"phases": ", ".join(f"{number} {phase}" for number, phase in enumerate(begin["phases"]))}
+    named = {"phases": ", ".join(begin["phases"])}
     plain = {n: v if isinstance(v, str | int | float) else json.dumps(v) for n, v in begin["config"].items()}
     return plain | named
 
