@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch import Generator, Tensor, nn
+from torch.nn import functional
 
 from zoo import AB, WIDE, Model, mlp, shape, words
 
@@ -46,6 +47,42 @@ class Tied(nn.Module):
 
 
 shape("tied head", batch=words)(Tied)
+
+
+class Block(nn.Module):
+    """A block of GPT-2: causal attention and two Linears, each on top of what was there."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        parts = self.qkv(self.before(x)).view(batch, length, 3, self.heads, -1).transpose(1, 3)  # (b, heads, 3, l, d)
+        mixed = functional.scaled_dot_product_attention(*parts.unbind(2), is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(functional.gelu(self.up(self.between(x))))
+
+
+class TiedGPT(nn.Module):
+    """A GPT of 992 parameters whose head is its embedding."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.table, self.places = nn.Embedding(40, width), nn.Embedding(7, width)
+        self.block, self.norm = Block(width, 2), nn.LayerNorm(width)
+        self.head = nn.Linear(width, 40, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens) + self.places(torch.arange(tokens.shape[1]))
+        return self.head(self.norm(self.block(x)))
+
+
+shape("tied gpt", batch=words)(TiedGPT)
 
 
 class Attention(nn.Module):
