@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from statistics import stdev
 from typing import Any
 
 BETTER_HIGH = ("accuracy",)
@@ -13,9 +15,22 @@ _STANDARD_ERRORS = 2.0
 """The same where a standard error is well known."""
 
 
+def spread(values: Sequence[float]) -> float:
+    """The standard deviation over seeds: 0 of one, nan where one of several diverged."""
+    if len(values) < 2:
+        return 0.0
+    return stdev(values) if all(map(math.isfinite, values)) else math.nan
+
+
 def is_measurable(row: dict[str, Any], other: dict[str, Any]) -> bool | None:
-    """Whether the metrics of two rows of a comparison differ by more than chance; None where nothing tells."""
-    smallest, mean = resolution(row, other), f"{row['metric']}_mean"
+    """Whether the metrics of two rows of a comparison differ by more than chance; None where nothing tells.
+
+    Nothing does where one of them diverged.
+    """
+    mean = f"{row['metric']}_mean"
+    if not (math.isfinite(row[mean]) and math.isfinite(other[mean])):
+        return None
+    smallest = resolution(row, other)
     return None if smallest is None else abs(row[mean] - other[mean]) > smallest
 
 

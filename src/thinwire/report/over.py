@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from thinwire.errors import ConfigError, unknown
 from thinwire.files import refuse_link
+from thinwire.report.metrics import spread
 from thinwire.report.plots import blank, dress, strokes
 from thinwire.report.records import Run, grouped, is_measured_baseline, share_of_baseline
 from thinwire.report.tables import figure as in_words
@@ -90,7 +91,7 @@ def _cell(figure: Callable[[Run], float | None], runs: Iterable[Run]) -> Cell:
     values = [value for run in runs if (value := figure(run)) is not None]
     if not values:
         return Cell(float("nan"), 0.0, 0)
-    return Cell(fmean(values), stdev(values) if len(values) > 1 else 0.0, len(values))
+    return Cell(fmean(values), spread(values), len(values))
 
 
 def _setting(run: Run, name: str) -> float | None:

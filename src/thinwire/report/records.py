@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from thinwire.errors import ConfigError, DamagedError
 from thinwire.files import parse_json, raw_blocks_of, read_json
-from thinwire.report.metrics import is_measurable
+from thinwire.report.metrics import is_measurable, spread
 from thinwire.report.steps import Block
 from thinwire.schema import ANY, COUNT, FIGURE, NUMBER, POSITIVE, TEXT, wrong
 from thinwire.units import count
@@ -271,7 +271,7 @@ def _row(label: str, runs: list[Run], measured: list[Run]) -> dict[str, Any]:
         "is_baseline": is_measured_baseline(runs[0]),
         "seeds": [run.summary["seed"] for run in runs],
         f"{metric}_mean": fmean(figures),
-        f"{metric}_std": stdev(figures) if len(figures) > 1 else 0.0,
+        f"{metric}_std": spread(figures),
         f"{metric}_before_truncation_mean": _mean(runs, f"{metric}_before_truncation"),
         "slow_bytes_mean": fmean(run.counted_bytes for run in runs),
         "evaluate_bytes_mean": fmean(run.summary["traffic"]["slow_bytes"] - run.counted_bytes for run in runs),

@@ -28,7 +28,7 @@ def _of_recipe(runs: list[Run]) -> list[str]:
     others = [row for row in rows if row is not base]
     found = [_what_was_run(runs, rows)]
     if base is not None:
-        found.append(f"All-reduce reached {_result(base)} and sent {size(base['slow_bytes_mean'])} per node.")
+        found.append(f"All-reduce {_reached(base, None)} and sent {size(base['slow_bytes_mean'])} per node.")
     if len(others) > _MOST_SENTENCES:
         return found + [f"{why}: {_of_row(row, base)}" for why, row in _picked(others)]
     return found + [_of_row(row, base) for row in others]
@@ -116,7 +116,8 @@ def _picked(rows: list[dict[str, Any]]) -> Iterable[tuple[str, dict[str, Any]]]:
     """Of many rows those that somebody would look for; a row that is several of them is mentioned once."""
     metric = rows[0]["metric"]
     sign = -1 if metric in BETTER_HIGH else 1
-    best = min(rows, key=lambda row: sign * row[f"{metric}_mean"])
+    means = [row[f"{metric}_mean"] for row in rows]
+    best = min(zip(means, rows, strict=True), key=lambda each: (not math.isfinite(each[0]), sign * each[0]))[1]
     least = min(rows, key=lambda row: row["slow_bytes_mean"])
     smallest = max(rows, key=lambda row: row["compression_mean"] or 0.0)
     found: dict[str, tuple[list[str], dict[str, Any]]] = {}
