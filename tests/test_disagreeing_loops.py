@@ -1,5 +1,6 @@
 """Habits that make workers differ are refused at the next step or average, by name, and not when the work is lost."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -63,6 +64,40 @@ def a_rate_of_one_group(rank: int) -> str:
 def test_a_rate_of_one_parameter_group_is_found() -> None:
     for message in gang.run(a_rate_of_one_group, 2):
         assert "rank 1 has 0.05, the others 0.1, in parameter group 2;" in message
+
+
+class OwnRate(torch.optim.Optimizer):
+    """Finds its learning rate itself, and has None for it, as Adafactor with relative steps."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": None})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.05)
+
+
+def rates_of_their_own(rank: int) -> list[str]:
+    found = []
+    for make in (*APART.values(), lambda: thinwire.LocalSGD(every=2, every_max=4), thinwire.AllReduce):
+        model = small.mlp()
+        optimizer = OwnRate(model.parameters())
+        replica = thinwire.attach(model, optimizer, make())
+        with contextlib.suppress(ConfigError), replica.join():
+            for number in range(5 - rank):
+                small.step(replica, optimizer, rank, number)
+        for _ in small.walk(replica, optimizer, rank, 12):
+            pass
+        assert optimizer.param_groups[0]["lr"] is None
+        found.append(small.model_bits(replica.finish()))
+    return found
+
+
+def test_an_optimizer_may_find_its_own_rate() -> None:
+    first, second = gang.run(rates_of_their_own, 2)
+    assert first == second
 
 
 class Growing(nn.Module):

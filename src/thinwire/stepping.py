@@ -162,7 +162,7 @@ class Stepping:
         if factor != 1.0:
             self._rates[id(optimizer)] = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * factor
+                group["lr"] = None if group["lr"] is None else group["lr"] * factor  # it finds its own
 
     def _restore(self, optimizer: Optimizer) -> None:
         for group, lr in zip(optimizer.param_groups, self._rates.pop(id(optimizer), ()), strict=False):

@@ -193,10 +193,11 @@ def refuse_joining(method: Method, *, has_scaler: bool, has_faults: bool) -> Non
             raise ConfigError(f"join() is not for {what} so far; give all workers equally many batches")
 
 
-def _rates(method: Method) -> list[float]:
-    return [float(group["lr"]) for _, group in method.optimizers.groups]
+def _rates(method: Method) -> list[float | None]:
+    return [None if (rate := group.get("lr")) is None else float(rate) for _, group in method.optimizers.groups]
 
 
-def _set_rates(method: Method, rates: list[float]) -> None:
+def _set_rates(method: Method, rates: list[float | None]) -> None:
     for (_, group), rate in zip(method.optimizers.groups, rates, strict=True):
-        group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
+        if rate is not None:
+            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate

@@ -42,6 +42,11 @@ class Optimizers(Sequence[Optimizer]):
         return [(optimizer, group) for optimizer in self.each for group in optimizer.param_groups]
 
     @property
+    def rates(self) -> list[float]:
+        """The learning rate of every parameter group; 0 where an optimizer finds its own, as Adafactor may."""
+        return [0.0 if (rate := group.get("lr")) is None else float(rate) for _, group in self.groups]
+
+    @property
     def parameters(self) -> list[nn.Parameter]:
         """Every parameter they hold."""
         return [p for _, group in self.groups for p in group["params"]]

@@ -29,7 +29,7 @@ class Counters:
 
     def own(self, step: int, batches: int) -> list[float]:
         """This worker's."""
-        return [step, batches, sum(place * rate for place, rate in enumerate(self._rates(), 1))]
+        return [step, batches, sum(place * rate for place, rate in enumerate(self.optimizers.rates, 1))]
 
     def check(self, step: int, batches: int, more: Sequence[float] = ()) -> list[list[float]]:
         """Refuse workers that are at different steps or rates; collective. What `more` each of them says, by rank."""
@@ -61,7 +61,7 @@ class Counters:
             self._refuse_rates(common[0])
 
     def _refuse_rates(self, step: int) -> NoReturn:
-        rates = [tuple(row) for row in self.wire.all_gather_object(self._rates())]
+        rates = [tuple(row) for row in self.wire.all_gather_object(self.optimizers.rates)]
         common = Counter(rates).most_common(1)[0][0]
         apart = [[abs(a - b) for a, b in zip(own, common, strict=False)] for own in rates]
         rank = max(range(len(rates)), key=lambda rank: max(apart[rank], default=0.0))
@@ -71,6 +71,3 @@ class Counters:
             f"others {common[place]:.6g}, in parameter group {place}; give schedulers the same on all workers: "
             "ReduceLROnPlateau the mean of all workers' metrics, not each worker's own"
         )
-
-    def _rates(self) -> list[float]:
-        return [float(group.get("lr", 0.0)) for _, group in self.optimizers.groups]

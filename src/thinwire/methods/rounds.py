@@ -43,7 +43,7 @@ class Round:
     @property
     def rate(self) -> float:
         """The highest learning rate of all parameter groups now."""
-        return max(float(group["lr"]) for _, group in self.optimizers.groups)
+        return max(self.optimizers.rates)
 
     def is_annealing(self) -> bool:
         """Whether the learning rate has fallen far below the highest one."""
