@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import gang
 import small
@@ -68,6 +69,56 @@ QUICK = ["localsgd, bit", "diloco, under way", "daso, under way"]
 def test_what_was_loaded_holds(names: list[str]) -> None:
     for found in gang.run(rolled_back, 2, names):
         assert found == dict.fromkeys(names, 0.0)
+
+
+class Words(nn.Module):
+    """An embedding of which each worker sees rows of its own, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(8, 8), nn.Linear(8, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(ids))
+
+
+def forgotten(rank: int, **fields: Any) -> list[tuple[bool, float]]:
+    """What is left of moments' residuals and of rows, before a load and in the batch after it."""
+    model = Words()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    replica = thinwire.attach(model, optimizer, thinwire.LocalSGD(warmup=0, every=3, **fields))
+    scales, found = replica._method.scales, []
+    best = copy.deepcopy(model.state_dict())
+    for number in range(5):
+        if number == 4:
+            found.append(_left(scales))
+            model.load_state_dict(best)
+        loss = replica(torch.arange(4) + rank).square().mean()
+        if number == 4:
+            found.append(_left(scales))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return found
+
+
+def _left(scales: Any) -> tuple[bool, float]:
+    """Whether a code left anything out, and how many rows were seen."""
+    kept = [t for aggregator in scales.moments.coded.aggregators for t in aggregator.residuals()]
+    rows = {} if scales.rows is None else scales.rows.counts
+    return any(bool(t.any()) for t in kept), sum(float(seen.sum()) for seen in rows.values())
+
+
+def both_forgotten(rank: int) -> list[Any]:
+    return [forgotten(rank, second_moment="shared", moments_wire="int4"), forgotten(rank, rows="seen")]
+
+
+def test_what_scales_changes_is_forgotten() -> None:
+    """What a code left out of moments, and counts of rows but the four of the batch after the load."""
+    for moments, rows in gang.run(both_forgotten, 2):
+        assert moments == [(True, 0), (False, 0)]
+        assert rows == [(False, 4), (False, 4)]
 
 
 def evaluated_alone(rank: int) -> list[str]:

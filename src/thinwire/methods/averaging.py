@@ -361,6 +361,7 @@ class LocalTraining(Method):
         """All hold what was loaded: agreed values, momentum and residuals start from it."""
         super().begin_again()
         self.contributions.clear()
+        self.scales.forget()
         if self.phase != "warmup":
             self._make_fragments()
             self.statistics.restart()

@@ -32,6 +32,12 @@ class ChangeScales:
         if self.is_apart():
             self.moments.separate()
 
+    def forget(self) -> None:
+        """Drop what codes left out of moments, and who saw which rows: other values were loaded."""
+        self.moments.coded.load_state_dict({})
+        if self.rows is not None:
+            self.rows.load_state_dict({})
+
     def of(
         self, sent: Sequence[AveragedTensors], everything: Sequence[AveragedTensors], *, ends_round: bool
     ) -> list[list[Tensor | None]]:
