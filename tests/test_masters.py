@@ -23,6 +23,9 @@ class MasterSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        self.move()
+
+    def move(self) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
@@ -42,14 +45,26 @@ WAYS: dict[str, Any] = {
 }
 
 
+class TwiceSGD(MasterSGD):
+    """Keeps two copies, and begins each step half way between them."""
+
+    def move(self) -> None:
+        for state in self.state.values():
+            state["wide"].lerp_(state["again"], 0.5)
+        super().move()
+        for state in self.state.values():
+            state["again"] = state["wide"].clone()
+
+
 def distances(rank: int, dtype: torch.dtype) -> dict[str, list[float]]:
     """By method, how far copies of this worker are from those of all workers after each step."""
-    return {name: _distances(rank, make(), dtype) for name, make in WAYS.items()}
+    found = {name: _distances(rank, make(), MasterSGD, dtype) for name, make in WAYS.items()}
+    return found | {"two copies": _distances(rank, WAYS["localsgd"](), TwiceSGD, dtype)}
 
 
-def _distances(rank: int, config: Any, dtype: torch.dtype) -> list[float]:
+def _distances(rank: int, config: Any, kind: type[MasterSGD], dtype: torch.dtype) -> list[float]:
     model = small.mlp(smooth=True).to(dtype)
-    optimizer = MasterSGD(model.parameters(), 0.1)
+    optimizer = kind(model.parameters(), 0.1)
     replica = thinwire.attach(model, optimizer, config)
     found = []
     for number in range(12):
@@ -111,6 +126,40 @@ def test_factors_are_refused_by_name(config: Any) -> None:
     with pytest.raises(ConfigError, match=r"MasterSGD cannot be attached with .*'wide' in its state, and factors have"):
         for number in range(2):
             small.step(replica, optimizer, 0, number)
+
+
+def handed_over(rank: int) -> tuple[str, set[torch.dtype]]:
+    """What a worker holds that has fewer batches, and is given the state of one that has more."""
+    model = small.mlp().bfloat16()
+    optimizer = MasterSGD(model.parameters(), 0.1)
+    replica = thinwire.attach(model, optimizer, thinwire.AllReduce())
+    with replica.join():
+        for number in range(3 - rank):
+            x, y = small.batch(rank, number)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(replica(x.bfloat16()).float(), y).backward()
+            optimizer.step()
+    wide = [optimizer.state[p]["wide"] for p in model.parameters()]
+    return small.bits(*wide), {copy.dtype for copy in wide}
+
+
+def test_copies_are_handed_over_in_all_of_their_bits() -> None:
+    first, second = gang.run(handed_over, 2)
+    assert first == second and first[1] == {torch.float32}
+
+
+def test_steps_that_leave_no_state_do_not_count() -> None:
+    """A GradScaler skips steps, the first ones most of all."""
+    model = small.mlp().bfloat16()
+    optimizer = MasterSGD(model.parameters(), 0.1)
+    masters = Masters(Optimizers(optimizer))
+    for _ in range(4):
+        masters.look()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    masters.look()
+    assert masters.names == {"wide"}
 
 
 def test_a_load_reaches_the_copies() -> None:

@@ -83,6 +83,11 @@ def _put_state(optimizer: Optimizer, p: nn.Parameter, name: str, value: Any, fil
             f"{file} holds {name!r} of shape {list(value.shape)} for a parameter of shape "
             f"{list(local(p).shape)}; build model and optimizers as they were when it was saved"
         )
+    put_state(optimizer, p, name, value)
+
+
+def put_state(optimizer: Optimizer, p: nn.Parameter, name: str, value: Any) -> None:
+    """Set one value of a parameter's state in its own dtype: torch's `load_state_dict` rounds to the parameter's."""
     # Steps are on the CPU unless the optimizer's settings ask for them on the parameter's device.
     on_device = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
     moves = isinstance(value, Tensor) and (value.dim() > 0 or on_device)

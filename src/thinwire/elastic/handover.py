@@ -9,8 +9,10 @@ from torch import Tensor
 
 from thinwire import loads
 from thinwire.elastic.membership import Membership
+from thinwire.factor.optimizers import Optimizers
 from thinwire.methods.base import Method
 from thinwire.methods.context import Saved
+from thinwire.optimizer_files import put_state
 from thinwire.store import apart, together
 
 
@@ -53,8 +55,13 @@ def load_values(method: Method, whole: dict[str, Any]) -> None:
     with loads.ignored():
         method.model.load_state_dict(whole["model"])
         for optimizer, found in zip(method.optimizers, whole["optimizers"], strict=True):
-            state = {int(i): values for i, values in found.items()}
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+            parameters = Optimizers(optimizer).parameters
+            for p in parameters:
+                optimizer.state.pop(p, None)
+            for i, state in found.items():
+                for name, value in state.items():
+                    p = parameters[int(i)]
+                    put_state(optimizer, p, name, value if isinstance(value, Tensor) else _moved(value, p.device))
 
 
 def pack(tree: Any) -> Tensor:

@@ -56,19 +56,19 @@ class AveragedTensors:
         measured: bool = False,
         scaled: bool = False,
         is_fixed: Callable[[Tensor], bool] = lambda t: False,
-        master_of: Callable[[Tensor], Tensor] = lambda t: t,
+        copies_of: Callable[[Tensor], Sequence[Tensor]] = lambda t: (),
     ) -> None:
         """`tensors` gives them as they are now; with `rotating` one member of a group carries all of them.
 
         Those that are fixed are sent with the others and never moved. With `offload` the CPU holds everything between
-        two averages. Where an optimizer trains a copy of a tensor, its `master_of`, that is averaged, and the tensor
-        follows. If `measured`, groups say with each average how far they came, unless values are averaged.
-        With `scaled` changes are sent in any code.
+        two averages. Where an optimizer trains a copy of a tensor, the first of its `copies_of`, that is averaged,
+        and the tensor and other copies follow. If `measured`, groups say with each average how far they came, unless
+        values are averaged. With `scaled` changes are sent in any code.
         """
         self.wire = wire
         self.tensors = tensors
         self.is_fixed = is_fixed
-        self.master_of = master_of
+        self.copies_of = copies_of
         self.outer = outer
         self.level = step
         """The last step after which all groups held the same tensors."""
@@ -249,18 +249,23 @@ class AveragedTensors:
             return
         parts = self._cut(flat)
         pairs = [(t, part) for t, part in zip(self.tensors(), parts, strict=True) if not self.is_fixed(t)]
-        held = [reals(self.master_of(t)) for t, _ in pairs]
+        held = [reals(self._master_of(t)) for t, _ in pairs]
         wide = [t.detach().to(flat.dtype) for t in held]
         yield wide, [part for _, part in pairs]
         for (t, _), own, changed in zip(pairs, held, wide, strict=True):
             if own.dtype != changed.dtype:
                 own.detach().copy_(changed)
-            if own is not reals(t):
-                reals(t).detach().copy_(own)
+            for other in (t, *self.copies_of(t)):
+                if own is not reals(other):
+                    reals(other).detach().copy_(own)
 
     @property
     def _masters(self) -> list[Tensor]:
-        return [self.master_of(t) for t in self.tensors()]
+        return [self._master_of(t) for t in self.tensors()]
+
+    def _master_of(self, tensor: Tensor) -> Tensor:
+        """What is averaged for it."""
+        return next(iter(self.copies_of(tensor)), tensor)
 
     @property
     def _parts(self) -> list[Tensor]:
@@ -378,8 +383,8 @@ class AveragedTensors:
 @contextmanager
 def all_restored(model: nn.Module, averaged: Sequence[AveragedTensors]) -> Iterator[None]:
     """Restore the model and these averages at the end."""
-    masters = [master for each in averaged for t in each.tensors() if (master := each.master_of(t)) is not t]
-    with restored(model, *masters), ExitStack() as stack:
+    copies = [copy for each in averaged for t in each.tensors() for copy in each.copies_of(t)]
+    with restored(model, *copies), ExitStack() as stack:
         for each in averaged:
             stack.enter_context(each.restored())
         yield

@@ -150,7 +150,7 @@ class LocalTraining(Method):
             offload=getattr(self.config, "offload", False),
             measured=True,
             scaled=self.scales.are_used or self.contributions.need_agreed,
-            master_of=self.masters.of,
+            copies_of=self.masters.of,
             is_fixed=(lambda p: False) if is_whole else (lambda p: not p.requires_grad),
         )
 

@@ -149,7 +149,7 @@ class DASOMethod(Method):
             AveragedTensors(
                 *(self.wire, tensors, its_code, self.step),
                 rotating=not self.config.sharded,
-                master_of=self.masters.of,
+                copies_of=self.masters.of,
             )
             for tensors, its_code in kinds
             if any(t.numel() for t in tensors())

@@ -19,7 +19,7 @@ from thinwire.shards import local, whole_of
 
 
 class Masters:
-    """Looks for copies after each step, and finds that of a parameter."""
+    """Looks for copies after each step, and finds those of a parameter."""
 
     def __init__(self, optimizers: Optimizers) -> None:
         self.optimizers = optimizers
@@ -30,7 +30,9 @@ class Masters:
         self.outside: Optimizer | None = None
         """An optimizer that keeps its copies elsewhere than in its state, where nobody can reach them."""
         self._has_none = False
+        self._looks = 0
         self._steps = 0
+        """Looks at which there was state."""
         self._first: int | None = None
 
     def look(self) -> None:
@@ -38,7 +40,11 @@ class Masters:
         if self._has_none:
             return
         own = [o for o in self.optimizers if not type(o).__module__.startswith("torch.optim")]  # torch's have none
+        self._looks += 1
+        self.outside = next((o for o in own if _keeps_outside(o)), None) if self._looks <= _FIRST_STEPS else None
         states = [(p, o.state[p]) for o in own for p in Optimizers(o).parameters if p in o.state and p.numel()]
+        if own and not states:  # a GradScaler skipped the step
+            return
         known = {name for _, state in states for name in state} if not self._steps else self.names
         self.names = {name for name in known if _are_copies(name, states)}
         moved = checksum([local(p) for p, _ in states])
@@ -47,23 +53,24 @@ class Masters:
         self.trained = {name for name in self.names if _is_wide(name, states, has_moved=has_moved)}
         self._first = moved if self._first is None else self._first
         self._steps += 1
-        self.outside = next((o for o in own if _keeps_outside(o)), None) if self._steps <= _FIRST_STEPS else None
         self._has_none = not self.names and self._steps >= (_FIRST_STEPS if own else 1)
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """The copy of a parameter; any other tensor itself."""
+    def of(self, tensor: Tensor) -> list[Tensor]:
+        """All copies of a parameter, the widest first, in the same order on all workers; none of any other tensor."""
         if not self.names or not isinstance(tensor, nn.Parameter):
-            return tensor
+            return []
         state = self.optimizers.state_of(whole_of(tensor))
-        return next((local(state[name]) for name in self.names if name in state), tensor)
+        copies = [local(state[name]) for name in sorted(self.names & state.keys())]
+        return sorted(copies, key=lambda copy: -copy.element_size())
 
     @torch.no_grad()
     def follow(self) -> None:
         """Parameters have other values now, and copies take them."""
         for p in self.optimizers.parameters:
-            copy, own = self.of(p), local(p)
-            if copy is not p and not torch.equal(copy.to(own.dtype), own):
-                copy.copy_(own)
+            own = local(p)
+            for copy in self.of(p):
+                if not torch.equal(copy.to(own.dtype), own):
+                    copy.copy_(own)
 
 
 def _are_copies(name: str, states: list[tuple[nn.Parameter, State]]) -> bool:
