@@ -107,34 +107,51 @@ class Growing(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.body, self.late = nn.Linear(64, 32), nn.Identity()
-        self.middle, self.head = nn.Linear(32, 32), nn.Linear(32, 10)
+        self.blocks, self.spare = nn.ModuleList(), [nn.Linear(32, 32)]
+        self.middle, self.head = nn.Sequential(nn.Linear(32, 32)), nn.Linear(32, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.middle(F.relu(self.late(F.relu(self.body(x.flatten(1)))))))
+        x = F.relu(self.late(F.relu(self.body(x.flatten(1)))))
+        for block in self.blocks:
+            x = F.relu(block(x))
+        return self.head(self.middle(x))
+
+    def grow(self, place: str) -> nn.Module:
+        """Add a layer; where it is inserted, one that there was from the beginning."""
+        if place == "late":
+            self.late = nn.Linear(32, 32)
+            return self.late
+        self.get_submodule(place).insert(0, self.spare[0])
+        return self.spare[0]
 
 
-def added(rank: int, tells_optimizer: bool) -> list[tuple[int, str]]:
+def added(rank: int, tells_optimizer: bool, place: str) -> list[tuple[int, str]]:
     """By method, the step at which a layer that was added after step 5 is refused, and how."""
     found = []
-    for make in (thinwire.AllReduce, *APART.values()):
+    for make in (thinwire.AllReduce, *APART.values()) if place == "late" else (thinwire.AllReduce, APART["localsgd"]):
         model = Growing()
         optimizer = small.sgd(model)
         replica = thinwire.attach(model, optimizer, make())
         with pytest.raises(ConfigError) as caught:
             for number in small.walk(replica, optimizer, rank, 8):
                 if number == 4:
-                    model.late = nn.Linear(32, 32)
+                    late = model.grow(place)
                     if tells_optimizer:
-                        optimizer.add_param_group({"params": list(model.late.parameters())})
+                        optimizer.add_param_group({"params": list(late.parameters())})
         found.append((replica.step, str(caught.value)))
         replica.detach()
     return found
 
 
-@pytest.mark.parametrize("tells_optimizer", [False, True])
-def test_a_parameter_that_is_added_late_is_refused_at_the_next_step(tells_optimizer: bool) -> None:
-    for found in gang.run(added, 2, tells_optimizer):
+@pytest.mark.parametrize(
+    ("tells_optimizer", "place", "name"),
+    [(False, "late", "late"), (True, "late", "late"), (True, "middle", "middle.0"), (False, "blocks", "blocks.0")],
+)
+def test_a_parameter_that_is_added_late_is_refused_at_the_next_step(
+    tells_optimizer: bool, place: str, name: str
+) -> None:
+    for found in gang.run(added, 2, tells_optimizer, place):
         for step, message in found:
             assert step == 5
-            assert "'late.weight' and 1 more was added to the model or replaced there by step 5" in message
+            assert f"'{name}.weight' and 1 more was added to the model or replaced there by step 5" in message
             assert "add it before attach()" in message

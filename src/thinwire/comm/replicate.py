@@ -75,7 +75,8 @@ class Replicated:
         self._accumulating = False
         self._named: dict[str, nn.Parameter] = {}
         self._flags: list[tuple[Any, ...]] = []
-        self._registered = 0
+        self._containers: list[dict[str, nn.Module | None]] = []
+        self._registered = 0, 0
         if taken := sorted(_OWN & self.options.keys()):
             raise ConfigError(f"`ddp` options {', '.join(taken)} are set by Thinwire itself; leave them out")
 
@@ -91,7 +92,9 @@ class Replicated:
             return
         self._named = dict(self.model.named_parameters())
         self._flags = [_flags(p) for p in self._named.values()]
-        self._registered = _registered()
+        may_grow = (nn.Sequential, nn.ModuleList)
+        self._containers = [m._modules for m in self.model.modules() if m._modules or isinstance(m, may_grow)]
+        self._registered = self._count_parts()
         group = self.wire.process_group(members)
         process_groups.register_holder(self)
         for module in self._norms:
@@ -119,7 +122,7 @@ class Replicated:
             self._ddp = None
         for watch in self._watches:
             watch.remove()
-        self._watches, self._named, self._flags = [], {}, []
+        self._watches, self._named, self._flags, self._containers = [], {}, [], []
 
     def release_groups(self) -> None:
         """Release all process groups; the process ends."""
@@ -154,7 +157,7 @@ class Replicated:
 
     def _refuse_new(self, step: int) -> None:
         """A parameter that was added since is averaged by nobody."""
-        if not self._named or self._registered == (now := _registered()):
+        if not self._named or self._registered == (now := self._count_parts()):
             return
         known = {id(p) for p in self._named.values()}
         if new := [name for name, p in self.model.named_parameters() if id(p) not in known]:
@@ -165,6 +168,10 @@ class Replicated:
                 "full detach(), add it to the model and its optimizer, and attach() again"
             )
         self._registered = now
+
+    def _count_parts(self) -> tuple[int, int]:
+        """Registrations so far, and parts of the model: `insert` of a Sequential or ModuleList registers nothing."""
+        return _registered(), sum(map(len, self._containers))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass, prepared for a backward pass that averages gradients."""
