@@ -182,7 +182,10 @@ def test_trackers_show_one_step_in_ten_and_all_else() -> None:
     assert written[0][1] == {"train/loss": 1.0, "wire/slow_bytes": 8} and written[-1][1] == {"ranks/head": 3}
     record = {"kind": "evaluation", "step": 30, "model": "merged", "loss": 0.5, "slow_bytes": 8, "time": {}}
     assert shown(record) == {"evaluation/loss": 0.5}
-    assert settings({"config": {"lr": 0.1}, "phases": ["local", "finished"]}) == {"lr": 0.1, "phases": "local, finished"}
+    assert settings({"config": {"lr": 0.1}, "phases": ["local", "finished"]}) == {
+        "lr": 0.1,
+        "phases": "local, finished",
+    }
 
 
 def by_hand(rank: int, out: Path) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LambdaLR
 
 import gang
 import small
@@ -27,38 +28,45 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-def epochs(rank: int, config: Any, batches: tuple[int, ...], *, joins: bool = True) -> Any:
+def epochs(rank: int, config: Any, batches: tuple[int, ...], *, joins: bool = True, scheduled: bool = False) -> Any:
     """Two epochs of so many batches on each worker; bits after each and at the end."""
     model = small.net(smooth=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     replica = thinwire.attach(model, optimizer, config)
+    scheduler = CosineAnnealingLR(optimizer, 20) if scheduled else ConstantLR(optimizer, 1.0)
     seen = []
     for epoch in range(2):
         if joins:
             with replica.join():
                 for number in range(batches[rank]):
                     small.step(replica, optimizer, rank, 100 * epoch + number)
+                    scheduler.step()
         else:
             for number in range(batches[rank]):
                 small.step(replica, optimizer, rank, 100 * epoch + number)
+                scheduler.step()
         seen.append((replica.step, replica.in_sync, small.model_bits(model), small.optimizer_bits(optimizer)))
     replica.finish()
     return seen, small.model_bits(replica.module), all(bool(p.isfinite().all()) for p in replica.module.parameters())
 
 
-def several(rank: int, names: list[str]) -> Any:
+def several(rank: int, names: list[str], scheduled: bool) -> Any:
     found = []
     for name in names:
         config = CONFIGS[name]
         even = (5, 5, 5)
         found.append(
-            [epochs(rank, config, BATCHES), epochs(rank, config, even), epochs(rank, config, even, joins=False)]
+            [
+                epochs(rank, config, BATCHES, scheduled=scheduled),
+                epochs(rank, config, even, scheduled=scheduled),
+                epochs(rank, config, even, joins=False, scheduled=scheduled),
+            ]
         )
     return found
 
 
-def check(names: list[str]) -> None:
-    by_rank = gang.run(several, 3, names, patience=30, timeout=120)
+def check(names: list[str], *, scheduled: bool = False) -> None:
+    by_rank = gang.run(several, 3, names, scheduled, patience=30, timeout=120)
     for i, name in enumerate(names):
         uneven = [worker[i][0] for worker in by_rank]
         assert len({final for _, final, _ in uneven}) == 1 and all(finite for *_, finite in uneven), name
@@ -73,6 +81,10 @@ def check(names: list[str]) -> None:
 
 def test_workers_with_fewer_batches_wait_for_the_others() -> None:
     check(["allreduce", "local"])
+
+
+def test_schedules_by_batch_that_end_apart() -> None:
+    check(["allreduce", "local", "warmed"], scheduled=True)
 
 
 @pytest.mark.slow
@@ -110,28 +122,41 @@ class Counting(nn.Module):
         return (self.weight * x).sum()
 
 
-def weights(rank: int, config: Any) -> list[float]:
-    """Worker r has 3 - r batches, each of which would move the weight by 10 to the power of r."""
+def weights(rank: int, config: Any, falls: float = 1.0) -> list[float]:
+    """After two epochs. Worker r has 3 - r batches, each of which would move the weight by 10 to the power of r.
+
+    Each worker's rate falls by this factor with each of its own batches.
+    """
     model = Counting()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     replica = thinwire.attach(model, optimizer, config)
-    with replica.join():
-        for _ in range(3 - rank):
-            optimizer.zero_grad()
-            replica(-torch.full((1,), 10.0**rank)).backward()
-            optimizer.step()
+    scheduler = LambdaLR(optimizer, lambda step: falls**step)
+    for _ in range(2):
+        with replica.join():
+            for _ in range(3 - rank):
+                optimizer.zero_grad()
+                replica(-torch.full((1,), 10.0**rank)).backward()
+                optimizer.step()
+                scheduler.step()
     return [replica.step, model.weight.item()]
 
 
 def both_weights(rank: int) -> list[Any]:
-    return [weights(rank, AllReduce()), weights(rank, LocalSGD(every=1, group_size=1))]
+    apart = LocalSGD(every=1, group_size=1)
+    return [weights(rank, config, falls) for falls in (1.0, 0.5) for config in (AllReduce(), apart)]
 
 
 def test_who_counts_in_a_mean() -> None:
-    """Gradients are divided by all workers, averages of parameters by the groups that have trained."""
-    for gradients, averages in gang.run(both_weights, 3):
-        assert gradients == pytest.approx([3, (111 + 11 + 1) / 3])
-        assert averages == pytest.approx([3, 111 / 3 + 11 / 2 + 1])
+    """Gradients are divided by all workers, averages of parameters by the groups that have trained.
+
+    The world's rate is that of the worker with most batches; a group's is its own.
+    """
+    for gradients, averages, slower, apart in gang.run(both_weights, 3):
+        assert gradients == pytest.approx([6, 2 * (111 + 11 + 1) / 3])
+        assert averages == pytest.approx([6, 2 * (111 / 3 + 11 / 2 + 1)])
+        assert slower == pytest.approx([6, (1 + 1 / 8) * (111 + 11 / 2 + 1 / 4) / 3])
+        first, second = (111 / 3 + 11 / 4 + 1 / 4), (100 / 2 + 10 / 4 + 1 / 8) / 3 + (10 / 8 + 1 / 16) / 2 + 1 / 32
+        assert apart == pytest.approx([6, first + second])
 
 
 def refused(rank: int) -> list[str]:

@@ -670,10 +670,14 @@ class Replica(nn.Module):
         if self._recovery is not None and not self._has_voted:  # before any of several optimizers, in whatever order
             self._has_voted = True
             self._is_skipped = not self._recovery.before_update()
+        if self._joining is not None:
+            self._joining.before_update(optimizer)
         if not self._is_skipped:
             _call_all(self._method.context.before_update, optimizer)
 
     def _after_update(self, optimizer: Optimizer) -> None:
+        if self._joining is not None:
+            self._joining.after_update(optimizer)
         if not self._is_skipped:
             _call_all(self._method.context.after_update, optimizer)
 

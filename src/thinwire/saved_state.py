@@ -34,7 +34,7 @@ STATE = {
     "baseline?": (None, {str: NUMBER}),
 }
 WORKER = {
-    "method": {"forwards": COUNT, "observed": Row([FIGURE] * 2)},
+    "method": {"forwards": COUNT, "idle?": COUNT, "observed": Row([FIGURE] * 2)},
     "ledger": _LEDGER,
     "scaler": (None, {str: NUMBER}),
 }

@@ -4,15 +4,18 @@ A worker whose loop is over stays and does what the others wait for. Before anyt
 says what comes next: a pass that averages gradients, the end of a step, or nothing, because it has no batches left.
 
     the world averages gradients    it has gradients of zero, and the mean is still divided by all workers; it takes no
-                                    steps, and at the end it is given model and optimizer by one that took all of them
+                                    steps, and at the end it is given model and optimizer by one that took all of them.
+                                    The others update at the learning rates of one of them
     groups train apart              nothing is said between averages. A group that has trained nothing since the one
-                                    before has no weight in it, and takes the mean
+                                    before has no weight in it, and takes the mean. Each trains at its own rates
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from thinwire.comm import process_groups
 from thinwire.config import AB, AllReduce, DiLoCo, LocalSGD, OneBit, PowerSGD
@@ -36,6 +39,10 @@ class Said(NamedTuple):
     batches: int
     trained: int
     """The last step that it took itself."""
+    idle: int
+    """Steps of the run that it sat out."""
+    rates: tuple[float, ...]
+    """Its learning rates."""
 
 
 class Joining:
@@ -44,13 +51,33 @@ class Joining:
     def __init__(self, method: Method, unrounded: Callable[[], Any]) -> None:
         self.method, self.unrounded = method, unrounded
         self.trained = self.known = method.step
+        self._rates: tuple[float, ...] = ()
+        self._own: list[Any] = []
 
     # A worker that has batches.
 
     def before_pass(self) -> None:
         """A batch comes; if the world averages its gradients, the others must have a part in it."""
+        self._rates = ()
         if self._is_together:
-            self._say(_PASS)
+            there = [each for each in self._say(_PASS) if each.next != _OVER]
+            self._rates = min(there, key=lambda each: each.idle).rates
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Update at the rates of whoever has sat out fewest steps; each worker's scheduler counts its own batches."""
+        self._own = [group.get("lr") for group in optimizer.param_groups]
+        theirs = [
+            rate for (o, _), rate in zip(self.method.optimizers.groups, self._rates, strict=False) if o is optimizer
+        ]
+        for group, own, rate in zip(optimizer.param_groups, self._own, theirs, strict=False):
+            if own is not None and float(own) != rate:
+                group["lr"] = torch.full_like(own, rate) if isinstance(own, Tensor) else rate
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        """Give a scheduler its own rates back."""
+        for group, own in zip(optimizer.param_groups, self._own, strict=False):
+            if "lr" in group:
+                group["lr"] = own
 
     def end_step(self) -> None:
         """A step of this worker's own."""
@@ -68,6 +95,7 @@ class Joining:
         self._drop_gradients()  # of its last step; they would be averaged again
         while True:
             if not self._meets:
+                self.method.counters.idle += 1
                 self.method.end_step()  # nothing is collective, and nothing is trained
                 continue
             said = self._say(_OVER)
@@ -83,6 +111,7 @@ class Joining:
 
     def _end_with_others(self, said: list[Said]) -> None:
         self._prepare(said)
+        self.method.counters.idle += 1
         self.method.gradients.note_update()  # what its code left out is sent with the others' next gradients
         self.method.end_step()
         self.known = self.method.step
@@ -107,8 +136,12 @@ class Joining:
         return self._is_together or watches or self.method.next_event <= self.method.step + 1
 
     def _say(self, kind: int) -> list[Said]:
-        own = [kind, self.known if kind == _OVER else self.method.step, self.method.forwards, self.trained]
-        said = [Said(*map(int, row)) for row in self.method.wire.all_gather_scalars(own, "control")]
+        method, at = self.method, self.known if kind == _OVER else self.method.step
+        own = [kind, at, method.forwards, self.trained, method.counters.idle, *method.optimizers.rates]
+        said = [
+            Said(int(next), int(steps), int(batches), int(trained), int(idle), tuple(rates))
+            for next, steps, batches, trained, idle, *rates in method.wire.all_gather_scalars(own, "control")
+        ]
         kinds = {each.next for each in said} - {_OVER}
         if len(kinds) > 1:
             steps = [rank for rank, each in enumerate(said) if each.next == _STEP]
@@ -144,6 +177,7 @@ class Joining:
     def _leave(self, said: list[Said]) -> bool:
         """All are over: count the steps that were taken, and hold what the last worker holds if all should."""
         most = max(each.steps for each in said)
+        self.method.counters.idle += most - self.method.step
         together, self.method.step = self._is_together, most
         last = next(rank for rank, each in enumerate(said) if each.steps == most and each.trained == most)
         self.method.forwards = said[last].batches

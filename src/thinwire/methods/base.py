@@ -140,6 +140,7 @@ class Method(ABC):
             },
             "local": {
                 "forwards": self.forwards,
+                "idle": self.counters.idle,
                 "observed": self.observed.tolist(),
                 "gradients": gradients["local"],
             },
@@ -167,7 +168,7 @@ class Method(ABC):
         self.set_phase(saved.shared["phase"])
         self.events[:] = saved.shared["events"]
         local = saved.local or saved.everyone[0]
-        self.forwards = local["forwards"]
+        self.forwards, self.counters.idle = local["forwards"], local.get("idle", 0)
         self.observed = torch.tensor(local["observed"], dtype=torch.float64)
         saved.load_values()
         self.gradients.load_state_dict(saved)

@@ -2,6 +2,7 @@
 
 A worker that skipped a step without the others has run one batch more. Learning rates drift apart where each worker's
 scheduler follows its own loss; groups would be averaged that train at different paces, and nothing else would show it.
+A worker that sat out steps, because it has fewer batches than others, has a schedule that is behind, and may differ.
 """
 
 import math
@@ -26,10 +27,13 @@ class Counters:
         self.wire = wire
         self.optimizers = optimizers
         self.has_scaler = has_scaler
+        self.idle = 0
+        """Steps of the run that this worker sat out."""
 
     def own(self, step: int, batches: int) -> list[float]:
-        """This worker's."""
-        return [step, batches, sum(place * rate for place, rate in enumerate(self.optimizers.rates, 1))]
+        """This worker's; nan in place of rates that need not agree."""
+        rates = sum(place * rate for place, rate in enumerate(self.optimizers.rates, 1))
+        return [step, batches, math.nan if self.idle else rates]
 
     def check(self, step: int, batches: int, more: Sequence[float] = ()) -> list[list[float]]:
         """Refuse workers that are at different steps or rates; collective. What `more` each of them says, by rank."""
@@ -55,14 +59,14 @@ class Counters:
                 f"workers disagree at step {common[0]}: {which}, the others {common[1]} in {common[0]}{remedy}"
             )
         # With a scaler, a scheduler may wait for steps that only some groups skipped.
-        rates = [row[2] for row in rows]
+        rates = [row[2] for row in rows if not math.isnan(row[2])] or [0.0]
         # Not bit for bit: machines of other kinds may round what a schedule computes in another way.
         if not self.has_scaler and not math.isclose(min(rates), max(rates), rel_tol=_SAME):
             self._refuse_rates(common[0])
 
     def _refuse_rates(self, step: int) -> NoReturn:
-        rates = [tuple(row) for row in self.wire.all_gather_object(self.optimizers.rates)]
-        common = Counter(rates).most_common(1)[0][0]
+        rates = [tuple(row) for row in self.wire.all_gather_object([] if self.idle else self.optimizers.rates)]
+        common = Counter(filter(None, rates)).most_common(1)[0][0]
         apart = [[abs(a - b) for a, b in zip(own, common, strict=False)] for own in rates]
         rank = max(range(len(rates)), key=lambda rank: max(apart[rank], default=0.0))
         place = max(range(len(apart[rank])), key=apart[rank].__getitem__)
