@@ -50,6 +50,9 @@ def test_a_browser_shows_it_and_asks_nobody_for_anything(width, dark, folder, ch
     assert _canvases(chromium) == {"pareto": 1, "curves": 7, "layers": 1 + 3 + 2}
     assert chromium.evaluate("[...document.querySelectorAll('canvas')].filter(e => !e.width).length") == 0
     assert chromium.evaluate("document.documentElement.scrollWidth") == width  # nothing sticks out
+    # Nor is anything of the table hidden in what holds it, which would scroll.
+    overflow = "(e) => e.scrollWidth - e.clientWidth"
+    assert chromium.evaluate(f"[document.querySelector('#runs').parentElement].map({overflow})") == [0]
     paper = chromium.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", paper)[:3])) < 200) == dark
     chromium.click("#details summary")
