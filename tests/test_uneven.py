@@ -1,5 +1,6 @@
 """Workers with fewer batches than others end cleanly, and all hold one model."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,6 +110,29 @@ def test_members_of_a_node_count_the_same() -> None:
     found = gang.run(sent, 4, AllReduce(group_size=2), (3, 3, 1, 2), patience=30, timeout=120)
     assert found[0] == found[1] and found[2] == found[3]
     assert any(row[1:3] == ["join", "slow"] for row in found[1])
+
+
+def resumed(rank: int, folder: str) -> str:
+    """A worker that has sat out steps is known for it after a save."""
+    for epoch in range(2):
+        model = small.net(smooth=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        replica = thinwire.attach(model, optimizer, CONFIGS["local"])
+        scheduler = CosineAnnealingLR(optimizer, 20)
+        if epoch:
+            replica.load(folder, also={"scheduler": scheduler})
+        with replica.join():
+            for number in range(BATCHES[rank]):
+                small.step(replica, optimizer, rank, 100 * epoch + number)
+                scheduler.step()
+        if not epoch:
+            replica.save(folder, also={"scheduler": scheduler})
+            replica.detach()
+    return small.model_bits(replica.finish())
+
+
+def test_schedules_that_end_apart_resume(tmp_path: Path) -> None:
+    assert len(set(gang.run(resumed, 3, str(tmp_path / "save")))) == 1
 
 
 class Counting(nn.Module):
