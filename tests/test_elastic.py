@@ -658,28 +658,34 @@ def test_a_group_that_is_too_slow_is_given_up_and_comes_back() -> None:
     assert [(e["lost"], e["came"]) for e in found[0]["events"]] == [([1], []), ([], [1])]
 
 
-def saves_meanwhile(group: int, worker: int, out: str, wait: bool) -> Any:
-    """Group 1 dies while the files of a save are being written."""
+def saves_meanwhile(group: int, worker: int, out: str, wait: bool, dies: int) -> Any:
+    """A group dies while the files of a save are being written."""
     torch.set_num_threads(1)
     model = small.mlp()
     optimizer = AdamW(model.parameters(), 3e-3)
     replica = thinwire.attach(model, optimizer, LocalSGD(every=4), faults=Faults(timeout=TIMEOUT))
+    said: list[str] = []
+    thinwire.saves.log.addFilter(lambda record: bool(said.append(record.getMessage())) or True)
     while replica.step < 24:
-        if replica.step == 6 and group == 1:
+        if replica.step == 6 and group == dies:
             thinwire.saves._write = lambda *_: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGKILL))
         if replica.step in (6, 18):
             replica.save(f"{out}/{replica.step}", wait=wait)
         small.step(replica, optimizer, group, replica.step)
     replica.wait_for_save()
-    return {"bits": small.model_bits(replica.finish()), "events": replica.events}
+    return {"bits": small.model_bits(replica.finish()), "events": replica.events, "said": said}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wait", [False, True])
-def test_a_group_that_dies_while_files_are_written_costs_at_most_that_save(wait: bool, tmp_path: Path) -> None:
-    found = one(Launchers(saves_meanwhile, 3, 1, str(tmp_path), wait).collect(), 2)
-    assert [event["lost"] for event in found[0]["events"]] == [[1]]
+@pytest.mark.parametrize(("wait", "dies"), [(False, 1), (True, 1), (False, 0)])
+def test_a_group_that_dies_while_files_are_written_costs_at_most_that_save(
+    wait: bool, dies: int, tmp_path: Path
+) -> None:
+    found = one(Launchers(saves_meanwhile, 3, 1, str(tmp_path), wait, dies).collect(), 2)
+    assert [event["lost"] for event in found[0]["events"]] == [[dies]]
     assert sorted(path.name for path in tmp_path.iterdir()) == (["18", "6"] if wait else ["18"])
+    lost = [text for text in found[0]["said"] if "a group was lost while it was written" in text]
+    assert len(lost) == (not wait) and all("6` was not written" in text for text in lost)
     state = json.loads((tmp_path / "18" / "state.json").read_text())
     assert state["world_size"] == 2
 
