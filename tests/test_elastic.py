@@ -19,8 +19,9 @@ import small
 import thinwire
 from covering import few
 from launchers import Launchers, free_port, held, note, start_store
-from test_faults import STEPS, WAYS, one_model, part_of_the_slow, survivors, trained
+from test_faults import STEPS, WAYS, _die, one_model, part_of_the_slow, survivors, trained
 from thinwire import AllReduce, ConfigError, Faults, LocalSGD
+from thinwire.elastic.membership import Membership
 from thinwire.elastic.store import Store, StoreLostError
 
 TIMEOUT = 24.0
@@ -120,6 +121,40 @@ def test_freezes_at_any_moment_leave_one_model(seed: int) -> None:
     launchers.thaw(group)
     found = {slot: v for slot, v in launchers.collect().items() if "the run has ended without" not in str(v)}
     assert len(one_model(found)) >= 2
+
+
+def opens_late(group: int, worker: int, out: str) -> Any:
+    """Group 0 dies in a save, and group 1 is frozen when it is on the new list and opens no connections yet."""
+    torch.set_num_threads(1)
+    opened = Membership.opened_world
+
+    def late(self: Membership) -> Any:
+        if group == 1 and self.generation == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return opened(self)
+
+    Membership.opened_world = late  # type: ignore[method-assign]
+    model = small.mlp()
+    optimizer = AdamW(model.parameters(), 3e-3)
+    replica = thinwire.attach(model, optimizer, AllReduce(), faults=Faults(timeout=TIMEOUT))
+    while replica.step < 20:
+        if replica.step == 6 and not replica.joined_late:
+            if group == 0:
+                _die("barrier", replica)
+            replica.save(out)
+        if replica.step == 12:
+            held(replica)
+        small.step(replica, optimizer, group, replica.step)
+    return {"bits": small.model_bits(replica.finish()), "events": replica.events}
+
+
+@pytest.mark.slow
+def test_a_group_that_has_no_connections_any_more_trains_until_it_can_join_again(tmp_path: Path) -> None:
+    launchers = Launchers(opens_late, 3, 1, str(tmp_path / "save"))
+    launchers.wait_for("held/2")
+    launchers.thaw(1)
+    found = one(launchers.collect(timeout=100), 2)
+    assert [(e["lost"], e["came"]) for e in found[1]["events"]] == [([0, 1], []), ([], [1])]
 
 
 def two_in_a_group(group: int, worker: int) -> Any:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from thinwire.comm import process_groups
 from thinwire.comm.connections import Connections
 from thinwire.comm.watch import Watch
 from thinwire.config.faults import Faults
@@ -165,7 +166,10 @@ class Heartbeat(Watch):
             yield
         except ThinwireError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, ValueError) and process_groups.world_size():
+                raise
+            # A ValueError says that there is no world: this group was given up before it could open the next one.
             raise CollectiveError(_in_short(error), error, time.monotonic() - began) from None
 
     @contextmanager
