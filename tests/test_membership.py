@@ -4,14 +4,17 @@ Nothing is trained here, so that what groups decide can be looked at one by one;
 """
 
 import functools
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import gang
 import small
@@ -24,7 +27,7 @@ from thinwire.elastic.recovery import _TRIES, Recovery
 from thinwire.elastic.stop import ElasticStop
 from thinwire.elastic.store import Meeting, Slot, Store
 from thinwire.elastic.undo import Undo
-from thinwire.errors import CollectiveError, DisagreementError, LostError, OtherRankError
+from thinwire.errors import CollectiveError, DisagreementError, GivenUpError, LostError, OtherRankError
 
 TIMEOUT = 20.0
 
@@ -310,4 +313,59 @@ def test_what_groups_did_together_is_taken_back() -> None:
     small.step(replica, optimizer, 0, 3)
     empty.restore()
     assert not any(optimizer.state.values()), "a parameter without state has none again"
+    replica.detach()
+
+
+@pytest.mark.parametrize(
+    ("error", "last", "restored"),
+    [
+        (OtherRankError("it failed again and again"), False, True),
+        (GivenUpError("others went on"), False, False),  # it takes over what the others have
+        (GivenUpError("others went on"), True, True),
+    ],
+)
+def test_what_cannot_be_done_with_any_groups_is_taken_back(error: Exception, last: bool, restored: bool) -> None:
+    model = small.mlp()
+    replica = thinwire.attach(model, small.sgd(model), LocalSGD(every=2, warmup=0))
+    before = small.model_bits(model)
+
+    def half() -> None:
+        with torch.no_grad():
+            next(model.parameters()).zero_()
+        raise CollectiveError("connection closed", RuntimeError())
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    fake = SimpleNamespace(method=replica._method, _regroup=refuse)
+    with pytest.raises(type(error)):
+        Recovery._tried_together(fake, half, changes=True, last=last)  # type: ignore[arg-type]
+    assert (small.model_bits(model) == before) == restored
+    replica.detach()
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "said"),
+    [
+        (LostError("too few are left"), LostError, "too few are left"),
+        (OtherRankError("failed 3 times"), LostError, "failed 3 times"),
+        (RuntimeError("out of memory"), LostError, "RuntimeError: out of memory"),
+        (DisagreementError("one saves"), DisagreementError, "one saves"),
+    ],
+)
+def test_finish_writes_the_model_whatever_keeps_groups_from_ending_together(
+    error: Exception, raised: type[Exception], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    model = small.mlp()
+    replica = thinwire.attach(model, small.sgd(model), LocalSGD(every=2, warmup=0))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    replica._recovery = SimpleNamespace(together=refuse, close=nothing)  # type: ignore[assignment]
+    with pytest.raises(raised, match=rf"finish\(\) could not complete: {said}. This worker's model") as caught:
+        replica.finish()
+    kept = load_file(str(caught.value).split(" is in ")[1])
+    assert all(torch.equal(kept[name], t) for name, t in model.state_dict().items())
     replica.detach()
