@@ -254,6 +254,56 @@ def test_groups_that_wait_that_leave_and_that_stop() -> None:
     assert found["last"][0] >= 20 and set(found["why"]) == {"early stopping"}
 
 
+def forgotten(run: Run) -> None:
+    """The store comes back empty."""
+    store, base = run.members[0].store, run.members[0].run
+    for number in range(4):
+        for group in range(run.groups):
+            store.delete(f"{base}/{number}/report/{group}/0")
+        for name in ("groups", "wants", "called"):
+            store.delete(f"{base}/{number}/{name}")
+    for key in ("run", f"{base}/about", f"{base}/now", *(f"slot/{group}/0" for group in range(run.groups))):
+        store.delete(key)
+
+
+def requests_that_are_forgotten(rank: int, silence: float) -> dict[str, Any]:
+    """Group 1 has asked to be let in when the store comes back empty; group 2 asks just then."""
+    run = Run(silence, 3, 1)
+    first, _, third = run.members
+    run.of(1)[0].heartbeat.close("it failed")
+    found: dict[str, Any] = {"lost": [isinstance(each, Exception) for each in renewed([first, third])]}
+    back = run.member(1, 0)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(back.begin, nothing)
+        request = f"{first.run}/2/report/1/0"
+        until(lambda: first.wanted == 2, "the others to notice")
+        forgotten(run)
+        until(lambda: first.store.get(request) is not None, "it to ask again")
+        renewed([first, third], admits=True)
+        joining.result(60)
+    found["back"] = seen([first, third, back])[:2]
+    third.heartbeat.say(left="for a moment")
+    until(lambda: first.heartbeat.gone(third.process) and back.heartbeat.gone(third.process), "word of it")
+    renewed([first, back])
+    third.heartbeat.say(left="")
+    with ThreadPoolExecutor(1) as pool:
+        forgotten(run)
+        joining = pool.submit(third.join_and, nothing)
+        until(lambda: joining.done() or first.wanted == back.wanted == 4, "the others to notice")
+        if not joining.done():
+            renewed([first, back], admits=True)
+        found["again"] = joining.exception(60)
+    return found
+
+
+@pytest.mark.slow
+def test_groups_are_let_in_also_when_the_store_has_forgotten_all() -> None:
+    found = alone(requests_that_are_forgotten)
+    assert found["lost"] == [False, False]
+    assert found["back"] == [2, (0, 1, 2)]
+    assert found["again"] is None
+
+
 # What cannot be helped by trying again.
 
 

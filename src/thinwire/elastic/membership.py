@@ -272,7 +272,8 @@ class Membership:
         mates = self.groups.get(self.slot.group, [])
         asked, wait = -1, _Wait(self)
         while True:
-            now, over = self.store.get_all([f"{self.run}/now", f"{self.run}/over"])
+            wants, own = f"{self.run}/{asked}/wants", self._report_key(asked)
+            now, over, *request = self.store.get_all([f"{self.run}/now", f"{self.run}/over", wants, own])
             if over is not None:
                 return False
             if asked >= 0 and (text := self._key(f"{asked}/groups")) is not None:
@@ -281,11 +282,13 @@ class Membership:
                     self._enter(asked, groups, self._reports(asked, _slots(groups)))
                     return True
             if int(now or 0) >= asked:
-                asked = int(now or 0) + 1
-                members = [process for own in self._groups_of(asked - 1).values() for process in own]
+                asked, request = int(now or 0) + 1, [None]
+                groups = self._groups_of(asked - 1) or self.groups  # as far as known, if the store has been away
+                members = [process for group in groups.keys() - {self.slot.group} for process in groups[group]]
                 self.heartbeat.follow([*members, *mates], mates)
                 if not self._is_alive(members):
                     return False
+            if None in request:  # now, or the store has been away
                 self._report(asked, Report(self.process, self.slot.workers, joins=True))
                 self.store.set(f"{self.run}/{asked}/wants", "")
             if all(self.heartbeat.gone(process) for process in members):
@@ -395,7 +398,10 @@ class Membership:
         return self.store.get(f"{self.run}/{key}")
 
     def _report(self, number: int, report: Report) -> None:
-        self.store.set(f"{self.run}/{number}/report/{self.slot.group}/{self.slot.worker}", json.dumps(report))
+        self.store.set(self._report_key(number), json.dumps(report))
+
+    def _report_key(self, number: int) -> str:
+        return f"{self.run}/{number}/report/{self.slot.group}/{self.slot.worker}"
 
     def _reports(self, number: int, slots: Sequence[tuple[int, int]]) -> Reports:
         found = self.store.get_all([f"{self.run}/{number}/report/{g}/{w}" for g, w in slots])
@@ -456,8 +462,10 @@ class Membership:
         run, now, wants, called, at = store.get_all(keys)
         if generation != self.generation:
             return
-        if now is None or (run != self.run and store.get(f"{run}/now") is None):
-            self._register(store)  # the store has been away; or a group took this run for dead and waits for another
+        # The store has been away, or was told of an old generation by a group that was given up; or a group took this
+        # run for dead and waits for another.
+        if int(now or -1) < generation or (run != self.run and store.get(f"{run}/now") is None):
+            self._register(store)
         if wants is not None:
             self.wanted = generation + 1
         if at is not None and (self._awaited is None or self._awaited[0] != int(at)):
