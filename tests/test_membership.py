@@ -19,13 +19,14 @@ from safetensors.torch import load_file
 import gang
 import small
 import thinwire
+from launchers import free_port
 from patience import until
 from thinwire import Faults, LocalSGD
 from thinwire.comm.tcp_store import serve
 from thinwire.elastic.membership import Membership, Report
 from thinwire.elastic.recovery import _TRIES, Recovery
 from thinwire.elastic.stop import ElasticStop
-from thinwire.elastic.store import Meeting, Slot, Store
+from thinwire.elastic.store import Meeting, Slot, Store, StoreLostError
 from thinwire.elastic.undo import Undo
 from thinwire.errors import CollectiveError, DisagreementError, GivenUpError, LostError, OtherRankError
 
@@ -54,6 +55,10 @@ class Run:
 
 def nothing() -> None:
     """What a group that begins or joins does with the others."""
+
+
+def nothing_of(**fields: Any) -> None:
+    """What a worker says that nobody hears."""
 
 
 def at_once(works: Any) -> list[Any]:
@@ -302,6 +307,18 @@ def test_groups_are_let_in_also_when_the_store_has_forgotten_all() -> None:
     assert found["lost"] == [False, False]
     assert found["back"] == [2, (0, 1, 2)]
     assert found["again"] is None
+
+
+def test_nobody_waits_for_ever_for_a_store_that_stays_away() -> None:
+    beats = SimpleNamespace(
+        gone=lambda _: None, is_beating=lambda _: False, say=nothing_of, on_look=[], is_called=False, any_gone=False
+    )
+    fake = SimpleNamespace(store=Store("127.0.0.1", free_port(), timeout=1.0, patience=0.1), heartbeat=beats)
+    stop = ElasticStop(fake)  # type: ignore[arg-type]
+    stop._noted = 3
+    for wait in (lambda: Membership._is_alive(fake, ["other"]), lambda: stop.now(3)):  # type: ignore[arg-type]
+        with pytest.raises(StoreLostError, match=r"has not answered for 0\.1 s"):
+            wait()
 
 
 # What cannot be helped by trying again.

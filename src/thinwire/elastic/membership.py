@@ -171,6 +171,7 @@ class Membership:
         while not all(map(self.heartbeat.gone, processes)):
             if any(map(self.heartbeat.is_beating, processes)):
                 return True
+            self.store.get("run")  # raises if the store stays away, in which nobody counts as silent
             time.sleep(_POLL_S)
         return False
 
