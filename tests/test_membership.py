@@ -149,6 +149,8 @@ def refusals(rank: int, silence: float) -> dict[str, Any]:
     third.heartbeat.close("finished")
     (lost,) = renewed([first])
     found["few"] = lost
+    run.members += [run.member(2, 0) for _ in range(2)]
+    found["twins"] = sorted(map(str, at_once(member._claim_slot for member in run.members[-2:])))
     return found
 
 
@@ -157,6 +159,7 @@ def test_whoever_does_not_belong_is_refused_and_too_few_stop() -> None:
     assert "worker 0 of group 0 is running already" in found["twin"]
     assert "group 1 cannot join the run on this store: its config is another, the run has same" in found["another"]
     assert isinstance(found["few"], LostError) and "1 of 2 groups are left" in str(found["few"])
+    assert found["twins"][0] == "None" and "worker 0 of group 2 is running already" in found["twins"][1]
 
 
 def decisions(rank: int, silence: float) -> dict[str, Any]:

@@ -141,18 +141,20 @@ class Membership:
         return any(text is not None for text in self.store.get_all([f"{self.run}/now", f"{self.run}/0/groups"]))
 
     def _claim_slot(self) -> None:
-        """Refuse a second process in this slot; one that has died is silent."""
+        """Refuse a second process in this slot; one that has died is silent, and one of two may begin."""
         key = f"slot/{self.slot.group}/{self.slot.worker}"
-        if (text := self.store.get(key)) is not None:
-            before = json.loads(text)
-            self.heartbeat.follow([before["process"], *self._members(self.store.get("run") or "")])
-            if self._is_alive([before["process"]]):
-                raise ConfigError(
-                    f"worker {self.slot.worker} of group {self.slot.group} is running already: process {before['pid']} "
-                    f"on {before['host']}; give each launcher a THINWIRE_GROUP of its own, or each run that shares a "
-                    "store a THINWIRE_RUN of its own"
-                )
-        self.store.set(key, self._about_process)
+        while True:
+            if text := self.store.get(key) or "":
+                before = json.loads(text)
+                self.heartbeat.follow([before["process"], *self._members(self.store.get("run") or "")])
+                if self._is_alive([before["process"]]):
+                    raise ConfigError(
+                        f"worker {self.slot.worker} of group {self.slot.group} is running already: process "
+                        f"{before['pid']} on {before['host']}; give each launcher a THINWIRE_GROUP of its own, or each "
+                        "run that shares a store a THINWIRE_RUN of its own"
+                    )
+            if self.store.first(key, self._about_process, instead_of=text) == self._about_process:
+                return
 
     @property
     def _about_process(self) -> str:
