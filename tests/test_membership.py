@@ -23,7 +23,8 @@ from launchers import free_port
 from patience import until
 from thinwire import Faults, LocalSGD
 from thinwire.comm.tcp_store import serve
-from thinwire.elastic.membership import Membership, Report
+from thinwire.elastic.heartbeat import Beat
+from thinwire.elastic.membership import Membership, Report, _Wait
 from thinwire.elastic.recovery import _TRIES, Recovery
 from thinwire.elastic.stop import ElasticStop
 from thinwire.elastic.store import Meeting, Slot, Store, StoreLostError
@@ -322,6 +323,25 @@ def test_nobody_waits_for_ever_for_a_store_that_stays_away() -> None:
     for wait in (lambda: Membership._is_alive(fake, ["other"]), lambda: stop.now(3)):  # type: ignore[arg-type]
         with pytest.raises(StoreLostError, match=r"has not answered for 0\.1 s"):
             wait()
+
+
+def test_a_joiner_waits_as_long_as_the_run_makes_progress() -> None:
+    beats = {"p": Beat(votes=1, at=5)}
+    fake = SimpleNamespace(
+        faults=SimpleNamespace(start=0.0),
+        slot=Slot(1, 0, 1),
+        heartbeat=SimpleNamespace(of=beats.get),
+        mates_reported=lambda number: True,
+    )
+    wait = _Wait(fake)  # type: ignore[arg-type]
+    for beat in (beats["p"], Beat(votes=1, at=6), Beat(votes=2, at=6), Beat(votes=2, at=7)):
+        beats["p"] = beat
+        wait.check(1, ["p", "unheard of"], [])
+    with pytest.raises(LostError, match="group 1 has asked to be let in, and for 0 s the run has not taken a step"):
+        wait.check(1, ["p", "unheard of"], [])
+    beats["mate"] = Beat(left="it failed: disk full")
+    with pytest.raises(LostError, match=r"a worker of group 1 is gone \(it failed: disk full\)"):
+        wait.check(1, ["p"], ["mate"])
 
 
 # What cannot be helped by trying again.

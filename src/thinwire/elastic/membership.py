@@ -121,14 +121,13 @@ class Membership:
     def begin(self, work: Callable[[], None]) -> None:
         """Begin a run with all groups, or join the one that is under way; then do this with the others."""
         self._claim_slot()
-        end = time.monotonic() + self.faults.start
         while True:
             self.run = self._find_run()
             if self._has_begun:
                 log.info("group %d joins a run that is under way", self.slot.group)
                 if self._joined_and(work):
                     return
-            elif self._met(end):
+            elif self._met():
                 if (lost := attempt(work)) is not None:
                     members = [process for own in self.groups.values() for process in own]
                     why = next((why for process in members if (why := self.heartbeat.gone(process))), lost)
@@ -194,7 +193,7 @@ class Membership:
         now = int(self.store.get(f"{run}/now") or 0)
         return [process for own in self._groups_of(now, run).values() for process in own]
 
-    def _met(self, end: float) -> bool:
+    def _met(self) -> bool:
         """Wait until all groups are here to begin a run; False if they began another one."""
         began = time.monotonic()
         self._report(0, Report(self.process, self.slot.workers))
@@ -217,7 +216,7 @@ class Membership:
                 self.store.first(key, json.dumps(here))
                 break
             missing = [group for group in range(self._expected) if group not in here]
-            if time.monotonic() > end:
+            if time.monotonic() > began + self.faults.start:
                 raise LostError(
                     f"after {self.faults.start:g} s group {missing[0]} has not come; start a launcher for each "
                     f"of the {self._expected} groups, or give a longer `timeout`"
@@ -571,15 +570,15 @@ class _Wait:
 
     def __init__(self, membership: Membership) -> None:
         self._membership, self._patience = membership, membership.faults.start
-        self._votes, self._said = -1, time.monotonic()
+        self._latest, self._said = (-1, -1), time.monotonic()
         self._progress = self._whole = self._said
 
     def check(self, asked: int, members: Sequence[str], mates: Sequence[str]) -> None:
         """Raise if there is no hope left, and say now and then what is waited for."""
         now, group, heartbeat = time.monotonic(), self._membership.slot.group, self._membership.heartbeat
         beats = [beat for process in members if (beat := heartbeat.of(process)) is not None]
-        if (latest := max((beat.votes for beat in beats), default=0)) > self._votes:
-            self._votes, self._progress = latest, now
+        if (latest := max(((beat.votes, beat.at) for beat in beats), default=(0, 0))) > self._latest:
+            self._latest, self._progress = latest, now
         if self._membership.mates_reported(asked):
             self._whole = now
         left = next((beat.left for p in mates if (beat := heartbeat.of(p)) is not None and beat.left), None)
@@ -589,8 +588,8 @@ class _Wait:
             raise LostError(f"group {group} has waited {self._patience:g} s for a worker of its own; start it again")
         if now > self._progress + self._patience:
             raise LostError(
-                f"group {group} has asked to be let in for {self._patience:g} s, and the run has not come to an "
-                "average meanwhile, after which it could be; see what the other groups wait for"
+                f"group {group} has asked to be let in, and for {self._patience:g} s the run has not taken a step or "
+                "come to an average, after which it could be; see what the other groups wait for"
             )
         if now > self._said + _SAY_S:
             self._said = now
