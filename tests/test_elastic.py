@@ -19,8 +19,9 @@ import small
 import thinwire
 from covering import few
 from launchers import Launchers, free_port, held, note, start_store
-from test_faults import STEPS, WAYS, one_model, part_of_the_slow, survivors, trained
+from test_faults import STEPS, WAYS, _die, one_model, part_of_the_slow, survivors, trained
 from thinwire import AllReduce, ConfigError, Faults, LocalSGD
+from thinwire.elastic.membership import Membership
 from thinwire.elastic.store import Store, StoreLostError
 
 TIMEOUT = 24.0
@@ -120,6 +121,40 @@ def test_freezes_at_any_moment_leave_one_model(seed: int) -> None:
     launchers.thaw(group)
     found = {slot: v for slot, v in launchers.collect().items() if "the run has ended without" not in str(v)}
     assert len(one_model(found)) >= 2
+
+
+def opens_late(group: int, worker: int, out: str) -> Any:
+    """Group 0 dies in a save, and group 1 is frozen when it is on the new list and opens no connections yet."""
+    torch.set_num_threads(1)
+    opened = Membership.opened_world
+
+    def late(self: Membership) -> Any:
+        if group == 1 and self.generation == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return opened(self)
+
+    Membership.opened_world = late  # type: ignore[method-assign]
+    model = small.mlp()
+    optimizer = AdamW(model.parameters(), 3e-3)
+    replica = thinwire.attach(model, optimizer, AllReduce(), faults=Faults(timeout=TIMEOUT))
+    while replica.step < 20:
+        if replica.step == 6 and not replica.joined_late:
+            if group == 0:
+                _die("barrier", replica)
+            replica.save(out)
+        if replica.step == 12:
+            held(replica)
+        small.step(replica, optimizer, group, replica.step)
+    return {"bits": small.model_bits(replica.finish()), "events": replica.events}
+
+
+@pytest.mark.slow
+def test_a_group_that_has_no_connections_any_more_trains_until_it_can_join_again(tmp_path: Path) -> None:
+    launchers = Launchers(opens_late, 3, 1, str(tmp_path / "save"))
+    launchers.wait_for("held/2")
+    launchers.thaw(1)
+    found = one(launchers.collect(timeout=100), 2)
+    assert [(e["lost"], e["came"]) for e in found[1]["events"]] == [([0, 1], []), ([], [1])]
 
 
 def two_in_a_group(group: int, worker: int) -> Any:
@@ -658,28 +693,34 @@ def test_a_group_that_is_too_slow_is_given_up_and_comes_back() -> None:
     assert [(e["lost"], e["came"]) for e in found[0]["events"]] == [([1], []), ([], [1])]
 
 
-def saves_meanwhile(group: int, worker: int, out: str, wait: bool) -> Any:
-    """Group 1 dies while the files of a save are being written."""
+def saves_meanwhile(group: int, worker: int, out: str, wait: bool, dies: int) -> Any:
+    """A group dies while the files of a save are being written."""
     torch.set_num_threads(1)
     model = small.mlp()
     optimizer = AdamW(model.parameters(), 3e-3)
     replica = thinwire.attach(model, optimizer, LocalSGD(every=4), faults=Faults(timeout=TIMEOUT))
+    said: list[str] = []
+    thinwire.saves.log.addFilter(lambda record: bool(said.append(record.getMessage())) or True)
     while replica.step < 24:
-        if replica.step == 6 and group == 1:
+        if replica.step == 6 and group == dies:
             thinwire.saves._write = lambda *_: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGKILL))
         if replica.step in (6, 18):
             replica.save(f"{out}/{replica.step}", wait=wait)
         small.step(replica, optimizer, group, replica.step)
     replica.wait_for_save()
-    return {"bits": small.model_bits(replica.finish()), "events": replica.events}
+    return {"bits": small.model_bits(replica.finish()), "events": replica.events, "said": said}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wait", [False, True])
-def test_a_group_that_dies_while_files_are_written_costs_at_most_that_save(wait: bool, tmp_path: Path) -> None:
-    found = one(Launchers(saves_meanwhile, 3, 1, str(tmp_path), wait).collect(), 2)
-    assert [event["lost"] for event in found[0]["events"]] == [[1]]
+@pytest.mark.parametrize(("wait", "dies"), [(False, 1), (True, 1), (False, 0)])
+def test_a_group_that_dies_while_files_are_written_costs_at_most_that_save(
+    wait: bool, dies: int, tmp_path: Path
+) -> None:
+    found = one(Launchers(saves_meanwhile, 3, 1, str(tmp_path), wait, dies).collect(), 2)
+    assert [event["lost"] for event in found[0]["events"]] == [[dies]]
     assert sorted(path.name for path in tmp_path.iterdir()) == (["18", "6"] if wait else ["18"])
+    lost = [text for text in found[0]["said"] if "a group was lost while it was written" in text]
+    assert len(lost) == (not wait) and all("6` was not written" in text for text in lost)
     state = json.loads((tmp_path / "18" / "state.json").read_text())
     assert state["world_size"] == 2
 

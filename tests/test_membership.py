@@ -4,27 +4,32 @@ Nothing is trained here, so that what groups decide can be looked at one by one;
 """
 
 import functools
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import gang
 import small
 import thinwire
+from launchers import free_port
 from patience import until
 from thinwire import Faults, LocalSGD
 from thinwire.comm.tcp_store import serve
-from thinwire.elastic.membership import Membership, Report
+from thinwire.elastic.heartbeat import Beat
+from thinwire.elastic.membership import Membership, Report, _Wait
 from thinwire.elastic.recovery import _TRIES, Recovery
 from thinwire.elastic.stop import ElasticStop
-from thinwire.elastic.store import Meeting, Slot, Store
+from thinwire.elastic.store import Meeting, Slot, Store, StoreLostError
 from thinwire.elastic.undo import Undo
-from thinwire.errors import CollectiveError, DisagreementError, LostError, OtherRankError
+from thinwire.errors import CollectiveError, DisagreementError, GivenUpError, LostError, OtherRankError
 
 TIMEOUT = 20.0
 
@@ -51,6 +56,10 @@ class Run:
 
 def nothing() -> None:
     """What a group that begins or joins does with the others."""
+
+
+def nothing_of(**fields: Any) -> None:
+    """What a worker says that nobody hears."""
 
 
 def at_once(works: Any) -> list[Any]:
@@ -141,6 +150,8 @@ def refusals(rank: int, silence: float) -> dict[str, Any]:
     third.heartbeat.close("finished")
     (lost,) = renewed([first])
     found["few"] = lost
+    run.members += [run.member(2, 0) for _ in range(2)]
+    found["twins"] = sorted(map(str, at_once(member._claim_slot for member in run.members[-2:])))
     return found
 
 
@@ -149,6 +160,7 @@ def test_whoever_does_not_belong_is_refused_and_too_few_stop() -> None:
     assert "worker 0 of group 0 is running already" in found["twin"]
     assert "group 1 cannot join the run on this store: its config is another, the run has same" in found["another"]
     assert isinstance(found["few"], LostError) and "1 of 2 groups are left" in str(found["few"])
+    assert found["twins"][0] == "None" and "worker 0 of group 2 is running already" in found["twins"][1]
 
 
 def decisions(rank: int, silence: float) -> dict[str, Any]:
@@ -251,6 +263,87 @@ def test_groups_that_wait_that_leave_and_that_stop() -> None:
     assert found["last"][0] >= 20 and set(found["why"]) == {"early stopping"}
 
 
+def forgotten(run: Run) -> None:
+    """The store comes back empty."""
+    store, base = run.members[0].store, run.members[0].run
+    for number in range(4):
+        for group in range(run.groups):
+            store.delete(f"{base}/{number}/report/{group}/0")
+        for name in ("groups", "wants", "called"):
+            store.delete(f"{base}/{number}/{name}")
+    for key in ("run", f"{base}/about", f"{base}/now", *(f"slot/{group}/0" for group in range(run.groups))):
+        store.delete(key)
+
+
+def requests_that_are_forgotten(rank: int, silence: float) -> dict[str, Any]:
+    """Group 1 has asked to be let in when the store comes back empty; group 2 asks just then."""
+    run = Run(silence, 3, 1)
+    first, _, third = run.members
+    run.of(1)[0].heartbeat.close("it failed")
+    found: dict[str, Any] = {"lost": [isinstance(each, Exception) for each in renewed([first, third])]}
+    back = run.member(1, 0)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(back.begin, nothing)
+        request = f"{first.run}/2/report/1/0"
+        until(lambda: first.wanted == 2, "the others to notice")
+        forgotten(run)
+        until(lambda: first.store.get(request) is not None, "it to ask again")
+        renewed([first, third], admits=True)
+        joining.result(60)
+    found["back"] = seen([first, third, back])[:2]
+    third.heartbeat.say(left="for a moment")
+    until(lambda: first.heartbeat.gone(third.process) and back.heartbeat.gone(third.process), "word of it")
+    renewed([first, back])
+    third.heartbeat.say(left="")
+    with ThreadPoolExecutor(1) as pool:
+        forgotten(run)
+        joining = pool.submit(third.join_and, nothing)
+        until(lambda: joining.done() or first.wanted == back.wanted == 4, "the others to notice")
+        if not joining.done():
+            renewed([first, back], admits=True)
+        found["again"] = joining.exception(60)
+    return found
+
+
+@pytest.mark.slow
+def test_groups_are_let_in_also_when_the_store_has_forgotten_all() -> None:
+    found = alone(requests_that_are_forgotten)
+    assert found["lost"] == [False, False]
+    assert found["back"] == [2, (0, 1, 2)]
+    assert found["again"] is None
+
+
+def test_nobody_waits_for_ever_for_a_store_that_stays_away() -> None:
+    beats = SimpleNamespace(
+        gone=lambda _: None, is_beating=lambda _: False, say=nothing_of, on_look=[], is_called=False, any_gone=False
+    )
+    fake = SimpleNamespace(store=Store("127.0.0.1", free_port(), timeout=1.0, patience=0.1), heartbeat=beats)
+    stop = ElasticStop(fake)  # type: ignore[arg-type]
+    stop._noted = 3
+    for wait in (lambda: Membership._is_alive(fake, ["other"]), lambda: stop.now(3)):  # type: ignore[arg-type]
+        with pytest.raises(StoreLostError, match=r"has not answered for 0\.1 s"):
+            wait()
+
+
+def test_a_joiner_waits_as_long_as_the_run_makes_progress() -> None:
+    beats = {"p": Beat(votes=1, at=5)}
+    fake = SimpleNamespace(
+        faults=SimpleNamespace(start=0.0),
+        slot=Slot(1, 0, 1),
+        heartbeat=SimpleNamespace(of=beats.get),
+        mates_reported=lambda number: True,
+    )
+    wait = _Wait(fake)  # type: ignore[arg-type]
+    for beat in (beats["p"], Beat(votes=1, at=6), Beat(votes=2, at=6), Beat(votes=2, at=7)):
+        beats["p"] = beat
+        wait.check(1, ["p", "unheard of"], [])
+    with pytest.raises(LostError, match="group 1 has asked to be let in, and for 0 s the run has not taken a step"):
+        wait.check(1, ["p", "unheard of"], [])
+    beats["mate"] = Beat(left="it failed: disk full")
+    with pytest.raises(LostError, match=r"a worker of group 1 is gone \(it failed: disk full\)"):
+        wait.check(1, ["p"], ["mate"])
+
+
 # What cannot be helped by trying again.
 
 
@@ -310,4 +403,59 @@ def test_what_groups_did_together_is_taken_back() -> None:
     small.step(replica, optimizer, 0, 3)
     empty.restore()
     assert not any(optimizer.state.values()), "a parameter without state has none again"
+    replica.detach()
+
+
+@pytest.mark.parametrize(
+    ("error", "last", "restored"),
+    [
+        (OtherRankError("it failed again and again"), False, True),
+        (GivenUpError("others went on"), False, False),  # it takes over what the others have
+        (GivenUpError("others went on"), True, True),
+    ],
+)
+def test_what_cannot_be_done_with_any_groups_is_taken_back(error: Exception, last: bool, restored: bool) -> None:
+    model = small.mlp()
+    replica = thinwire.attach(model, small.sgd(model), LocalSGD(every=2, warmup=0))
+    before = small.model_bits(model)
+
+    def half() -> None:
+        with torch.no_grad():
+            next(model.parameters()).zero_()
+        raise CollectiveError("connection closed", RuntimeError())
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    fake = SimpleNamespace(method=replica._method, _regroup=refuse)
+    with pytest.raises(type(error)):
+        Recovery._tried_together(fake, half, changes=True, last=last)  # type: ignore[arg-type]
+    assert (small.model_bits(model) == before) == restored
+    replica.detach()
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "said"),
+    [
+        (LostError("too few are left"), LostError, "too few are left"),
+        (OtherRankError("failed 3 times"), LostError, "failed 3 times"),
+        (RuntimeError("out of memory"), LostError, "RuntimeError: out of memory"),
+        (DisagreementError("one saves"), DisagreementError, "one saves"),
+    ],
+)
+def test_finish_writes_the_model_whatever_keeps_groups_from_ending_together(
+    error: Exception, raised: type[Exception], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    model = small.mlp()
+    replica = thinwire.attach(model, small.sgd(model), LocalSGD(every=2, warmup=0))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    replica._recovery = SimpleNamespace(together=refuse, close=nothing)  # type: ignore[assignment]
+    with pytest.raises(raised, match=rf"finish\(\) could not complete: {said}. This worker's model") as caught:
+        replica.finish()
+    kept = load_file(str(caught.value).split(" is in ")[1])
+    assert all(torch.equal(kept[name], t) for name, t in model.state_dict().items())
     replica.detach()

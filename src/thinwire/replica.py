@@ -24,7 +24,16 @@ from thinwire.comm.topology import Topology
 from thinwire.compiling import Recompilations, compile_in_place
 from thinwire.elastic.recovery import Recovery
 from thinwire.elastic.stop import ElasticStop
-from thinwire.errors import AbandonedSaveError, CollectiveError, LostError, SaveError, ThinwireError
+from thinwire.errors import (
+    AbandonedSaveError,
+    ConsequenceError,
+    DisagreementError,
+    DivergedError,
+    LostError,
+    SaveError,
+    ThinwireError,
+    one_line,
+)
 from thinwire.factor.export import to_plain
 from thinwire.factor.layers import mark_as_read, weight_was_read
 from thinwire.guards import (
@@ -285,8 +294,11 @@ class Replica(nn.Module):
         self._begin_again_if_loaded()
         try:
             self._together(lambda: self._finish(cutoff), "finish()", last=True)
-        except (LostError, CollectiveError) as error:
-            raise LostError(f"finish() could not complete: {error}. {rescue(self)}") from error
+        except (ConsequenceError, RuntimeError) as error:
+            if self._recovery is None or isinstance(error, DivergedError):
+                raise
+            kind = DisagreementError if isinstance(error, DisagreementError) else LostError
+            raise kind(f"finish() could not complete: {one_line(error)}. {rescue(self)}") from error
         self.detach()
         self.finished_ranks = {layer.key: layer.rank for layer in self._method.layers if layer.rank}
         self.read_layers = [name for name, module in self.module.named_modules() if weight_was_read(module)]

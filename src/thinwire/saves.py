@@ -40,6 +40,7 @@ _ENDINGS = (".writing", ".old", ".removed")
 _STEP = re.compile(r"(step-(\d+))(\.old|\.writing|\.removed)?")
 _OTHERS_WRITE_S, _AT_EXIT_S = 1800.0, 60.0
 _LOOK_S = 0.02
+_LOST = "a group was lost while it was written"
 
 
 class Save:
@@ -71,7 +72,12 @@ class Save:
             except CollectiveError:
                 self.abandon()
                 raise
-        self._raise_together(self._error)
+        try:
+            self._raise_together(self._error)
+        except SaveError:
+            if self._wire.topology.rank == 0:  # nobody writes there any more, and whoever began it may be gone
+                shutil.rmtree(self._draft, ignore_errors=True)
+            raise
 
     def abandon(self) -> None:
         """Give it up: a group is gone, and with it its files. Waits for this worker's own disk."""
@@ -91,7 +97,12 @@ class Save:
         """Raise on all workers if there is an error on one; return a name that all have in common."""
         own = None if error is None else (_kind(error), one_line(error))
         found, names = zip(*self._wire.all_gather_object((own, uuid.uuid4().hex[:12])), strict=True)
+        in_place = False
+        if any(each and each[0] == "abandoned" for each in found):  # only who puts it in place knows whether it is
+            in_place = any(self._wire.all_gather_object(self._rank == 0 and own is None))
         for rank, (kind, why) in ((rank, each) for rank, each in enumerate(found) if each):
+            if kind == "abandoned" and in_place:
+                continue
             if kind == "config":
                 raise ConfigError(why) from error
             raise (AbandonedSaveError if kind == "abandoned" else SaveError)(
@@ -118,11 +129,17 @@ class Save:
             log.warning("the save `%s` was not written: %s", self.folder, one_line(self._error))
 
     def _tell(self, note: Any) -> None:
-        """Leave a note of what was written; until rank 0 has read it, if the store may forget it."""
-        key, deadline = f"{self._key}/{self._rank}", time.monotonic() + _OTHERS_WRITE_S
+        """Leave a note of what was written; until rank 0 is done with it, if the store may forget it."""
+        key, done = f"{self._key}/{self._rank}", f"{self._key}/done"
+        deadline = time.monotonic() + _OTHERS_WRITE_S
         process_groups.post(key, note)
-        while self._wire.outlives_groups and not self._abandoned.wait(10 * _LOOK_S):
-            if process_groups.posted(f"{self._key}/done") is not None or time.monotonic() > deadline:
+        while self._wire.outlives_groups:
+            abandoned = self._abandoned.wait(10 * _LOOK_S)
+            in_place = process_groups.posted(done)
+            if abandoned or in_place is not None or time.monotonic() > deadline:
+                process_groups.remove_posted([key])  # also before a rank 0 that was frozen finds it
+                if not in_place:
+                    raise AbandonedSaveError(_LOST)
                 return
             if not threading.main_thread().is_alive():
                 deadline = min(deadline, time.monotonic() + _AT_EXIT_S)
@@ -130,31 +147,33 @@ class Save:
                 process_groups.post(key, note)
 
     def _commit(self, entries: dict[str, manifest.Entry]) -> None:
+        """Put the save in place, or remove what there is of it; then the others need not wait any more."""
+        keys, in_place = [f"{self._key}/{rank}" for rank in range(1, self._size)], False
         try:
-            others = self._reports()
-        except (TimeoutError, AbandonedSaveError):
-            shutil.rmtree(self._draft, ignore_errors=True)
-            raise
-        if self._error is not None or any(why for _, why in others):
-            shutil.rmtree(self._draft, ignore_errors=True)  # frees space on a full disk
-            return
-        try:
-            manifest.write(self._draft, dict(itertools.chain(entries.items(), *(own.items() for own, _ in others))))
-            _put_in_place(self._draft, self.folder)
-        except OSError:
-            shutil.rmtree(self._draft, ignore_errors=True)
-            raise
-        self._after()
+            in_place = self._put_together(entries, self._reports(keys))
+        finally:
+            if not in_place:
+                shutil.rmtree(self._draft, ignore_errors=True)  # frees space on a full disk
+            if self._wire.outlives_groups:
+                process_groups.post(f"{self._key}/done", in_place)
+        if in_place:
+            self._after()
 
-    def _reports(self) -> list[Any]:
+    def _put_together(self, entries: dict[str, manifest.Entry], others: list[Any]) -> bool:
+        if self._error is not None or any(why for _, why in others):
+            return False
+        manifest.write(self._draft, dict(itertools.chain(entries.items(), *(own.items() for own, _ in others))))
+        _put_in_place(self._draft, self.folder)
+        return True
+
+    def _reports(self, keys: list[str]) -> list[Any]:
         """What the other workers wrote, once they have."""
-        keys = [f"{self._key}/{rank}" for rank in range(1, self._size)]
         found: dict[str, Any] = {}
         deadline = time.monotonic() + _OTHERS_WRITE_S
         while missing := [key for key in keys if key not in found]:
             found |= {key: note for key in missing if (note := process_groups.posted(key)) is not None}
             if self._abandoned.is_set():
-                raise AbandonedSaveError("a group was lost while it was written")
+                raise AbandonedSaveError(_LOST)
             if not threading.main_thread().is_alive():
                 deadline = min(deadline, time.monotonic() + _AT_EXIT_S)  # do not hold up a process that has failed
             if time.monotonic() > deadline:
@@ -162,9 +181,8 @@ class Save:
                 raise TimeoutError(f"nothing was heard of the files of rank {ranks}")
             if len(found) < len(keys):
                 time.sleep(_LOOK_S)
-        if self._wire.outlives_groups:
-            process_groups.post(f"{self._key}/done", True)
-        process_groups.remove_posted(keys)
+        if not self._wire.outlives_groups:
+            process_groups.remove_posted(keys)
         return [found[key] for key in keys]
 
 

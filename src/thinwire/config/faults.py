@@ -55,5 +55,5 @@ class Faults:
 
     @property
     def opening(self) -> float:
-        """Seconds after which a worker that dies while connections are opened is given up by those that open them."""
+        """Seconds after which a worker that is alive and does not connect is given up by the others."""
         return max(2.0, self.timeout / 3)

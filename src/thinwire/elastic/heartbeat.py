@@ -22,11 +22,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from thinwire.comm import process_groups
 from thinwire.comm.connections import Connections
 from thinwire.comm.watch import Watch
 from thinwire.config.faults import Faults
 from thinwire.elastic.store import Store, StoreLostError
-from thinwire.errors import CollectiveError, ThinwireError
+from thinwire.errors import CollectiveError, ThinwireError, one_line
 
 log = logging.getLogger("thinwire")
 
@@ -165,7 +166,10 @@ class Heartbeat(Watch):
             yield
         except ThinwireError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, ValueError) and process_groups.world_size():
+                raise
+            # A ValueError says that there is no world: this group was given up before it could open the next one.
             raise CollectiveError(_in_short(error), error, time.monotonic() - began) from None
 
     @contextmanager
@@ -210,14 +214,16 @@ class Heartbeat(Watch):
         except StoreLostError as error:
             self._note_store(str(error))
             return
-        except Exception:  # without beats this worker would be given up, and would notice nothing itself
-            log.exception("a heartbeat failed; the next one is tried")
+        except Exception as error:  # without beats this worker would be given up, and would notice nothing itself
+            if self._failed != (why := one_line(error)):  # once: beats of another version fail for ever
+                self._failed = why
+                log.exception("a heartbeat failed; the next ones are tried")
             return
         self._note_store(None)
         self._interrupt_if_in_vain()
 
     def _exchange(self, now: float) -> None:
-        self.say(number=self.beat.number + 1)
+        self.say(number=self.beat.number + 1, at=max(self.beat.at, self.step()))
         self._store.set(f"beat/{self._own}", json.dumps(self.beat))
         peers = self._peers
         for peer, text in zip(peers.values(), self._store.get_all([f"beat/{peer}" for peer in peers]), strict=True):
@@ -279,6 +285,7 @@ class Heartbeat(Watch):
         return _BEAT_S if after is None else min(_BEAT_S, max(_LEAST_S, after / 4))
 
     _warned = False
+    _failed = ""
 
 
 def _in_short(error: BaseException) -> str:

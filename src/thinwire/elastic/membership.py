@@ -121,14 +121,13 @@ class Membership:
     def begin(self, work: Callable[[], None]) -> None:
         """Begin a run with all groups, or join the one that is under way; then do this with the others."""
         self._claim_slot()
-        end = time.monotonic() + self.faults.start
         while True:
             self.run = self._find_run()
             if self._has_begun:
                 log.info("group %d joins a run that is under way", self.slot.group)
                 if self._joined_and(work):
                     return
-            elif self._met(end):
+            elif self._met():
                 if (lost := attempt(work)) is not None:
                     members = [process for own in self.groups.values() for process in own]
                     why = next((why for process in members if (why := self.heartbeat.gone(process))), lost)
@@ -141,18 +140,20 @@ class Membership:
         return any(text is not None for text in self.store.get_all([f"{self.run}/now", f"{self.run}/0/groups"]))
 
     def _claim_slot(self) -> None:
-        """Refuse a second process in this slot; one that has died is silent."""
+        """Refuse a second process in this slot; one that has died is silent, and one of two may begin."""
         key = f"slot/{self.slot.group}/{self.slot.worker}"
-        if (text := self.store.get(key)) is not None:
-            before = json.loads(text)
-            self.heartbeat.follow([before["process"], *self._members(self.store.get("run") or "")])
-            if self._is_alive([before["process"]]):
-                raise ConfigError(
-                    f"worker {self.slot.worker} of group {self.slot.group} is running already: process {before['pid']} "
-                    f"on {before['host']}; give each launcher a THINWIRE_GROUP of its own, or each run that shares a "
-                    "store a THINWIRE_RUN of its own"
-                )
-        self.store.set(key, self._about_process)
+        while True:
+            if text := self.store.get(key) or "":
+                before = json.loads(text)
+                self.heartbeat.follow([before["process"], *self._members(self.store.get("run") or "")])
+                if self._is_alive([before["process"]]):
+                    raise ConfigError(
+                        f"worker {self.slot.worker} of group {self.slot.group} is running already: process "
+                        f"{before['pid']} on {before['host']}; give each launcher a THINWIRE_GROUP of its own, or each "
+                        "run that shares a store a THINWIRE_RUN of its own"
+                    )
+            if self.store.first(key, self._about_process, instead_of=text) == self._about_process:
+                return
 
     @property
     def _about_process(self) -> str:
@@ -171,6 +172,7 @@ class Membership:
         while not all(map(self.heartbeat.gone, processes)):
             if any(map(self.heartbeat.is_beating, processes)):
                 return True
+            self.store.get("run")  # raises if the store stays away, in which nobody counts as silent
             time.sleep(_POLL_S)
         return False
 
@@ -191,7 +193,7 @@ class Membership:
         now = int(self.store.get(f"{run}/now") or 0)
         return [process for own in self._groups_of(now, run).values() for process in own]
 
-    def _met(self, end: float) -> bool:
+    def _met(self) -> bool:
         """Wait until all groups are here to begin a run; False if they began another one."""
         began = time.monotonic()
         self._report(0, Report(self.process, self.slot.workers))
@@ -214,7 +216,7 @@ class Membership:
                 self.store.first(key, json.dumps(here))
                 break
             missing = [group for group in range(self._expected) if group not in here]
-            if time.monotonic() > end:
+            if time.monotonic() > began + self.faults.start:
                 raise LostError(
                     f"after {self.faults.start:g} s group {missing[0]} has not come; start a launcher for each "
                     f"of the {self._expected} groups, or give a longer `timeout`"
@@ -272,7 +274,8 @@ class Membership:
         mates = self.groups.get(self.slot.group, [])
         asked, wait = -1, _Wait(self)
         while True:
-            now, over = self.store.get_all([f"{self.run}/now", f"{self.run}/over"])
+            wants, own = f"{self.run}/{asked}/wants", self._report_key(asked)
+            now, over, *request = self.store.get_all([f"{self.run}/now", f"{self.run}/over", wants, own])
             if over is not None:
                 return False
             if asked >= 0 and (text := self._key(f"{asked}/groups")) is not None:
@@ -281,11 +284,13 @@ class Membership:
                     self._enter(asked, groups, self._reports(asked, _slots(groups)))
                     return True
             if int(now or 0) >= asked:
-                asked = int(now or 0) + 1
-                members = [process for own in self._groups_of(asked - 1).values() for process in own]
+                asked, request = int(now or 0) + 1, [None]
+                groups = self._groups_of(asked - 1) or self.groups  # as far as known, if the store has been away
+                members = [process for group in groups.keys() - {self.slot.group} for process in groups[group]]
                 self.heartbeat.follow([*members, *mates], mates)
                 if not self._is_alive(members):
                     return False
+            if None in request:  # now, or the store has been away
                 self._report(asked, Report(self.process, self.slot.workers, joins=True))
                 self.store.set(f"{self.run}/{asked}/wants", "")
             if all(self.heartbeat.gone(process) for process in members):
@@ -395,7 +400,10 @@ class Membership:
         return self.store.get(f"{self.run}/{key}")
 
     def _report(self, number: int, report: Report) -> None:
-        self.store.set(f"{self.run}/{number}/report/{self.slot.group}/{self.slot.worker}", json.dumps(report))
+        self.store.set(self._report_key(number), json.dumps(report))
+
+    def _report_key(self, number: int) -> str:
+        return f"{self.run}/{number}/report/{self.slot.group}/{self.slot.worker}"
 
     def _reports(self, number: int, slots: Sequence[tuple[int, int]]) -> Reports:
         found = self.store.get_all([f"{self.run}/{number}/report/{g}/{w}" for g, w in slots])
@@ -456,8 +464,10 @@ class Membership:
         run, now, wants, called, at = store.get_all(keys)
         if generation != self.generation:
             return
-        if now is None or (run != self.run and store.get(f"{run}/now") is None):
-            self._register(store)  # the store has been away; or a group took this run for dead and waits for another
+        # The store has been away, or was told of an old generation by a group that was given up; or a group took this
+        # run for dead and waits for another.
+        if int(now or -1) < generation or (run != self.run and store.get(f"{run}/now") is None):
+            self._register(store)
         if wants is not None:
             self.wanted = generation + 1
         if at is not None and (self._awaited is None or self._awaited[0] != int(at)):
@@ -560,15 +570,15 @@ class _Wait:
 
     def __init__(self, membership: Membership) -> None:
         self._membership, self._patience = membership, membership.faults.start
-        self._votes, self._said = -1, time.monotonic()
+        self._latest, self._said = (-1, -1), time.monotonic()
         self._progress = self._whole = self._said
 
     def check(self, asked: int, members: Sequence[str], mates: Sequence[str]) -> None:
         """Raise if there is no hope left, and say now and then what is waited for."""
         now, group, heartbeat = time.monotonic(), self._membership.slot.group, self._membership.heartbeat
         beats = [beat for process in members if (beat := heartbeat.of(process)) is not None]
-        if (latest := max((beat.votes for beat in beats), default=0)) > self._votes:
-            self._votes, self._progress = latest, now
+        if (latest := max(((beat.votes, beat.at) for beat in beats), default=(0, 0))) > self._latest:
+            self._latest, self._progress = latest, now
         if self._membership.mates_reported(asked):
             self._whole = now
         left = next((beat.left for p in mates if (beat := heartbeat.of(p)) is not None and beat.left), None)
@@ -578,8 +588,8 @@ class _Wait:
             raise LostError(f"group {group} has waited {self._patience:g} s for a worker of its own; start it again")
         if now > self._progress + self._patience:
             raise LostError(
-                f"group {group} has asked to be let in for {self._patience:g} s, and the run has not come to an "
-                "average meanwhile, after which it could be; see what the other groups wait for"
+                f"group {group} has asked to be let in, and for {self._patience:g} s the run has not taken a step or "
+                "come to an average, after which it could be; see what the other groups wait for"
             )
         if now > self._said + _SAY_S:
             self._said = now

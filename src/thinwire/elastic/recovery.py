@@ -265,8 +265,16 @@ class Recovery:
         if lost is not None and ready and last and self.membership.was_seen(self.votes + 1):
             self.membership.heartbeat.close("finished")
             return True
-        if lost is not None and not self._regroup(lost, ready=ready, undo=copies[0] if copies else None):
-            return False
+        if lost is not None:
+            undo = copies[0] if copies else None
+            try:
+                done = self._regroup(lost, ready=ready, undo=undo)
+            except Exception as error:
+                if undo is not None and not ready and (last or not isinstance(error, GivenUpError)):
+                    undo.restore()  # whoever keeps this worker's model now gets one that was not averaged by half
+                raise
+            if not done:
+                return False
         if last:
             self.membership.testify(self.votes)
         return True

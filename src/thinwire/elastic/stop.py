@@ -68,6 +68,7 @@ class ElasticStop:
         while self._last is None:
             if self._heartbeat.is_called or self._heartbeat.any_gone:
                 return None
+            self._membership.store.get("run")  # raises if the store stays away, in which nobody counts as silent
             time.sleep(_POLL_S)
         return step >= self._last
 
