@@ -693,6 +693,37 @@ def test_a_group_that_is_too_slow_is_given_up_and_comes_back() -> None:
     assert [(e["lost"], e["came"]) for e in found[0]["events"]] == [([1], []), ([], [1])]
 
 
+def saves_while_one_joins(group: int, worker: int, out: str, by_steps: bool, dies: int) -> Any:
+    """A save is begun, nobody waits for it, and a group joins."""
+    torch.set_num_threads(1)
+    model = small.mlp()
+    optimizer = AdamW(model.parameters(), 3e-3)
+    replica = thinwire.attach(model, optimizer, LocalSGD(every=4), faults=Faults(timeout=TIMEOUT))
+    for step in replica.steps(24) if by_steps else range(replica.step, 24):
+        if step == dies and group == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step in (10, 22):
+            replica.save(f"{out}/{step}", wait=False)
+        if step == 11:
+            held(replica)
+        small.step(replica, optimizer, group, step)
+    replica.wait_for_save()
+    return {"bits": small.model_bits(replica.finish()), "events": replica.events}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_steps", [False, True])
+def test_a_group_joins_while_a_save_is_written(by_steps: bool, tmp_path: Path) -> None:
+    launchers = Launchers(saves_while_one_joins, 3, 1, str(tmp_path), by_steps, 5)
+    for group in (0, 2):
+        launchers.wait_for(f"held/{group}")
+    launchers.args = (*launchers.args[:2], -1)
+    launchers.restart(1)
+    found = one(launchers.collect(), 3)
+    assert [(event["lost"], event["came"]) for event in found[0]["events"]] == [([1], []), ([], [1])]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "22"]
+
+
 def saves_meanwhile(group: int, worker: int, out: str, wait: bool, dies: int) -> Any:
     """A group dies while the files of a save are being written."""
     torch.set_num_threads(1)

@@ -95,6 +95,7 @@ class Replica(nn.Module):
         self._state_is_known = False  # optimizers make it in their first step
         self._shows_merged = False
         self._save: Save | None = None
+        self._save_error: SaveError | None = None  # of a save that ended before anybody asked
         self._stop: Stop | None = None
         self._stop_number = next_number()  # here, where all workers are: some may ask for a stop before others look
         self._recompiles = Recompilations()
@@ -122,6 +123,8 @@ class Replica(nn.Module):
         if recovery is not None:
             recovery.on_regroup.append(self._keep_baseline)
             recovery.on_lost.append(self._abandon_save)
+            recovery.on_rejoin.append(self._forget_save)
+            recovery.on_admit.append(self._settle_save)
         if recovery is not None and recovery.membership.joins:
             recovery.take_over()
         else:
@@ -432,7 +435,8 @@ class Replica(nn.Module):
         return snapshot.capture(self._method, self._scaler, self.baseline(), self.averages)
 
     def _end_of_save(self) -> SaveError | None:
-        save, self._save = self._save, None
+        save, failed = self._save, self._save_error
+        self._save = self._save_error = None
         try:
             if save is not None:
                 self._together(save.wait, "the end of a save", changes=False)
@@ -441,12 +445,21 @@ class Replica(nn.Module):
                 log.warning("%s", error)
         except SaveError as error:
             return error
-        return None
+        return failed
 
     def _abandon_save(self) -> None:
         """A group was lost, and with it its files of a save that is being written."""
         if self._save is not None:
             self._save.abandon()
+
+    def _forget_save(self) -> None:
+        """The others have ended it without this group."""
+        self._abandon_save()
+        self._save = None
+
+    def _settle_save(self) -> None:
+        """A group that comes has no part in a save that is being written; what went wrong is raised where it would be."""
+        self._save_error = self._end_of_save()
 
     def load(self, folder: Path | str, *, check: bool = True, also: Also | None = None) -> None:
         """Continue from what `save` wrote; collective. Without `check`, files are not compared with their checksums.

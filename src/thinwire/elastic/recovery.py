@@ -56,6 +56,10 @@ class Recovery:
         """Called when other groups are to come, while those before are still known."""
         self.on_lost: list[Callable[[], None]] = []
         """Called when a worker is lost, before anything is done with those that are left."""
+        self.on_rejoin: list[Callable[[], None]] = []
+        """Called in a group that was given up, before it joins again."""
+        self.on_admit: list[Callable[[], None]] = []
+        """Called before groups are let in, which know nothing of what is under way."""
         self.joined_late = membership.joins
         """Whether this group came, or came back, to a run that was under way."""
         membership.heartbeat.step = lambda: method.step
@@ -84,7 +88,7 @@ class Recovery:
         self._rejoins += 1
         if self._rejoins > _TRIES:
             raise LostError(f"{error}; that was the {self._rejoins}th time in a row") from None
-        _call_all([*self.on_regroup, *self.on_lost])
+        _call_all([*self.on_regroup, *self.on_rejoin])
         method.abandon_pending()
         self.membership.leave_world()
         self.membership.join_and(self._open_and_take)
@@ -107,10 +111,10 @@ class Recovery:
         self.rejoin()
         if self._lets_in:
             try:
-                self._regroup(None, ready=False, admits=True)
+                self._let_in()
             except GivenUpError as error:
                 self._note_given_up(error)
-                self.rejoin()
+            self.rejoin()
 
     @property
     def is_given_up(self) -> bool:
@@ -194,6 +198,12 @@ class Recovery:
             self._vote()
         self._leave_if_asked(after_average=self.votes > votes)
         if self._lets_in and not self.by_steps:  # all are at the same place of their scripts: where who joins begins
+            self._let_in()
+
+    def _let_in(self) -> None:
+        """Go on with the groups that wait to be let in."""
+        _call_all(self.on_admit)
+        if self._lets_in and self._given_up is None:
             self._regroup(None, ready=False, admits=True)
 
     @property
