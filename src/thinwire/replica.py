@@ -458,7 +458,7 @@ class Replica(nn.Module):
         self._save = None
 
     def _settle_save(self) -> None:
-        """A group that comes has no part in a save that is being written; what went wrong is raised where it would be."""
+        """A group that comes has no part in a save that is being written; what failed is raised where it would be."""
         self._save_error = self._end_of_save()
 
     def load(self, folder: Path | str, *, check: bool = True, also: Also | None = None) -> None:
