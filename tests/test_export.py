@@ -231,6 +231,22 @@ class Reading(nn.Module):
         return self.head(self.normed(self.read(x.to(self.read.weight.dtype))))
 
 
+class Own(nn.Conv2d):
+    """A class that nobody else knows keeps its forward; its weight is computed from factors."""
+
+
+def of_own_classes() -> nn.Module:
+    return decaying(nn.Sequential(Own(8, 24, 3), nn.ReLU(), Own(24, 32, 3), nn.Flatten(), nn.Linear(128, 5)))
+
+
+def test_weights_of_unknown_classes_come_back(tmp_path):
+    model, x = of_own_classes(), torch.randn(3, 8, 6, 6)
+    made = thinwire.compress(model, cutoff=0.2, example=x)
+    assert nn.utils.parametrize.is_parametrized(made.model[2])
+    made.save(tmp_path)
+    close(said(load_exported.load(of_own_classes(), tmp_path), x), said(made.model, x))
+
+
 def test_weights_that_others_read_or_made_stay_usable():
     model, x = Reading().eval(), torch.randn(2, 16)
     made = thinwire.compress(model, rank=4, keep_first=False, keep_last=False, example=x)

@@ -258,6 +258,9 @@ def test_parameters_are_exchanged_in_their_own_group() -> None:
     Optimizers(optimizer).exchange([first], new)
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(new[0]), id(new[1]), id(second)]
     assert first not in optimizer.state and optimizer.param_groups[0]["lr"] == 0.1
+    full = nn.Parameter(torch.ones(2))
+    Optimizers(optimizer).exchange(new, [full])
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(full), id(second)]
 
 
 def test_adam_takes_a_usual_step_after_moments_came_back_to_full() -> None:

@@ -212,6 +212,7 @@ def test_a_loop_of_ones_own_logs_by_hand(tmp_path: Path) -> None:
     assert evaluation["kind"] == "evaluation" and evaluation["accuracy"] == 0.5
     assert end["status"] == "finished" and end["summary"] == {"accuracy": 0.5}
     assert "finished" in begin["phases"] and not any("phase" in name for name in numbers)
+    assert 0 < numbers["wire_share"] < 1
 
 
 def test_a_loop_that_raises_ends_as_failed(tmp_path: Path) -> None:

@@ -100,8 +100,7 @@ class Ledger:
     @property
     def wire_share(self) -> float:
         """The share of the time so far in which this worker waited for the wire; a GPU's last steps may be missing."""
-        waited = sum(entry.seconds for entry in self._entries.values())
-        return waited / elapsed if (elapsed := self.times.elapsed) else 0.0
+        return self.waiting / elapsed if (elapsed := self.times.elapsed) else 0.0
 
     @property
     def by_phase(self) -> dict[str, dict[str, float]]:
