@@ -149,6 +149,10 @@ def conservation(rank: int, group_size: int) -> dict[str, list[Any]]:
             applied = [p.grad.clone() for p in model.parameters() if p.grad is not None]
             optimizer.step()
             found[name].append((own[-1], applied, before, kept_by(replica)))
+        if name in CODES:
+            assert any(t.any() for t in bucket.residuals())
+            bucket.adopt({}, [{}])  # from a group alone, which sent nothing and left nothing out
+            assert not any(t.any() for t in bucket.residuals())
     return found
 
 

@@ -1,4 +1,4 @@
-"""The dissertation's counts: trainable parameters, ECR (Eq. 5.10) and scaled traffic (Eq. 5.9)."""
+"""What the ledger sums, and the dissertation's counts: ECR (Eq. 5.10) and scaled traffic (Eq. 5.9)."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,27 @@ from typing import Any
 import pytest
 
 import thinwire
+from thinwire.comm.ledger import Ledger
+from thinwire.comm.sent import Sent
 from thinwire.recipes import named
 from thinwire.train import fit
 from thinwire.train.counts import Counts, figures
+
+
+def test_the_ledger_sums_by_phase_by_purpose_and_by_link() -> None:
+    ledger = Ledger()
+    ledger.record("gradients", Sent(slow=10, fast=4), times=2)
+    ledger.phase = "local"
+    ledger.record("parameters", Sent(slow=5), calls=3)
+    ledger.record("control", Sent(fast=1))
+    rows = {what: row["slow_bytes"] for what, row in ledger.by_phase.items()}
+    assert rows == {"attach": 20, "local": 5}
+    assert {what: row["fast_bytes"] for what, row in ledger.by_purpose.items()} == {
+        "gradients": 8,
+        "parameters": 0,
+        "control": 1,
+    }
+    assert (ledger.slow_bytes, ledger.fast_bytes, ledger.slow_calls) == (25, 9, 5)
 
 
 def told(counts: Counts, **sizes: Any) -> dict[str, Any]:

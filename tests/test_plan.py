@@ -285,6 +285,8 @@ def test_shares_cross_at_once_but_share_the_link() -> None:
     a, b = Sent(slow=10, slow_queue=10, slow_rounds=4), Sent(slow=6, slow_queue=6, slow_rounds=4)
     assert a.in_parallel(b) == Sent(slow=16, slow_queue=16, slow_rounds=4)
     assert a + b == Sent(slow=16, slow_queue=16, slow_rounds=8)
+    each = Sent(*range(1, 7))
+    assert each + each == Sent(*range(2, 14, 2))
 
 
 def test_what_is_hidden_behind_the_backward_pass_is_not_waited_for() -> None:
