@@ -150,7 +150,6 @@ def conservation(rank: int, group_size: int) -> dict[str, list[Any]]:
             optimizer.step()
             found[name].append((own[-1], applied, before, kept_by(replica)))
         if name in CODES:
-            assert any(t.any() for t in bucket.residuals())
             bucket.adopt({}, [{}])  # from a group alone, which sent nothing and left nothing out
             assert not any(t.any() for t in bucket.residuals())
     return found
