@@ -377,8 +377,8 @@ class Rates:
         self.rate = rate
 
     @property
-    def groups(self) -> list[Any]:
-        return [(None, {"lr": self.rate})]
+    def rates(self) -> list[float]:
+        return [self.rate]
 
     def all_gather_scalars(self, values: list[float], purpose: str) -> list[list[float]]:
         return [values]
