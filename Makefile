@@ -28,8 +28,8 @@ demo: setup
 	$(BIN)/thinwire demo --overwrite
 
 test: setup
-	# Half of the tests wait for workers, so two files at a time; not more, since those workers need the cores.
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+	# Three files at a time: tests wait for workers, for links and for timeouts, and two leave cores idle.
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow"
 
 # What the slow tests use beyond `make setup`; without it they say what they did not try.
 test-tools: $(TOOLS_STAMP) $(PROPULATE_STAMP)

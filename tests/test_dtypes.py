@@ -79,6 +79,7 @@ def train(rank: int, kind: str) -> dict[Any, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", first_of(["mixed", "bf16"]))
 def test_parameters_of_any_type_go_through_every_change_of_shape(kind: str) -> None:
     here, there = gang.run(train, 2, kind)

@@ -219,6 +219,7 @@ def compiled(rank: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_compiled_replica_begins_again_too() -> None:
     first, second = gang.run(compiled, 2)
     assert first == second and first[0] == first[1]

@@ -108,6 +108,7 @@ def of_shards(rank: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_block_around_a_loop_of_a_sharded_model() -> None:
     for found in gang.run(of_shards, 4):
         for name, value in found["plain"].items():

@@ -158,6 +158,7 @@ def test_the_usual_folder_is_no_exception(tmp_path, monkeypatch):
     _thinwire(*RUN, "--seed", 1)
 
 
+@pytest.mark.slow
 def test_compare_goes_on_or_overwrites_only_if_asked(tmp_path):
     _thinwire(*COMPARE, "--out", tmp_path)
     before = _held(tmp_path)

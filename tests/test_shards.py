@@ -173,6 +173,7 @@ def accumulated(rank: int, shards: bool) -> dict[str, torch.Tensor]:
     return whole(model)
 
 
+@pytest.mark.slow
 def test_gradients_accumulate() -> None:
     plain, *_ = gang.run(accumulated, 4, False, fresh=True)
     for found in gang.run(accumulated, 4, True, fresh=True):

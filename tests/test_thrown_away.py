@@ -110,6 +110,7 @@ def waste_all(rank: int, methods: list[str]) -> dict[Any, bool]:
     return same
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", first_of([2, 3]))
 def test_a_batch_that_is_thrown_away_never_moves_a_parameter(workers: int) -> None:
     # A backward pass more makes DDP fill its buckets in another order, and three numbers have more than one sum.

@@ -84,6 +84,7 @@ def test_workers_with_fewer_batches_wait_for_the_others() -> None:
     check(["allreduce", "local"])
 
 
+@pytest.mark.slow
 def test_schedules_by_batch_that_end_apart() -> None:
     check(["allreduce", "local", "warmed"], scheduled=True)
 
@@ -131,6 +132,7 @@ def resumed(rank: int, folder: str) -> str:
     return small.model_bits(replica.finish())
 
 
+@pytest.mark.slow
 def test_schedules_that_end_apart_resume(tmp_path: Path) -> None:
     assert len(set(gang.run(resumed, 3, str(tmp_path / "save")))) == 1
 
