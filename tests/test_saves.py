@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import gang
 import small
@@ -34,6 +35,23 @@ def error_of(folder: Path, optimizer_of: Any = lambda model: torch.optim.AdamW(m
     with pytest.raises(ThinwireError) as error:
         attached(optimizer_of)[0].load(folder)
     return str(error.value)
+
+
+class Tied(nn.Module):
+    """A head that is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(12, 4), nn.Linear(4, 12, bias=False)
+        self.head.weight = self.table.weight
+
+
+def test_weights_that_are_tied_come_back_and_stay_tied(tmp_path: Path) -> None:
+    saved, loaded = Tied(), Tied()
+    before, after = (thinwire.attach(model, small.sgd(model), thinwire.AllReduce()) for model in (saved, loaded))
+    before.save(tmp_path / "save")
+    after.load(tmp_path / "save")
+    assert loaded.head.weight is loaded.table.weight and torch.equal(loaded.head.weight, saved.head.weight)
 
 
 def test_state_of_another_optimizer_is_refused(save: Path) -> None:
