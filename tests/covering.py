@@ -1,5 +1,6 @@
 """Few cases of a large matrix, chosen so that every pair of values that can occur together does."""
 
+import heapq
 import itertools
 import os
 from collections import Counter
@@ -28,11 +29,15 @@ def covering(allowed: Sequence[Case], without: Iterable[tuple[str, str]] = ()) -
     """
     has = [pairs(case, without) for case in allowed]
     missing, used, chosen = set().union(*has), Counter[Any](), list[int]()
+    worth = [(-len(has[i]), 0, i) for i in range(len(allowed))]  # the best is the least
+    heapq.heapify(worth)
     while missing:
-        best = max(
-            range(len(allowed)),
-            key=lambda i: (len(has[i] & missing), -sum(used[item] for item in allowed[i].items()), -i),
-        )
+        _, _, best = worth[0]
+        now = -len(has[best] & missing), sum(used[item] for item in allowed[best].items()), best
+        if now != worth[0]:  # worth less than when it was looked at; no case is ever worth more
+            heapq.heapreplace(worth, now)
+            continue
+        heapq.heappop(worth)
         missing -= has[best]
         used.update(allowed[best].items())
         chosen.append(best)

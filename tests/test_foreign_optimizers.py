@@ -29,11 +29,20 @@ from thinwire.methods.rates import RateMatching
 from thinwire.recipes import digits, named
 from thinwire.train.task import describe_optimizer
 
-others = needs.package("pytorch_optimizer")
+
+@pytest.fixture(scope="module", autouse=True)
+def others() -> Any:
+    """The package; importing it takes seconds, in every process that collects tests."""
+    return needs.package("pytorch_optimizer")
+
+
+def other(kind: str) -> Any:
+    """One of its optimizers."""
+    return getattr(needs.package("pytorch_optimizer"), kind)
 
 
 def _of(kind: str, **settings: Any) -> Callable[[nn.Module], Any]:
-    return lambda model: getattr(others, kind)(model.parameters(), **settings)
+    return lambda model: other(kind)(model.parameters(), **settings)
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
@@ -44,7 +53,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "soap": _of("SOAP", lr=1e-3, precondition_frequency=3),
     "shampoo": _of("Shampoo", lr=1e-2, momentum=0.9),
     "8 bits": _of("FlashAdamW", lr=1e-3),
-    "sam": lambda model: others.SAM(model.parameters(), SGD, lr=0.05, momentum=0.9),
+    "sam": lambda model: other("SAM")(model.parameters(), SGD, lr=0.05, momentum=0.9),
 }
 STOP = 10
 BY = [
@@ -74,7 +83,7 @@ def step(replica: Any, optimizer: Any, rank: int, number: int, *, closure: bool 
         F.cross_entropy(replica(x), y).backward()
 
     passes()
-    if not isinstance(optimizer, others.SAM):
+    if not isinstance(optimizer, other("SAM")):
         optimizer.step()
     elif closure:
         optimizer.step(passes)
@@ -267,9 +276,9 @@ def test_schedule_free_is_refused_where_parameters_are_averaged_or_factored(conf
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda p: others.Lookahead(SGD(p, lr=0.1)), "Lookahead cannot be attached.*use SGD alone"),
-        (lambda p: others.LookSAM(p, SGD, lr=0.1), "LookSAM cannot be attached.*or SAM around it"),
-        (lambda p: others.ScalableShampoo(p), "ScalableShampoo cannot be attached.*'pre_conditioner'"),
+        (lambda p: other("Lookahead")(SGD(p, lr=0.1)), "Lookahead cannot be attached.*use SGD alone"),
+        (lambda p: other("LookSAM")(p, SGD, lr=0.1), "LookSAM cannot be attached.*or SAM around it"),
+        (lambda p: other("ScalableShampoo")(p), "ScalableShampoo cannot be attached.*'pre_conditioner'"),
     ],
 )
 def test_state_that_no_save_can_hold_is_refused_in_the_first_step(make: Callable[..., Any], said: str) -> None:
