@@ -464,7 +464,7 @@ class Membership:
         run, now, wants, called, at = store.get_all(keys)
         if generation != self.generation:
             return
-        # The store has been away, or was told of an old generation by a group that was given up; or a group took this
+        # The store has been away, or a group that was given up wrote an old generation into it; or a group took this
         # run for dead and waits for another.
         if int(now or -1) < generation or (run != self.run and store.get(f"{run}/now") is None):
             self._register(store)
