@@ -310,6 +310,7 @@ class Membership:
         before, number = dict(self.groups), self.generation + 1
         self._report(number, report)
         self.caller = int(self.store.first(f"{self.run}/{number}/called", str(self.slot.group)))
+        self.hang_up()  # only now: one that has merely lost its connection must not be the first to call
         groups = self._decided(number, report)
         is_over = int(self._key("now") or 0) > number  # the others are further by now
         if is_over or self.process not in groups.get(self.slot.group, ()):

@@ -364,7 +364,6 @@ class Recovery:
         _call_all(self.on_regroup)
         method.abandon_pending()
         applied = method.state_dict() if ready or undo is None else {}
-        membership.hang_up()
         for tries in range(len(before) + 1):
             reports = membership.renew(report)
             if any(set(own) - set(membership.groups.get(group, ())) for group, own in before.items()):
