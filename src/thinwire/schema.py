@@ -9,6 +9,7 @@ lists alternatives.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -61,32 +62,34 @@ TENSOR = Kind("a tensor", lambda value: isinstance(value, Tensor))
 
 def wrong(value: Any, schema: Any, place: str = "") -> str | None:
     """The first thing in which a value differs from a schema, in words; None if it fits."""
-    return next(_wrong(value, schema, place), None)
+    difference = next(_wrong(value, schema, place), None)
+    return None if difference is None else difference()
 
 
-def _wrong(value: Any, schema: Any, place: str) -> Iterator[str]:
+def _wrong(value: Any, schema: Any, place: str) -> Iterator[Callable[[], str]]:
+    """What differs; put in words only if it is shown, as the text of a tensor takes longer than all checks."""
     if isinstance(schema, tuple):
-        if all(wrong(value, choice, place) for choice in schema):
+        if all(any(True for _ in _wrong(value, choice, place)) for choice in schema):
             yield from _wrong(value, schema[-1], place)
     elif isinstance(schema, dict):
         yield from _wrong_names(value, schema, place)
     elif isinstance(schema, list):
         exact = isinstance(schema, Row)
         if not isinstance(value, list) or (exact and len(schema) != len(value)):
-            yield _sentence(value, f"a list of {len(schema)}" if exact else "a list", place)
+            yield partial(_sentence, value, f"a list of {len(schema)}" if exact else "a list", place)
         else:
             for number, part in enumerate(value):
                 yield from _wrong(part, schema[number % len(schema)], f"{place}[{number}]")
     elif schema is None:
         if value is not None:
-            yield _sentence(value, "null", place)
+            yield partial(_sentence, value, "null", place)
     elif not schema.fits(value):
-        yield _sentence(value, schema.words, place)
+        yield partial(_sentence, value, schema.words, place)
 
 
-def _wrong_names(value: Any, schema: dict[Any, Any], place: str) -> Iterator[str]:
+def _wrong_names(value: Any, schema: dict[Any, Any], place: str) -> Iterator[Callable[[], str]]:
     if not isinstance(value, dict):
-        yield _sentence(value, "an object", place)
+        yield partial(_sentence, value, "an object", place)
     elif str in schema:
         for name, part in value.items():
             yield from _wrong(name, TEXT, f"a name in {place}" if place else "a name")
@@ -97,9 +100,9 @@ def _wrong_names(value: Any, schema: dict[Any, Any], place: str) -> Iterator[str
             if bare in value:
                 yield from _wrong(value[bare], part, _inside(place, bare))
             elif bare == name:
-                yield f"it has no {_inside(place, name)!r}"
+                yield partial("it has no {!r}".format, _inside(place, name))
         if isinstance(schema, Record) and (odd := value.keys() - schema.keys()):
-            yield f"it has {_inside(place, min(odd))!r}, which does not belong there"
+            yield partial("it has {!r}, which does not belong there".format, _inside(place, min(odd)))
 
 
 def _inside(place: str, name: str) -> str:
