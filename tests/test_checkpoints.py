@@ -282,6 +282,7 @@ def test_records_that_a_full_disk_refused_are_written_later(disk, caplog) -> Non
     assert len([text for text in caplog.messages if "No space left on device" in text]) == 1
 
 
+@pytest.mark.slow
 def test_a_result_that_cannot_be_written_is_kept_elsewhere(disk, tmp_path_factory, monkeypatch) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))

@@ -234,6 +234,7 @@ def test_compare_keeps_variants_of_a_method_apart(tmp_path):
     assert json.loads(again.stdout) == rows
 
 
+@pytest.mark.slow
 def test_compare_resumed_runs_nothing_twice(compared):
     out, _ = compared
     before = (out / "ab-paper-seed0" / "summary.json").stat().st_mtime_ns

@@ -78,6 +78,7 @@ def journeys(rank: int, folder: str, offsets: tuple[int, ...]) -> dict[str, tupl
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offsets", first_of([((0,),), ((1, 2, 3, 4),)]))
 def test_workers_agree_and_resume_bit_for_bit_in_every_code(offsets: tuple[int, ...], tmp_path: Path) -> None:
     """Two groups, of two workers and of one."""

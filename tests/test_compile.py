@@ -134,6 +134,7 @@ def break_up(rank: int) -> tuple[int, int]:
     return len(graphs), replica.recompilations
 
 
+@pytest.mark.slow
 def test_many_functions_are_not_many_recompilations() -> None:
     assert gang.run(break_up, 1, fresh=True) == [(6, 0)]
 

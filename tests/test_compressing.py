@@ -309,6 +309,7 @@ def leave_and_enter(rank: int, folder: str, group_size: int, enters: bool) -> li
     return found
 
 
+@pytest.mark.slow
 def test_another_world_goes_on_from_what_was_not_sent(tmp_path: Path) -> None:
     before = gang.run(leave_and_enter, 4, str(tmp_path), 2, False)
     after = gang.run(leave_and_enter, 3, str(tmp_path), 1, True)

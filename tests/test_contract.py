@@ -115,6 +115,7 @@ def counted(world: str) -> list[dict[str, tuple[int, int]]]:
     return gang.run(counted_and_sent, *WORLDS[world])
 
 
+@pytest.mark.slow
 @needs_counts
 @worlds
 @methods

@@ -73,6 +73,7 @@ def run_script(words: Sequence[str], **how: Any) -> int:
 # It stops training and calls finish().
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "method", "odd"),
     first_of(

@@ -77,6 +77,7 @@ def train(rank: int, name: str, folder: str) -> tuple[str, ...]:
     return tuple(digests)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(("localsgd shared",), CONFIGS))
 def test_parameters_without_elements_are_trained_saved_and_finished(name: str, tmp_path: Path) -> None:
     found = gang.run(train, 2, name, str(tmp_path))

@@ -363,6 +363,7 @@ def run(tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(folder=folder, output=output, parameters=parameters)
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_is_merged_and_cut_as_it_would_have_been(run, tmp_path):
     text = export(run.folder / "unfinished", "--out", tmp_path / "small")
     assert "saved at step 17 of 21 by ab-paper, in a group phase: this is the mean of 2 groups' copies" in text
@@ -464,6 +465,7 @@ def elsewhere(tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(run=folder / "run", recipe=("--recipe", own), folder=folder)
 
 
+@pytest.mark.slow
 def test_a_run_whose_data_is_elsewhere_is_written_and_cut(elsewhere, tmp_path):
     text = export(elsewhere.run, "--out", tmp_path / "same", *elsewhere.recipe)
     assert "% on held-out data" in text and (tmp_path / "same" / "spectrum.png").is_file()
@@ -568,6 +570,7 @@ def own(tmp_path, monkeypatch) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_a_models_function_and_its_weights(own):
     text = export("model.py:with_inputs", "--weights", "w.safetensors", "--cutoff", 0.3, "--out", "small")
     x = torch.randn(5, 8)

@@ -429,6 +429,7 @@ def test_a_group_that_cannot_join_at_once_asks_again(fails: str) -> None:
     assert found[-1].events[-1]["came"] == [0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dies", "hold"),
     [

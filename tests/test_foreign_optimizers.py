@@ -306,6 +306,7 @@ def average_state(rank: int) -> list[Any]:
     return [state["exp_avg"], float(state["trust_ratio"]), *said]
 
 
+@pytest.mark.slow
 def test_lambs_state_is_averaged_and_bases_and_codes_are_not() -> None:
     here, there = gang.run(average_state, 2)
     assert torch.equal(here[0], there[0]) and here[0].any()

@@ -39,6 +39,7 @@ def test_workers_stay() -> None:
     assert not set(gang.run(number, 2, fresh=True)) & set(first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", LEFT)
 def test_what_a_case_leaves_behind_fails_it_and_the_next_has_other_workers(what: str) -> None:
     before = gang.run(number, 2)
@@ -63,6 +64,7 @@ def ends(rank: int, how: str) -> None:
         os._exit(3) if how == "dies" else time.sleep(600)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "said"),
     [("dies", r"rank 1:\nthe worker died with exit code 3"), ("hangs", r"ranks \[.*1\] have not ended after 2 s")],

@@ -51,6 +51,7 @@ def on_two_workers(rank: int, out: Path) -> tuple[list[dict[str, Any]], dict[str
     return seen, summary
 
 
+@pytest.mark.slow
 def test_a_function_sees_every_record_on_rank_0_alone(tmp_path: Path) -> None:
     (seen, summary), (others, _) = gang.run(on_two_workers, 2, tmp_path / "group" / "run")
     assert not others

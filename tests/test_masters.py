@@ -86,6 +86,7 @@ def _distances(rank: int, config: Any, kind: type[MasterSGD], dtype: torch.dtype
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_an_average_is_not_undone(dtype: torch.dtype) -> None:
     for found in gang.run(distances, 2, dtype):

@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import gang
@@ -94,6 +95,7 @@ def apart(rank: int, what: str) -> list[str]:
     return heard.said
 
 
+@pytest.mark.slow
 def test_merged_models_copies_and_own_saves_are_not_reported(tmp_path: Path) -> None:
     assert gang.run(quiet, 2, str(tmp_path)) == [[], []]
 

@@ -235,6 +235,7 @@ def step_by_others(rank: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_was_not_attached_is_an_error_that_says_why() -> None:
     here, there = gang.run(step_by_others, 2)
     for name in METHODS:

@@ -482,6 +482,7 @@ def splits_of(rank: int, configs: list[Any]) -> list[tuple[dict[str, dict[str, f
     return [split_of(rank, config) for config in configs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "configs"), [(2, SPLIT), (4, CODED)])
 def test_the_time_split_adds_up(workers: int, configs: list[Any]) -> None:
     for split, wall in (found for worker in gang.run(splits_of, workers, configs) for found in worker):
@@ -606,6 +607,7 @@ def test_inputs_may_have_names(tiny: str) -> None:
     assert told["compute_measured"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", first_of(["ab-paper", "oialr"]))
 def test_a_recipe_and_the_ranks_of_its_run(method: str, tmp_path: Path) -> None:
     words = ["digits", "--steps", "30"]

@@ -90,6 +90,7 @@ def test_figures_that_are_all_the_same_can_be_read(grid: Path) -> None:
     assert {text.get_color() for text in axes.texts} == {"white"}  # on dark cells
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
 def test_pictures_are_of_the_kind_that_the_name_says(batches: Path, ending: str) -> None:
     out = batches / f"figure.{ending}"

@@ -53,6 +53,7 @@ def package(tmp_path, monkeypatch):
     sys.modules.pop("elsewhere", None)
 
 
+@pytest.mark.slow
 def test_recipes_of_other_packages_are_found_beside_our_own(package, tmp_path):
     package("small = elsewhere:small\nbroken = elsewhere:nothing")
     assert list(installed())[:2] == ["digits", "shakespeare"] and {"small", "broken"} < set(installed())
@@ -173,6 +174,7 @@ def test_series_and_folders_leave_their_test_part_alone(tmp_path):
         for_validation(SimpleNamespace())
 
 
+@pytest.mark.slow
 def test_a_validated_run_says_so_and_is_not_compared_with_others(tmp_path):
     words = ["run", "digits", "--method", "allreduce", "--workers", 1, "--steps", 2]
     assert "on 125 validation examples" in thinwire(*words, "--validate", "--out", tmp_path / "runs" / "a")

@@ -98,6 +98,7 @@ def _job(recipe, method, *settings, **more):
     return Job(recipe=recipe, method=method, out=None, settings=settings, **more)
 
 
+@pytest.mark.slow
 def test_what_suits_a_method_holds_beneath_what_is_typed(tuned):
     own = _job(tuned, "ab-paper").config
     assert (own.cutoff, own.every, own.total_steps) == (0.3, 5, 20)
@@ -193,6 +194,7 @@ def test_a_run_with_another_setting_is_neither_gone_on_with_nor_taken_for_finish
             job(change).finished()
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_optimizer_that_suits_a_method(tuned):
     words = [tuned, "--methods", "ab-paper:moments=average,allreduce", "--compute", "1ms", "--json"]
     ours, usual = json.loads(CliRunner().invoke(main, ["plan", *words]).output)["methods"]

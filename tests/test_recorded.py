@@ -64,6 +64,7 @@ def test_saves_and_resumes_are_recorded(tmp_path):
     assert run["timeline"]["events"] == [{"step": 12, "kind": "resume", "text": "resumed from a save, 2 steps again"}]
 
 
+@pytest.mark.slow
 def test_the_command_in_a_report_is_the_one_that_was_given(tmp_path):
     more = ["--optimizer", "sgd", "--lr", "0.05", "--rate", "warmup=0.1", "--batch-size", "32"]
     out = _trained(tmp_path / "run", *more)

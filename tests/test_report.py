@@ -209,6 +209,7 @@ def test_tables_keep_to_the_columns_that_a_user_has(monkeypatch):
     assert wide_console(140).width == 140
 
 
+@pytest.mark.slow
 def test_twelve_lines_are_told_apart_and_bytes_are_logarithmic_where_they_spread(twelve, monkeypatch):
     figures = []
     monkeypatch.setattr(plots, "blank", lambda *size, made=plots.blank: figures.append(made(*size)) or figures[-1])

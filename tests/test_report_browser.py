@@ -12,6 +12,8 @@ from browser import Browser, browser
 from pages import HOSTILE, add_panels, add_records, page_of, write_bench, write_comparison, write_run
 from thinwire.commands.report import page_of_bench
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

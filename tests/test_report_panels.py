@@ -137,6 +137,7 @@ def test_layers_are_those_of_the_records(folder):
     assert layers["agrees"]["y"] == [1.2, 1.4, 1.6] and layers["agreement"]["layers"] == {"a": [1.1] * 3}
 
 
+@pytest.mark.slow
 def test_many_layers_stay_small(tmp_path):
     for seed in range(20):
         write_run(tmp_path / f"{seed}", "ab", seed, slow=9, accuracy=0.9, steps=4000)
@@ -197,6 +198,7 @@ def _figures(folder: Path, kind: str) -> set[str]:
     return {path.stem for path in written}
 
 
+@pytest.mark.slow
 def test_charts_are_files_for_a_paper(tmp_path):
     for method, slow in (("allreduce", 100), ("ab", 9)):
         write_run(tmp_path / method, method, 0, slow=slow, accuracy=0.9)

@@ -236,6 +236,7 @@ def finish_elsewhere(rank: int, name: str, folder: str) -> tuple[int, int]:
     return found[0], found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(("diloco",), PENDING))
 def test_a_pending_average_may_be_loaded_by_fewer_and_by_more(tmp_path: Path, name: str) -> None:
     assert all(gang.run(save_while_pending, 2, name, str(tmp_path / "save")))

@@ -67,6 +67,7 @@ def test_a_rate_that_makes_no_sense_is_refused(fields: dict[str, float]) -> None
         Cosine(**fields)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_epochs_and_steps_on_the_command_line(tmp_path: Path) -> None:
     words = ["run", "digits", "--method", "allreduce", "--workers", "1", "--no-model", "--json"]
     for given, steps in ((["--epochs", "1"], 20), (["--steps", "3"], 3)):

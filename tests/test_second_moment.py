@@ -346,6 +346,7 @@ def resumed(rank: int, folder: Path) -> dict[str, tuple[Any, ...]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_continues_bit_for_bit_and_workers_agree(tmp_path: Path) -> None:
     everyone = gang.run(resumed, 2, tmp_path)
     for name in WAYS:

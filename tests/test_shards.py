@@ -69,6 +69,7 @@ def trained(rank: int, name: str, shards: bool, folder: str | None = None) -> di
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [name if name == "diloco" else pytest.param(name, marks=pytest.mark.slow) for name in WAYS],

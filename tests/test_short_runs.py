@@ -181,6 +181,7 @@ def test_a_run_of_unknown_length_that_ended_too_early_says_so(caplog: pytest.Log
     assert caplog.messages == ["PowerSGD never left its 'warmup' phase: the run was too short for its settings"]
 
 
+@pytest.mark.slow
 def test_a_plan_of_all_methods_leaves_out_those_that_a_run_is_too_short_for(tmp_path: Path) -> None:
     words = ["plan", "digits", "--steps", "8", "--workers", "2", "--compute", "1ms", "--out", str(tmp_path)]
     result = CliRunner().invoke(main, [*words, "--methods", "all"])

@@ -67,6 +67,7 @@ def test_signals_mean_what_they_did_once_no_replica_looks_at_them() -> None:
     assert [signal.getsignal(number) for number in stopping.SIGNALS] == before
 
 
+@pytest.mark.slow
 def test_stops_are_numbered_anew_in_each_world() -> None:
     for _ in range(2):
         process_groups.open_world(dist.HashStore(), 0, 1, 60.0)

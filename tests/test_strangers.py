@@ -72,6 +72,7 @@ SLOW = (
 """Entrances that draw or trace; in the quick suite only a few cases go through them."""
 
 
+@pytest.mark.slow
 @fuzzed
 @pytest.mark.parametrize(
     "numbers",

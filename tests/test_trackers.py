@@ -49,6 +49,7 @@ def events(folder: Path) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_tensorboard(tmp_path: Path) -> None:
     needs.package("tensorboard", "TensorBoard")
     summary = trained(tmp_path / "run", "tensorboard")
@@ -69,6 +70,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert started.session_start_info.hparams["every"].number_value == 4
 
 
+@pytest.mark.slow
 def test_a_resumed_run_hides_what_tensorboard_had_after_the_save(tmp_path: Path) -> None:
     needs.package("tensorboard", "TensorBoard")
     from thinwire.loggers import TensorBoard

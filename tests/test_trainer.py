@@ -241,6 +241,7 @@ def refused(rank: int, folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_what_would_go_around_the_replica_is_refused(tmp_path: Path) -> None:
     half, batches, only = gang.run(refused, 2, tmp_path, fresh=True)[0]
     assert half == "`fp16` is not for ThinwireTrainer: leave it out; use bf16=True"
