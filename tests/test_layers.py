@@ -23,8 +23,13 @@ def _layer(path: Path) -> str:
     return first.removesuffix(".py")
 
 
-def _imports(path: Path) -> Iterator[str]:
+@functools.cache
+def _imports(path: Path) -> frozenset[str]:
     """Dotted names of everything imported, relative imports resolved."""
+    return frozenset(_all_imports(path))
+
+
+def _all_imports(path: Path) -> Iterator[str]:
     package = ("thinwire", *path.relative_to(PACKAGE).parts[:-1])
     for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):

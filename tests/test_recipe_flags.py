@@ -73,9 +73,10 @@ def test_two_recipes_of_one_name_are_refused(package):
 def test_an_installation_without_a_checkout_goes_by_its_metadata(package, tmp_path, monkeypatch):
     package("small = elsewhere:small", name="thinwire")
     assert "small" not in installed()  # metadata of an older installation, beside a checkout
-    monkeypatch.setattr(names, "_CHECKOUT", tmp_path / "pyproject.toml")
+    monkeypatch.setattr(names, "_CHECKOUT", tmp_path / "nothing.toml")
     assert installed()["small"].value == "elsewhere:small"
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "somebody-else"\n')
+    monkeypatch.setattr(names, "_CHECKOUT", tmp_path / "pyproject.toml")
     assert "small" in installed()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import sys
@@ -27,10 +28,16 @@ _OWN = ("thinwire.recipes.", "thinwire.")
 _CHECKOUT = Path(__file__).parents[3] / "pyproject.toml"
 
 
-def installed() -> dict[str, EntryPoint]:
+def installed() -> Mapping[str, EntryPoint]:
     """The recipes of all installed packages, Thinwire's own first."""
+    return _found(tuple(sys.path), _CHECKOUT)
+
+
+@functools.cache
+def _found(path: tuple[str, ...], checkout: Path) -> Mapping[str, EntryPoint]:
+    """Reading the metadata of all packages on `path` takes longer than a step, and a search asks for every trial."""
     found: dict[str, EntryPoint] = {}
-    for entry in sorted(_entries(), key=lambda entry: [not entry.module.startswith(own) for own in _OWN]):
+    for entry in sorted(_entries(checkout), key=lambda entry: [not entry.module.startswith(own) for own in _OWN]):
         other = found.setdefault(entry.name, entry)
         if other.value != entry.value:
             raise ConfigError(
@@ -39,9 +46,9 @@ def installed() -> dict[str, EntryPoint]:
     return found
 
 
-def _entries() -> Iterator[EntryPoint]:
+def _entries(checkout: Path) -> Iterator[EntryPoint]:
     """Those in package metadata, but Thinwire's own from pyproject.toml in a checkout: its metadata may be stale."""
-    project = tomllib.loads(_CHECKOUT.read_text(encoding="utf-8"))["project"] if _CHECKOUT.is_file() else {}
+    project = tomllib.loads(checkout.read_text(encoding="utf-8"))["project"] if checkout.is_file() else {}
     in_checkout = project.get("name") == "thinwire"
     if in_checkout:
         yield from (EntryPoint(name, value, GROUP) for name, value in project["entry-points"][GROUP].items())
