@@ -22,7 +22,7 @@ def first_of(cases: Iterable[Any]) -> list[Any]:
 cases_of_integrations = pytest.mark.parametrize(
     ("workers", "names"),
     [
-        (2, ["ab"]),
+        pytest.param(2, ["ab"], marks=pytest.mark.slow),
         pytest.param(2, ["allreduce"], marks=pytest.mark.slow),
         # After a save, as after a load, DDP begins anew: all-reduce of four workers is rounded otherwise than without.
         pytest.param(4, ["ab", "diloco"], marks=pytest.mark.slow),

@@ -78,6 +78,7 @@ def resume(rank: int, config: Any, folder: Path) -> str:
     return small.model_bits(ema.finish())
 
 
+@pytest.mark.slow
 def test_an_average_follows_every_method_through_save_and_finish(tmp_path: Path) -> None:
     here, there = gang.run(follow, 2, str(tmp_path))
     for name, mine in here.items():

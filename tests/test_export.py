@@ -22,7 +22,7 @@ from torch.nn.utils import prune
 import gang
 import small
 import thinwire
-from selection import first_of
+from selection import REST
 from test_hugging_face import Encoder, encoder, gpt2
 from thinwire.cli import main
 from thinwire.commands import sources
@@ -70,7 +70,9 @@ def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.fixture(scope="module", params=first_of(MODELS))
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=REST if name != "cnn" else pytest.mark.slow) for name in MODELS]
+)
 def written(request, tmp_path_factory) -> SimpleNamespace:
     """A model, what became of it, and the folder where it lies."""
     model, x = MODELS[request.param]()
@@ -399,6 +401,7 @@ def test_a_paused_run_is_merged_as_its_config_says(tmp_path):
         close(said(torch.export.load(tmp_path / f"small-{merge}" / "program.pt2").module(), heldout()), output)
 
 
+@pytest.mark.slow
 def test_three_factors_to_a_weight_are_multiplied_out(tmp_path):
     recipe = named("digits", steps=6)
     config = thinwire.OIALR(total_steps=6, factor_at=2, redecompose=2, cutoff=0.7, layer_fraction=1.0)
@@ -494,6 +497,7 @@ def test_a_model_that_depends_on_its_data_is_copied_but_not_cut_without(elsewher
     assert why in export(tmp_path / "run", "--out", tmp_path / "less", "--rank", 2, expect=2)
 
 
+@pytest.mark.slow
 def test_models_say_what_they_take(elsewhere, tmp_path):
     about = json.loads((elsewhere.run / "model" / "layers.json").read_text())
     wanted = {name: about[name] for name in ("inputs", "views")}

@@ -100,6 +100,7 @@ def test_merged_models_copies_and_own_saves_are_not_reported(tmp_path: Path) -> 
     assert gang.run(quiet, 2, str(tmp_path)) == [[], []]
 
 
+@pytest.mark.slow
 def test_a_state_or_an_evaluation_of_one_group_is_reported_once_on_rank_0() -> None:
     for what, words in (("evaluates", "this evaluation"), ("replica", "this state_dict()"), ("inside", "state_dict()")):
         first, second = gang.run(apart, 2, what)

@@ -576,6 +576,7 @@ def plan_command(*words: str, code: int = 0) -> str:
     return result.output
 
 
+@pytest.mark.slow
 def test_the_command_draws_and_tells(tiny: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ("--model", f"{tiny}:build", "--steps", "50", "--compute", "5ms", "--workers", "4", "--nodes", "2")

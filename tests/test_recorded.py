@@ -35,6 +35,7 @@ def test_singular_values_are_those_of_the_weights():
     assert list(spectra(model)) == ["1"]
 
 
+@pytest.mark.slow
 def test_spectra_are_recorded_at_evaluations_and_change_nothing(tmp_path):
     plain, watched = _trained(tmp_path / "plain"), _trained(tmp_path / "watched", "--spectra")
     records = read_records(watched / "records.jsonl", "spectra")

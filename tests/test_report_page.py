@@ -150,6 +150,7 @@ def test_curves_purposes_and_ranks_are_those_of_the_records(folder):
     assert data["problems"] == []
 
 
+@pytest.mark.slow
 def test_the_picture_beside_the_page_is_drawn_from_its_curves(folder):
     said = CliRunner().invoke(main, ["report", str(folder)])
     assert (

@@ -59,7 +59,8 @@ def whole_moments(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
     return {name: t.full_tensor() if isinstance(t, DTensor) else t.clone() for name, t in moments.items()}
 
 
-@pytest.mark.parametrize("members", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("members", [1, 3])
 def test_a_distributed_checkpoint_continues_in_groups_of_another_size(members: int, tmp_path: Path) -> None:
     saved, *_ = gang.run(checkpointed, 4, str(tmp_path / "saved"), fresh=True)
     found = gang.run(continued, 2 * members, members, str(tmp_path / "saved"), fresh=True)

@@ -387,6 +387,7 @@ def _said(*words: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@pytest.mark.slow
 @fuzzed
 def test_names_in_a_report_are_no_markup(run: Path) -> None:
     summary = json.loads((run / "summary.json").read_text())
@@ -396,6 +397,7 @@ def test_names_in_a_report_are_no_markup(run: Path) -> None:
     assert code == 0 and "[/red]" in output and "[bold]x" in output
 
 
+@pytest.mark.slow
 @fuzzed
 @pytest.mark.parametrize("name", ["comparison.json", "records.jsonl", "summary.new", "model", "checkpoint"])
 def test_links_in_a_run_are_not_followed(name: str, run: Path, fuzz: ModuleType) -> None:
@@ -414,6 +416,7 @@ def test_links_in_a_run_are_not_followed(name: str, run: Path, fuzz: ModuleType)
     assert not list(mine.iterdir()) if mine.is_dir() else mine.read_text() == "mine"
 
 
+@pytest.mark.slow
 @fuzzed
 def test_an_export_brings_its_own_loader_and_opens_no_program(run: Path, fuzz: ModuleType) -> None:
     (run / "model" / "load.py").write_text("raise SystemExit")
