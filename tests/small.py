@@ -98,11 +98,16 @@ def strict() -> None:
         warnings.filterwarnings(action, message, category)
 
 
+def whole(t: Tensor) -> Tensor:
+    """The tensor, put together from its shards if workers share it."""
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
 def bits(*tensors: Tensor) -> str:
     """A digest of values, bit for bit."""
     digest = hashlib.sha256()
     for t in tensors:
-        digest.update(t.detach().cpu().contiguous().numpy().tobytes())
+        digest.update(whole(t).detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 

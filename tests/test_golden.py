@@ -1,9 +1,9 @@
 """Trajectories of every method: workers agree when they must, plans say what they send, and all is as it was.
 
-Each file in `golden/` holds losses, norms of the parameters and bytes of one method in two layouts. CPUs round
+Each file in `golden/` holds losses, norms of the parameters and bytes of one method in several situations. CPUs round
 differently, so values are compared within a tolerance. `pytest --golden=bits` also compares digests of all bits, which
 only holds on the machine and the version of torch that wrote them; `pytest --golden=write` rewrites the files,
-of the layouts that it runs.
+of the situations that it runs.
 """
 
 import functools
@@ -17,46 +17,70 @@ import torch
 
 import small
 from every_method import STEPS
+from selection import slow_but
 from thinwire.comm.topology import arrange
 from thinwire.methods.registry import METHODS
 from thinwire.plan.simulate import simulate
 from thinwire.plan.workload import Workload
-from trajectories import CASES, LAYOUTS, layouts, trajectories
+from trajectories import CASES, LAYOUTS, MORE, SITUATIONS, layouts, trajectories, without_one_group
 
 FOLDER = Path(__file__).parent / "golden"
-
-
-def found(name: str, layout: str) -> list[dict[str, Any]]:
-    """Of the first and the last worker."""
-    workers, _ = LAYOUTS[layout]
-    return [_golden(trajectories(layout)[rank][name]) for rank in (0, workers - 1)]
+ALL = (*CASES, *MORE)
+OTHERS = [
+    *((name, "3 groups of 1") for name in MORE),
+    *((name, each) for each in ("saved and loaded", "2 groups of 2 shards") for name in ALL),
+]
+LOST = "a group of 3 lost"
 
 
 def _golden(seen: dict[str, Any]) -> dict[str, Any]:
+    if "refused" in seen:
+        return seen
     bits = "".join((*seen["parameters"], *seen["buffers"], *seen["state"]))
     few = {name: [float(f"{value:.7g}") for value in seen[name]] for name in ("losses", "norms")}
     return few | {"bits": hashlib.sha256(bits.encode()).hexdigest()[:16], "slow_bytes": seen["slow_bytes"]}
 
 
-def _write(file: Path, layout: str, own: list[dict[str, Any]]) -> None:
-    """Put one layout's part into a file, in the order of the layouts."""
-    parts = {**(json.loads(file.read_text()) if file.exists() else {}), layout: own}
-    rows = {each: ",\n  ".join(map(json.dumps, parts[each])) for each in LAYOUTS if each in parts}
+def _write(file: Path, situation: str, own: list[dict[str, Any]]) -> None:
+    """Put one situation's part into a file, in their order."""
+    parts = {**(json.loads(file.read_text()) if file.exists() else {}), situation: own}
+    rows = {each: ",\n  ".join(map(json.dumps, parts[each])) for each in SITUATIONS if each in parts}
     file.write_text("{\n" + ",\n".join(f' "{each}": [\n  {row}\n ]' for each, row in rows.items()) + "\n}\n")
+
+
+def _compare(name: str, situation: str, found: list[dict[str, Any]], mode: str) -> None:
+    """The first worker and the last with those in the file."""
+    file, now = FOLDER / f"{name.replace(' ', '-')}.json", [_golden(found[rank]) for rank in (0, -1)]
+    if mode == "write":
+        _write(file, situation, now)
+    for mine, golden in zip(now, json.loads(file.read_text())[situation], strict=True):
+        assert mine.get("refused") == golden.get("refused")
+        if "refused" not in mine:
+            assert mine["slow_bytes"] == golden["slow_bytes"]
+            assert mine["losses"] == pytest.approx(golden["losses"], rel=2e-3, nan_ok=True)
+            assert mine["norms"] == pytest.approx(golden["norms"], rel=1e-3, nan_ok=True)
+            assert mode != "bits" or mine["bits"] == golden["bits"]
 
 
 @layouts
 @pytest.mark.parametrize("name", CASES)
 def test_a_trajectory_is_the_golden_one(name: str, layout: str, request: pytest.FixtureRequest) -> None:
-    file, mode = FOLDER / f"{name.replace(' ', '-')}.json", request.config.getoption("--golden")
-    now = found(name, layout)
-    if mode == "write":
-        _write(file, layout, now)
-    for mine, golden in zip(now, json.loads(file.read_text())[layout], strict=True):
-        assert mine["slow_bytes"] == golden["slow_bytes"]
-        assert mine["losses"] == pytest.approx(golden["losses"], rel=2e-3)
-        assert mine["norms"] == pytest.approx(golden["norms"], rel=1e-3)
-        assert mode != "bits" or mine["bits"] == golden["bits"]
+    _compare(name, layout, [worker[name] for worker in trajectories(layout)], request.config.getoption("--golden"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "situation"), OTHERS)
+def test_saved_and_sharded_it_is_golden_too(name: str, situation: str, request: pytest.FixtureRequest) -> None:
+    """Or refused, in these words."""
+    names = ALL if situation not in LAYOUTS else tuple(MORE)
+    found = [worker[name] for worker in trajectories(situation, names)]
+    _compare(name, situation, found, request.config.getoption("--golden"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", slow_but(("allreduce", "ab", "daso", "localsgd shared"), ALL))
+def test_without_a_group_that_died_it_is_golden_too(name: str, request: pytest.FixtureRequest) -> None:
+    _compare(name, LOST, without_one_group(name, LOST), request.config.getoption("--golden"))
 
 
 @layouts

@@ -1,27 +1,68 @@
-"""Whole runs of every method in two layouts, taken once for all tests that look at them."""
+"""Runs of every method in several situations, as the golden files hold them.
+
+Beside plain ones in two layouts: a run that is saved and loaded, groups that shard the model, a group that dies.
+"""
 
 import functools
+import math
+import os
+import signal
 import sys
+import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import gang
 import small
 import thinwire
-from every_method import STEPS, WAYS, Way
+from every_method import STEPS, WAYS, WAYS_OF_ADAM, Way
+from launchers import TIMEOUT, Launchers
 from selection import first_of
 from thinwire.methods.registry import METHODS
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import gossip
 
+
+class Situation(NamedTuple):
+    """What a run goes through."""
+
+    workers: int
+    group_size: int
+    saved: bool = False
+    """After step `TURN` into a new model and optimizer."""
+    shards: bool = False
+    """Groups shard the model with FSDP2."""
+    lost: bool = False
+    """The second group dies in the backward pass of step `TURN`."""
+
+
+TURN = 11
+"""Between two averages, and after weights were factored."""
+POISONED = 4
 LAYOUTS = {"2 groups of 2": (4, 2), "3 groups of 1": (3, 1)}
 layouts = pytest.mark.parametrize("layout", first_of(LAYOUTS))
+SITUATIONS = {name: Situation(*layout) for name, layout in LAYOUTS.items()} | {
+    "saved and loaded": Situation(4, 2, saved=True),
+    "2 groups of 2 shards": Situation(4, 2, shards=True),
+    "a group of 3 lost": Situation(3, 1, lost=True),
+}
 CASES = {**WAYS, "gossip": Way(config=lambda **more: gossip.Gossip(every=4, **more))}
 assert METHODS.keys() <= CASES.keys(), "a method's name is also the name of its example's case"
+LEFT_OUT = "diloco left out"
+MORE = {
+    **WAYS_OF_ADAM,
+    "localsgd every_max": Way(config=lambda **more: thinwire.LocalSGD(warmup=2, every=2, every_max=6, **more)),
+    "localsgd clipped": Way(config=lambda **more: thinwire.LocalSGD(warmup=2, every=4, outliers="clip", **more)),
+    LEFT_OUT: Way(config=lambda **more: thinwire.DiLoCo(warmup=2, every=4, wire="int8", diverged="leave_out", **more)),
+}
+"""What golden files hold beside the cases that are always taken."""
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -30,24 +71,50 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 @functools.cache
-def trajectories(layout: str) -> list[dict[str, dict[str, Any]]]:
+def trajectories(situation: str, names: tuple[str, ...] = tuple(CASES)) -> list[dict[str, dict[str, Any]]]:
     """By rank and case."""
-    workers, group_size = LAYOUTS[layout]
-    return gang.run(_all, workers, group_size)
+    place = SITUATIONS[situation]
+    with tempfile.TemporaryDirectory() as folder:
+        return gang.run(_all, place.workers, situation, names, folder, fresh=place.shards)
 
 
-def _all(rank: int, group_size: int) -> dict[str, dict[str, Any]]:
-    return {name: _run(rank, CASES[name].config(group_size=group_size)) for name in CASES}
+def without_one_group(name: str, situation: str) -> list[dict[str, Any]]:
+    """One case, by group, of those that live to the end."""
+    found = Launchers(_survive, SITUATIONS[situation].workers, 1, name, situation).collect()
+    return [found[seat] for seat in sorted(found)]
 
 
-def _run(rank: int, config: Any) -> dict[str, Any]:
-    """What one worker saw of a run: after each step, and after `finish`."""
-    model = small.net(smooth=True)
-    optimizer = adamw(model)
-    replica = thinwire.attach(model, optimizer, config)
-    seen: dict[str, Any] = {name: [] for name in ("losses", "norms", "parameters", "buffers", "state")}
+def _all(rank: int, situation: str, names: tuple[str, ...], folder: str) -> dict[str, dict[str, Any]]:
+    return {name: _run(rank, name, situation, Path(folder) / name) for name in names}
+
+
+def _survive(group: int, worker: int, name: str, situation: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return _run(group, name, situation, Path())
+
+
+def _run(rank: int, name: str, situation: str, folder: Path) -> dict[str, Any]:
+    """What one worker saw of a run: after each step, and after `finish`; or why there is none."""
+    place = SITUATIONS[situation]
+    try:
+        replica, optimizer = _begin(name, place)
+    except thinwire.ThinwireError as error:
+        return {"refused": str(error)}
+    seen: dict[str, Any] = {each: [] for each in ("losses", "norms", "parameters", "buffers", "state")}
     seen |= {"in_sync": [], "phases": [], "ranks": []}
-    for number in range(STEPS):
+    last_group = (place.workers - 1) // place.group_size
+    while (number := replica.step) < STEPS:
+        for each in ("losses", "norms", "parameters", "buffers", "state", "in_sync", "phases"):
+            del seen[each][number:]  # a step that is taken again
+        if place.saved and number == TURN:
+            replica.save(folder)
+            replica, optimizer = _begin(name, place)
+            replica.load(folder)
+        if place.lost and number == TURN and rank == 1:
+            next(replica.parameters()).register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        if name == LEFT_OUT and number == POISONED and rank // place.group_size == last_group:
+            with torch.no_grad():
+                next(replica.parameters()).mul_(math.nan)
         loss = small.step(replica, optimizer, rank, number)
         if replica.decompositions > len(seen["ranks"]):
             seen["ranks"].append((replica.step, dict(replica.found_ranks)))
@@ -55,7 +122,7 @@ def _run(rank: int, config: Any) -> dict[str, Any]:
         seen["state"].append(small.optimizer_bits(optimizer)[:16])
         seen["in_sync"].append(replica.in_sync)
         seen["phases"].append(replica.phase)
-        _look(seen, model)
+        _look(seen, replica.module)
     module = replica.finish()
     seen["ranks"].append((replica.step, dict(replica.found_ranks)))
     _look(seen, module)
@@ -63,7 +130,23 @@ def _run(rank: int, config: Any) -> dict[str, Any]:
     return seen | {"rows": rows, "slow_bytes": replica.traffic.slow_bytes}
 
 
+def _begin(name: str, place: Situation) -> tuple[Any, Any]:
+    model: nn.Module = small.net(smooth=True)
+    if place.shards:
+        groups = place.workers // place.group_size
+        mesh = init_device_mesh("cpu", (groups, place.group_size), mesh_dim_names=("between", "in"))["in"]
+        for layer in (model.conv, model.middle):
+            fully_shard(layer, mesh=mesh)
+        model = fully_shard(model, mesh=mesh)
+    optimizer = adamw(model)
+    config = (CASES | MORE)[name].config
+    if place.lost:  # a launcher's workers are a group
+        return thinwire.attach(model, optimizer, config(), faults=thinwire.Faults(timeout=TIMEOUT)), optimizer
+    return thinwire.attach(model, optimizer, config(group_size=place.group_size)), optimizer
+
+
 def _look(seen: dict[str, Any], model: torch.nn.Module) -> None:
-    seen["norms"].append(float(torch.stack([p.detach().double().norm() for p in model.parameters()]).norm()))
+    norms = [small.whole(p).detach().double().norm() for p in model.parameters()]
+    seen["norms"].append(float(torch.stack(norms).norm()))
     seen["parameters"].append(small.bits(*model.parameters())[:16])
     seen["buffers"].append(small.bits(*model.buffers())[:16])
