@@ -155,8 +155,6 @@ AB_REFUSES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "offload": ({"offload": "cpu"}, ("`offload`='cpu' must be True or False",)),
     "total": ({"total_steps": 0}, ("`total_steps`=0 must be a whole number from 1 on",)),
     "cutoff": ({"cutoff": 1}, ("`cutoff`=1 must be between 0 and 1",)),
-    "an old name": ({"group_steps": 5}, ("group_steps", "every")),
-    "of the paper": ({"rebound": 5}, ("rebound", "AB.paper(rebound=…)")),
 }
 
 

@@ -12,8 +12,6 @@ import small
 import thinwire
 from selection import first_of
 from thinwire import AB, DASO, OIALR, AllReduce, ConfigError, DiLoCo, LocalSGD, Nesterov, OneBit, PowerSGD, TopK
-from thinwire.config import PaperAB
-from thinwire.methods.registry import METHODS
 
 CODES = ("int4", "int2", "bit", "lowrank:2", "topk:0.1")
 STEPS, STOP = 12, 7
@@ -178,23 +176,6 @@ def refused_at_attach(rank: int) -> str:
 
 
 # Fields.
-
-RENAMED = [
-    (entry.config, old, new)
-    for entry in METHODS.values()
-    for old, new in getattr(entry.config, "renamed_fields", {}).items()
-]
-
-
-@pytest.mark.parametrize(("config", "old", "new"), RENAMED)
-def test_a_renamed_field_says_the_new_name(config: Any, old: str, new: str) -> None:
-    with pytest.raises(ConfigError, match=f"{config.__name__} no longer has the field `{old}`: write ") as caught:
-        config(**{old: 1})
-    assert str(caught.value).endswith(new)
-    first = new.partition("=")[0].split()[0].strip(",:")
-    if first.startswith("AB.paper("):
-        config, first = PaperAB, first.removeprefix("AB.paper(")
-    assert first == "nothing" or first in config.__dataclass_fields__
 
 
 @pytest.mark.parametrize(

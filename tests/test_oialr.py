@@ -334,7 +334,6 @@ def test_the_paper_keeps_the_last_layer_and_may_keep_the_first() -> None:
         ({"max_shrink": 1.5}, "`max_shrink`=1.5 must be above 0 and at most 1"),
         ({"cutoff": 1.0}, "`cutoff`=1.0"),
         ({"moments": "rotate"}, "choose from"),
-        ({"warmup": 0.2}, "no longer has the field `warmup`: write factor_at"),
         ({"warmup_wire": "int3"}, "`warmup_wire`='int3' is not a code"),
         ({"total_steps": 0}, "`total_steps`=0"),
         ({"factor_at": 2.5}, "`factor_at`=2.5"),

@@ -64,9 +64,6 @@ def test_unfinished_and_broken_runs_are_rows_too(runs):
     started.mkdir()
     lines = [json.dumps({"kind": "step", "step": step}) for step in (1, 2, 3)]
     (started / "records.jsonl").write_text("\n".join(lines) + '\n{"kind": "st')
-    save = started / "checkpoint" / "step-2"
-    save.mkdir(parents=True)
-    (save / "position.json").write_text(json.dumps({"identity": {"recipe": "shakespeare"}}))
     failed = runs / "tune" / "trial-0-0-0000"
     failed.mkdir(parents=True)
     (failed / "trial.json").write_text(json.dumps({"status": "diverged", "reason": "group 1 is not finite"}))
@@ -74,7 +71,7 @@ def test_unfinished_and_broken_runs_are_rows_too(runs):
     (runs / "compare" / "localsgd-seed0" / "summary.json").write_text('{"recipe": "\\u001b[31m"}')
     rows = {row["folder"]: row for row in _listed(runs)}
     own = rows["started"]
-    assert (own["status"], own["last_step"], own["recipe"], own["result"]) == ("unfinished", 3, "shakespeare", None)
+    assert (own["status"], own["last_step"], own["recipe"], own["result"]) == ("unfinished", 3, None, None)
     assert (rows["tune/trial-0-0-0000"]["status"], rows["tune/trial-0-0-0000"]["last_step"]) == ("diverged", None)
     for name in ("single", "compare/localsgd-seed0"):
         assert rows[name]["status"] == "damaged" and "summary.json` is damaged" in rows[name]["note"]

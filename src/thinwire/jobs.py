@@ -201,7 +201,7 @@ class Job:
             return None
         summary = read_run(self.out).summary
         wanted = checkpoint.identity(self.trained, self.config, self.seed)
-        there = summary.get("identity") or wanted | _earlier_identity(summary)
+        there = summary.get("identity", {})
         if not inside_job():
             wanted, there = wanted | {"world_size": self.workers}, there | {"world_size": summary["world_size"]}
         if name := checkpoint.differing(there, wanted):
@@ -249,16 +249,6 @@ def _options(values: Mapping[str, Any]) -> list[str]:
 
 def _given(flags: Mapping[str, bool]) -> list[str]:
     return [flag for flag, given in flags.items() if given]
-
-
-def _earlier_identity(summary: dict[str, Any]) -> dict[str, Any]:
-    """The identity as far as an older summary has it, from before it was a field."""
-    names = {"recipe": "recipe", "seed": "seed", "length": "steps", "batch": "batch"}
-    names |= {"optimizer": "optimizer", "lr": "optimizer.lr"}
-    known = {name: summary[field] for field, name in names.items() if field in summary}
-    if summary["method"] not in METHODS:
-        raise unknown("method", summary["method"], METHODS)
-    return known | {"method": METHODS[summary["method"]].config.__name__} | summary["config"]
 
 
 def method_config(method: str, settings: Iterable[str], defaults: Defaults, group_size: str | None) -> Any:

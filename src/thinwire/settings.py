@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 from thinwire.config.outer import Nesterov, Radial
-from thinwire.config.renamed import refuse
 from thinwire.config.timed import Timed
 from thinwire.errors import ConfigError, unknown
 
@@ -35,7 +34,6 @@ def from_strings(cls: type[Config], given: Mapping[str, str], **defaults: Any) -
     """Build a config from FIELD=VALUE texts; `defaults` that `cls` has no field for are left out."""
     own = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     hints = {name: hint for name, hint in typing.get_type_hints(cls).items() if name in own}
-    refuse(cls, given)
     for name in given:
         if name not in hints:
             raise unknown(f"field of {cls.__name__}", name, hints)

@@ -16,7 +16,6 @@ from thinwire.checks import (
 )
 from thinwire.config.ab_paper import PaperAB
 from thinwire.config.outer import Nesterov, Radial
-from thinwire.config.renamed import renamed
 from thinwire.config.timed import listed
 from thinwire.config.warmed import Averaged
 from thinwire.errors import ConfigError
@@ -24,14 +23,8 @@ from thinwire.errors import ConfigError
 _OUTER = Nesterov(lr=1.0)
 _LEAST_ROUND = 4
 """The shortest rounds that `every` is made by itself: those of fewer steps hardly train apart."""
-_PAPERS = "AB.paper({}=…): the published cycle has it"
 
 
-@renamed(
-    group_steps="every",
-    rebound=_PAPERS.format("rebound"),
-    lr_rebound=_PAPERS.format("lr_rebound"),
-)
 @dataclass(frozen=True, kw_only=True)
 class AB(Averaged):
     """AB training: groups train alone, at full rank and then low-rank factors A·B, and average in few bits.

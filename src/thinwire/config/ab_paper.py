@@ -16,12 +16,10 @@ from thinwire.checks import (
 )
 from thinwire.config.codes import check_code
 from thinwire.config.groups import GroupSize
-from thinwire.config.renamed import renamed
 from thinwire.config.timed import Timed, listed
 from thinwire.errors import ConfigError
 
 
-@renamed(group_steps="every")
 @dataclass(frozen=True, kw_only=True)
 class PaperAB(Timed):
     """AB training as published: full-rank rebounds between group phases (arXiv 2405.01067).

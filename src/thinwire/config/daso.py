@@ -15,18 +15,10 @@ from thinwire.checks import (
 )
 from thinwire.config.codes import check_code
 from thinwire.config.groups import GroupSize
-from thinwire.config.renamed import renamed
 from thinwire.config.timed import Timed
 from thinwire.errors import ConfigError
 
 
-@renamed(
-    warmup_epochs="warmup, in steps or as a fraction of total_steps",
-    cooldown_epochs="cooldown, in steps or as a fraction of total_steps",
-    steps_per_epoch="nothing: warmup and cooldown are in steps or fractions of total_steps",
-    max_skips="every",
-    wait="overlap",
-)
 @dataclass(frozen=True, kw_only=True)
 class DASO(Timed):
     """Gradients averaged inside the node, parameters between nodes every few steps during training (Ch. 3)."""

@@ -16,12 +16,10 @@ from thinwire.checks import (
 )
 from thinwire.config.codes import check_code
 from thinwire.config.groups import GroupSize
-from thinwire.config.renamed import renamed
 from thinwire.config.timed import Timed
 from thinwire.errors import ConfigError
 
 
-@renamed(delay="factor_at", frequency="redecompose", warmup="factor_at: 0 makes weights U S Vᵀ at once")
 @dataclass(frozen=True, kw_only=True)
 class OIALR(Timed):
     """Bases frozen once they are stable, the square matrix between them trained, ranks falling (dissertation of

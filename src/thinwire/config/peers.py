@@ -16,7 +16,6 @@ from thinwire.checks import (
 from thinwire.config.codes import check_code
 from thinwire.config.groups import GroupSize
 from thinwire.config.outer import Nesterov
-from thinwire.config.renamed import renamed
 from thinwire.config.warmed import Averaged, Coded, Warmed
 from thinwire.errors import ConfigError
 
@@ -37,7 +36,6 @@ class AllReduce:
         check_group_size(self.group_size)
 
 
-@renamed(start_step="warmup")
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD(Coded):
     """Gradients between groups as low-rank products, with error feedback (arXiv 1905.13727)."""
@@ -59,7 +57,6 @@ class PowerSGD(Coded):
 
 
 _PAPERS = Nesterov(lr=0.7, momentum=0.9)
-_OUTER = {"outer_lr": "outer=Nesterov(lr=…)", "outer_momentum": "outer=Nesterov(momentum=…)", "delay": "overlap"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +89,6 @@ class LocalSGD(Averaged):
         return max(super()._least_round, self.fragments)
 
 
-@renamed(**_OUTER)
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(LocalSGD):
     """Groups train alone; their mean change is a gradient for an outer Nesterov step (arXiv 2311.08105).

@@ -19,7 +19,6 @@ _MARKS = ("summary.json", "records.jsonl", "trial.json")
 _NOT_RUNS = ("model", "checkpoint")
 _TAIL_BYTES = 1 << 16
 _STARTED = {"recipe": TEXT, "method": TEXT, "seed": COUNT}
-_POSITION = {"identity?": {"recipe?": TEXT}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +107,12 @@ def _unfinished(folder: Path) -> dict[str, Any]:
         trial = read_json(folder / "trial.json", "remove its folder", {"status?": TEXT, "reason?": TEXT})
         status, note = trial.get("status", UNFINISHED), trial.get("reason", "")
     start = _start(folder)
-    about = {"recipe": start.get("recipe") or _saved_recipe(folder), "method": start.get("method")}
+    about = {"recipe": start.get("recipe"), "method": start.get("method")}
     return {"status": status, "note": note, "last_step": _last_step(folder), **about, "seed": start.get("seed")}
 
 
 def _start(folder: Path) -> dict[str, Any]:
-    """The first record, if it says what the run trains; those of earlier versions do not."""
+    """The first record, if it says what the run trains."""
     path = folder / "records.jsonl"
     if not path.is_file():
         return {}
@@ -143,14 +142,6 @@ def _last_step(folder: Path) -> int | None:
             continue
         if wrong(record, {"step": COUNT}) is None:
             return record["step"]
-    return None
-
-
-def _saved_recipe(folder: Path) -> str | None:
-    """In runs of earlier versions only a save says it."""
-    for path in sorted(folder.glob("checkpoint/step-*/position.json"), reverse=True):
-        saved = read_json(path, schema=_POSITION)
-        return saved.get("identity", {}).get("recipe")
     return None
 
 
