@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from thinwire import Method, register
-from thinwire.checks import check_group_size, check_whole
+from thinwire.base.checks import check_group_size, check_whole
 from thinwire.comm.buckets import pack_wide, unpack_into
 from thinwire.methods.merging import average_model, restored
 

@@ -24,8 +24,8 @@ import needs
 import small
 import thinwire
 from patience import LIMIT_S, until
-from thinwire import manifest, saves
-from thinwire.errors import DamagedError, SaveError
+from thinwire.base.errors import DamagedError, SaveError
+from thinwire.checkpoint import manifest, saves
 from thinwire.recipes import named
 from thinwire.train import fit
 from thinwire.train.recorder import Recorder

@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 import gang
 from patience import LIMIT_S, until
-from thinwire import saves
+from thinwire.checkpoint import saves
 from thinwire.cli import main
 
 STEPS, SAVE_EVERY = 40, 8

@@ -23,7 +23,7 @@ import thinwire
 from every_method import STEPS
 from selection import first_of
 from sockets import needs_counts, socket_bytes
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 from thinwire.methods import gradients
 from thinwire.methods.registry import METHODS, name_of
 from thinwire.settings import from_strings

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from thinwire.base.errors import DamagedError
+from thinwire.base.files import read_json
+from thinwire.checkpoint.store import read_tensors
 from thinwire.cli import main
-from thinwire.errors import DamagedError
-from thinwire.files import read_json
-from thinwire.store import read_tensors
 
 RUN = ["run", "digits", "--method", "allreduce", "--workers", "1", "--steps", "6", "--save-every", "4", "--quiet"]
 RESUME = [*RUN, "--resume", "--out", "DIR"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 from thinwire.train import data
 from thinwire.train.data import Batches, Prefetcher, share
 from thinwire.train.data.source import read_whole

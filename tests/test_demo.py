@@ -7,13 +7,13 @@ import pytest
 from click.testing import CliRunner
 
 import needs
+from thinwire.base.errors import ConfigError
+from thinwire.base.units import bits_per_second
 from thinwire.cli import main
 from thinwire.commands import demo
-from thinwire.errors import ConfigError
 from thinwire.jobs import Job, variants
 from thinwire.netbench import hosts
 from thinwire.netbench.linked import nodes_for
-from thinwire.units import bits_per_second
 
 SOURCES = Path(__file__).parents[1] / "src"
 

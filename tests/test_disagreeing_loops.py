@@ -11,7 +11,7 @@ from torch import nn
 import gang
 import small
 import thinwire
-from thinwire.errors import ConfigError, DisagreementError
+from thinwire.base.errors import ConfigError, DisagreementError
 
 APART: dict[str, Any] = {
     "localsgd": lambda: thinwire.LocalSGD(warmup=0, every=3),

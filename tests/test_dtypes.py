@@ -12,7 +12,7 @@ import gang
 import small
 import thinwire
 from selection import first_of
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.factor import moments
 from thinwire.factor.matrix import view_of
 

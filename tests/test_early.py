@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import gang
 import small
 import thinwire
+from thinwire.base.errors import ThinwireError
 from thinwire.comm.background import Background, EarlyBuckets
-from thinwire.errors import ThinwireError
 from thinwire.methods import gradients
 
 

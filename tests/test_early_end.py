@@ -20,8 +20,8 @@ import thinwire
 from covering import few
 from patience import LIMIT_S, until
 from selection import first_of
+from thinwire.base.errors import MissingRankError
 from thinwire.comm import missing, process_groups
-from thinwire.errors import MissingRankError
 
 HERE = Path(__file__).parent
 SOON = {"GRACE_S": 1.0, "_SILENT_S": 3.0, "_CAUSE_S": 60.0, "_STORE_S": 120.0}

@@ -734,10 +734,10 @@ def saves_meanwhile(group: int, worker: int, out: str, wait: bool, dies: int) ->
     optimizer = AdamW(model.parameters(), 3e-3)
     replica = thinwire.attach(model, optimizer, LocalSGD(every=4), faults=Faults(timeout=TIMEOUT))
     said: list[str] = []
-    thinwire.saves.log.addFilter(lambda record: bool(said.append(record.getMessage())) or True)
+    thinwire.checkpoint.saves.log.addFilter(lambda record: bool(said.append(record.getMessage())) or True)
     while replica.step < 24:
         if replica.step == 6 and group == dies:
-            thinwire.saves._write = lambda *_: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGKILL))
+            thinwire.checkpoint.saves._write = lambda *_: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGKILL))
         if replica.step in (6, 18):
             replica.save(f"{out}/{replica.step}", wait=wait)
         small.step(replica, optimizer, group, replica.step)

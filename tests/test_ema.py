@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import gang
 import small
 import thinwire
-from thinwire.errors import ConfigError, ThinwireError
+from thinwire.base.errors import ConfigError, ThinwireError
 
 METHODS: dict[str, Callable[[], Any]] = {
     "allreduce": thinwire.AllReduce,

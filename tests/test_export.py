@@ -436,7 +436,7 @@ def test_a_finished_run_is_written_as_it_is_or_smaller(run, tmp_path):
 ELSEWHERE = """
 import torch
 from torch import nn
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 from thinwire.recipes import Recipe
 from thinwire.train.data import Images
 from thinwire.train.task import CLASSIFY

@@ -19,9 +19,9 @@ import small
 import thinwire
 from patience import until
 from selection import first_of
+from thinwire.base.errors import ConfigError, MissingRankError, ThinwireError
 from thinwire.cli import main
 from thinwire.comm import missing, process_groups
-from thinwire.errors import ConfigError, MissingRankError, ThinwireError
 from thinwire.failures import TorchrunLog, WorkerError, _report_and_exit, first_cause
 from thinwire.jobs import Job
 from thinwire.launch import HostSpec

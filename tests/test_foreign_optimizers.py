@@ -21,7 +21,7 @@ import thinwire
 from covering import cases, gangs
 from every_method import STEPS, WAYS, engine
 from test_sweep import EXPECTED, agree, digest
-from thinwire.errors import ConfigError, ThinwireError
+from thinwire.base.errors import ConfigError, ThinwireError
 from thinwire.factor.moments import transport
 from thinwire.factor.optimizers import Optimizers
 from thinwire.methods.context import MethodContext

@@ -18,7 +18,7 @@ import pytest
 
 import gang
 import needs
-from thinwire.errors import ConfigError, ThinwireError
+from thinwire.base.errors import ConfigError, ThinwireError
 from thinwire.netbench import hosts as netbench
 from thinwire.netbench import links
 from thinwire.netbench.hosts import Host, Hosts, check, clean, parse_rate, why_not

@@ -16,8 +16,8 @@ import gang
 import needs
 import thinwire
 from patience import LIMIT_S, until
+from thinwire.base.errors import ConfigError
 from thinwire.cli import main
-from thinwire.errors import ConfigError
 from thinwire.failures import TorchrunLog, WorkerError, first_cause
 from thinwire.jobs import Job
 from thinwire.launch import HostSpec, launch

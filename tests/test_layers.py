@@ -67,12 +67,12 @@ def _from_later(path: Path) -> str | None:
 def _of_experiments(path: Path) -> str | None:
     if _layer(path) != "experiments":
         return "imports from experiments" if "experiments" in _layers_used(path) else None
-    more = _layers_used(path) - {"errors", "files", "config", "comm", "train", "recipes", "experiments"}
+    more = _layers_used(path) - {"base", "config", "comm", "train", "recipes", "experiments"}
     return f"imports from {sorted(more)}" if more else None
 
 
 def _of_training(path: Path) -> str | None:
-    more = _layers_used(path) - {"errors", "schema", "files", "units", "report"}
+    more = _layers_used(path) - {"base", "report"}
     more |= {name for name in _imports(path) if name.split(".")[0] == "torch"}
     return f"imports from {sorted(more)}" if more else None
 

@@ -12,7 +12,7 @@ import gang
 import small
 import thinwire
 from thinwire import loads
-from thinwire.errors import DisagreementError, MissingRankError
+from thinwire.base.errors import DisagreementError, MissingRankError
 
 WAYS: dict[str, Any] = {
     "int8": lambda: thinwire.AllReduce(wire="int8"),

@@ -9,7 +9,7 @@ from torch import nn
 import gang
 import small
 import thinwire
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 from thinwire.factor.optimizers import Optimizers
 from thinwire.methods.masters import Masters
 

@@ -22,6 +22,7 @@ import thinwire
 from launchers import free_port
 from patience import until
 from thinwire import Faults, LocalSGD
+from thinwire.base.errors import CollectiveError, DisagreementError, GivenUpError, LostError, OtherRankError
 from thinwire.comm.tcp_store import serve
 from thinwire.elastic.heartbeat import Beat
 from thinwire.elastic.membership import Membership, Report, _Wait
@@ -29,7 +30,6 @@ from thinwire.elastic.recovery import _TRIES, Recovery
 from thinwire.elastic.stop import ElasticStop
 from thinwire.elastic.store import Meeting, Slot, Store, StoreLostError
 from thinwire.elastic.undo import Undo
-from thinwire.errors import CollectiveError, DisagreementError, GivenUpError, LostError, OtherRankError
 
 TIMEOUT = 20.0
 

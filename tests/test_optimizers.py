@@ -17,7 +17,7 @@ import gang
 import needs
 import small
 import thinwire
-from thinwire.errors import ConfigError, ThinwireError
+from thinwire.base.errors import ConfigError, ThinwireError
 
 METHODS: dict[str, Callable[[], Any]] = {
     "allreduce": thinwire.AllReduce,

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 import thinwire
+from thinwire.base.errors import ConfigError
 from thinwire.cli import main
-from thinwire.errors import ConfigError
 from thinwire.netbench.bench import Bench
 from thinwire.recipes import named
 from thinwire.train import fit

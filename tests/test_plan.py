@@ -18,11 +18,11 @@ from torch import nn
 import gang
 import thinwire
 from selection import first_of, slow_but
+from thinwire.base.errors import ConfigError
 from thinwire.cli import main
 from thinwire.comm.ledger import mean_over_nodes
 from thinwire.comm.sent import Sent
 from thinwire.comm.topology import Topology, arrange
-from thinwire.errors import ConfigError
 from thinwire.plan import compute
 from thinwire.plan import ranks as predicted
 from thinwire.plan.compute import Compute, given, measure

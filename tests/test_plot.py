@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from test_report import _write_run as write_run
+from thinwire.base.errors import ConfigError
 from thinwire.cli import main
-from thinwire.errors import ConfigError
 from thinwire.report import read_runs
 from thinwire.report.over import _curves, _grids, places
 

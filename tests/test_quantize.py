@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from thinwire.base.errors import ConfigError
 from thinwire.comm import quantize
 from thinwire.comm.packing import pack, packed_width, unpack
 from thinwire.comm.quantize import OneBitQuantizer, Quantizer, Rows, elements, quantizer
-from thinwire.errors import ConfigError
 
 NAMES = ["int8", "int4", "int2", "bit"]
 BITS = {"int8": 8, "int4": 4, "int2": 2, "bit": 1}

@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from torch.optim import SGD, AdamW, Rprop
 
 from every_method import BUILT_IN
+from thinwire.base.errors import ConfigError
 from thinwire.cli import main
 from thinwire.commands.fields import field_docstrings
-from thinwire.errors import ConfigError
 from thinwire.experiments.data import Folder, Series
 from thinwire.experiments.data.folder import Files
 from thinwire.methods.registry import METHODS

@@ -6,8 +6,8 @@ import torch
 from click.testing import CliRunner
 
 from thinwire import config
+from thinwire.base.errors import ConfigError
 from thinwire.cli import main
-from thinwire.errors import ConfigError
 from thinwire.jobs import Job
 from thinwire.recipes import installed, named
 from thinwire.settings import from_strings

@@ -6,8 +6,8 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from thinwire.base.errors import ConfigError
 from thinwire.cli import main
-from thinwire.errors import ConfigError
 from thinwire.report import compare, draw, plots, read_run, read_runs, table
 from thinwire.report.ranks import draw_ranks
 from thinwire.report.tables import best_epoch, figure, size, wide_console

@@ -14,9 +14,9 @@ from rich.console import Console
 
 import thinwire
 from pages import HOSTILE, add_records, data_of, page_of, said_in, write_comparison, write_run
+from thinwire.base.errors import ConfigError
 from thinwire.cli import main
 from thinwire.commands.report import _evaluations
-from thinwire.errors import ConfigError
 from thinwire.jobs import method_config
 from thinwire.report import compare, read_run, read_runs, table
 from thinwire.report.page import as_json

@@ -14,8 +14,8 @@ import gang
 import thinwire
 from selection import slow_but
 from thinwire import ConfigError, ThinwireError
+from thinwire.checkpoint.saves import newest
 from thinwire.comm.buckets import checksum
-from thinwire.saves import newest
 from worlds import ab, adamw, optimizer_values, small_model, train_step, values
 
 STEPS = 22

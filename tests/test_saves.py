@@ -13,8 +13,8 @@ from torch import nn
 import gang
 import small
 import thinwire
-from thinwire import manifest
-from thinwire.errors import ConfigError, DivergedError, ThinwireError
+from thinwire.base.errors import ConfigError, DivergedError, ThinwireError
+from thinwire.checkpoint import manifest
 
 
 def attached(optimizer_of: Any = small.sgd, config: Any = None) -> tuple[Any, Any]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from thinwire.base.errors import ConfigError
 from thinwire.cli import main
-from thinwire.errors import ConfigError
 from thinwire.jobs import Job
 from thinwire.train.schedule import Cosine, Rate, scheduled
 

@@ -11,10 +11,10 @@ import pytest
 
 import thinwire
 from patience import LIMIT_S, until
-from thinwire import units
+from thinwire.base import units
+from thinwire.base.errors import ConfigError
 from thinwire.comm import slurm
 from thinwire.comm.topology import complete_environment, place
-from thinwire.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 TEMPLATES = sorted((ROOT / "examples" / "slurm").glob("*.sbatch"))

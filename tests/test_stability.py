@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import small
 import thinwire
+from thinwire.checkpoint.store import write_tensors
 from thinwire.cli import main
 from thinwire.factor.convert import find_layers, to_factors
 from thinwire.factor.decompose import decompose
 from thinwire.factor.export import to_plain, write
 from thinwire.factor.stability import Stability, basis_of, compare, similarity, stability
-from thinwire.store import write_tensors
 from thinwire.train.models import CharGPT
 
 EXACT = {"abs": 1e-6}

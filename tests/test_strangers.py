@@ -27,14 +27,15 @@ import needs
 import small
 import thinwire
 from covering import few
-from thinwire import ConfigError, manifest
+from thinwire import ConfigError
+from thinwire.base.errors import DamagedError, printable
+from thinwire.base.files import lines_of, parse_json, read_json, read_safetensors, write_json
+from thinwire.base.schema import ANY, COUNT, FLAG, NUMBER, TEXT, Record, Row, like, wrong
+from thinwire.checkpoint import manifest
 from thinwire.cli import main
-from thinwire.errors import DamagedError, printable
 from thinwire.factor.load_exported import load
 from thinwire.factor.stability import compare
-from thinwire.files import lines_of, parse_json, read_json, read_safetensors, write_json
 from thinwire.netbench import hosts
-from thinwire.schema import ANY, COUNT, FLAG, NUMBER, TEXT, Record, Row, like, wrong
 from thinwire.train.data import digits, source
 
 FAULTS = Path(__file__).parents[1] / "benchmarks" / "faults"

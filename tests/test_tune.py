@@ -16,8 +16,8 @@ from click.testing import CliRunner
 
 import needs
 import thinwire
+from thinwire.base.errors import ConfigError, DamagedError
 from thinwire.cli import main
-from thinwire.errors import ConfigError, DamagedError
 from thinwire.jobs import Job
 from thinwire.plan.links import Links
 from thinwire.tuning.api import Execution, begin, run_trials

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gang
 import small
 import thinwire
-from thinwire.errors import ConfigError, ThinwireError
+from thinwire.base.errors import ConfigError, ThinwireError
 
 
 def attached() -> tuple[nn.Module, Any, Any]:

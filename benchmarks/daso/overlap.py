@@ -33,7 +33,7 @@ from measure import load, machine, meets
 
 import gang
 import thinwire
-from thinwire import units
+from thinwire.base import units
 from thinwire.netbench.hosts import Hosts, parse_rate
 from thinwire.train.models import CharGPT
 

@@ -33,9 +33,9 @@ from mutate import mutate, plant
 from tiny import Tiny, tiny
 
 import thinwire
-from thinwire import manifest
+from thinwire.base.errors import ThinwireError, is_refusal
+from thinwire.checkpoint import manifest
 from thinwire.cli import main
-from thinwire.errors import ThinwireError, is_refusal
 from thinwire.factor.load_exported import load as load_exported
 from thinwire.jobs import method_config
 from thinwire.train import fit

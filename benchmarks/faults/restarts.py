@@ -23,7 +23,7 @@ from typing import Any
 
 from launch import print_rows
 
-from thinwire import saves
+from thinwire.checkpoint import saves
 from thinwire.methods.registry import METHODS
 
 

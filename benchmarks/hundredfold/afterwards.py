@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 import thinwire
+from thinwire.base.errors import ThinwireError
 from thinwire.commands.sources import finished, recipe_of
-from thinwire.errors import ThinwireError
 from thinwire.recipes import Recipe
 from thinwire.report.records import read_run
 from thinwire.train.batcher import Batcher

@@ -8,8 +8,8 @@ import json
 import shutil
 from pathlib import Path
 
-from thinwire import manifest, saves
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
+from thinwire.checkpoint import manifest, saves
 from thinwire.jobs import Job
 from thinwire.settings import describe
 from thinwire.train import checkpoint

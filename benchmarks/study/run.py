@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from setting import Setting, sets_of
 
-from thinwire import saves
+from thinwire.checkpoint import saves
 
 
 class Job(NamedTuple):

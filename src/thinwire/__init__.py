@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-from thinwire.also import RandomState
 from thinwire.attaching import attach
+from thinwire.base.errors import ConfigError, DisagreementError, DivergedError, LostError, SaveError, ThinwireError
+from thinwire.checkpoint.also import RandomState
 from thinwire.compress import Compressed, compress
 from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, Nesterov, OneBit, PowerSGD, Radial, TopK
 from thinwire.config.faults import Faults
 from thinwire.ema import EMA
-from thinwire.errors import ConfigError, DisagreementError, DivergedError, LostError, SaveError, ThinwireError
 from thinwire.factor.stability import Stability
 from thinwire.loggers import Log
 from thinwire.methods.base import Method

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from thinwire.base.errors import ConfigError
 from thinwire.comm.collectives import Wire
 from thinwire.comm.counters import watched
 from thinwire.comm.ledger import Ledger
@@ -19,7 +20,6 @@ from thinwire.config.faults import Faults
 from thinwire.elastic.membership import Membership
 from thinwire.elastic.recovery import Recovery
 from thinwire.elastic.store import meeting
-from thinwire.errors import ConfigError
 from thinwire.guards import refuse_attached, refuse_switching
 from thinwire.methods.context import MethodContext
 from thinwire.methods.registry import make, name_of

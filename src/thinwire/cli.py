@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire import stopping
+from thinwire.base.errors import ConfigError, Stopped, ThinwireError, is_refusal, one_line, printable
 from thinwire.comm.process_groups import failed
 from thinwire.comm.topology import place
 from thinwire.commands import options, pictures
@@ -35,7 +36,6 @@ from thinwire.commands.stability import stability
 from thinwire.commands.store import store
 from thinwire.commands.tune import tune
 from thinwire.commands.watch import watch
-from thinwire.errors import ConfigError, Stopped, ThinwireError, is_refusal, one_line, printable
 from thinwire.jobs import Job, variant, variants
 from thinwire.launch import HostSpec, inside_job
 from thinwire.methods.registry import METHODS, load_installed

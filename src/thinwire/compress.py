@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from thinwire.checks import patterns
-from thinwire.errors import ConfigError
+from thinwire.base.checks import patterns
+from thinwire.base.errors import ConfigError
 from thinwire.factor import export
 from thinwire.factor.convert import Kept, Layer, find_layers, layer_of, to_factors, warn_unmatched_patterns
 from thinwire.factor.forms import label_of

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from thinwire.checks import is_number
-from thinwire.errors import ConfigError, ThinwireError
+from thinwire.base.checks import is_number
+from thinwire.base.errors import ConfigError, ThinwireError
 from thinwire.factor.convert import layer_of, to_factors, to_full
 from thinwire.factor.decompose import decompose
 from thinwire.factor.export import to_plain

@@ -22,10 +22,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from thinwire.base.errors import ConfigError, ConsequenceError, Stopped, ThinwireError, is_refusal, one_line
+from thinwire.base.files import parse_json
+from thinwire.base.schema import ANY, COUNT, TEXT, wrong
 from thinwire.comm.missing import is_loss, note_uncaught, uneven_batches
-from thinwire.errors import ConfigError, ConsequenceError, Stopped, ThinwireError, is_refusal, one_line
-from thinwire.files import parse_json
-from thinwire.schema import ANY, COUNT, TEXT, wrong
 from thinwire.stopping import request
 
 ERROR_DIR = "THINWIRE_ERROR_DIR"

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from thinwire.base.errors import ConfigError, DisagreementError, DivergedError, ThinwireError
 from thinwire.comm.buckets import all_finite
 from thinwire.comm.wrappers import wrapper_around, wrapper_inside
-from thinwire.errors import ConfigError, DisagreementError, DivergedError, ThinwireError
 from thinwire.methods.base import Method
 from thinwire.methods.merging import average_buffers
 from thinwire.shards import local, whole_of

@@ -11,12 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from thinwire import saves
+from thinwire.base.errors import ConfigError, Stopped, unknown
+from thinwire.base.files import read_json
+from thinwire.checkpoint import saves
 from thinwire.comm.process_groups import leave
 from thinwire.comm.topology import arrange, place
-from thinwire.errors import ConfigError, Stopped, unknown
 from thinwire.failures import as_worker
-from thinwire.files import read_json
 from thinwire.launch import HostSpec, inside_job, launch, workers_per_host
 from thinwire.loggers import chosen
 from thinwire.methods.registry import METHODS

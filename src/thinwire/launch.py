@@ -21,8 +21,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TextIO
 
+from thinwire.base.errors import ConfigError
 from thinwire.comm.topology import place
-from thinwire.errors import ConfigError
 from thinwire.failures import ERROR_DIR, TorchrunLog, first_cause, stopped_in_order
 from thinwire.stopping import request
 

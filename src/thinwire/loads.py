@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from thinwire.base.errors import ThinwireError
 from thinwire.comm.buckets import checksum
-from thinwire.errors import ThinwireError
 from thinwire.factor.convert import Layer
 from thinwire.factor.layers import names_of_factors
 from thinwire.factor.moments import LINEAR, QUADRATIC

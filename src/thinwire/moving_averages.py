@@ -5,7 +5,7 @@ import functools
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 
 
 @functools.cache

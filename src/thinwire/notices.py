@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire import units
+from thinwire.base import units
 from thinwire.config.timed import Timed
 from thinwire.factor.convert import Kept
 from thinwire.methods.base import Method

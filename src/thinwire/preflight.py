@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
+from thinwire.base.errors import ConfigError, DisagreementError
 from thinwire.comm.collectives import Wire
 from thinwire.comm.wrappers import wrapper_inside
-from thinwire.errors import ConfigError, DisagreementError
 from thinwire.factor.layers import factored_names
 from thinwire.factor.optimizers import Optimizers
 from thinwire.shards import is_sharded, local, whole_of

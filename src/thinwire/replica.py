@@ -12,19 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thinwire import also as beside
-from thinwire import saves, snapshot
-from thinwire.also import Also
-from thinwire.baseline import Baseline
-from thinwire.checks import check_cutoff
-from thinwire.comm.collectives import Wire
-from thinwire.comm.ledger import Ledger
-from thinwire.comm.process_groups import next_number
-from thinwire.comm.topology import Topology
-from thinwire.compiling import Recompilations, compile_in_place
-from thinwire.elastic.recovery import Recovery
-from thinwire.elastic.stop import ElasticStop
-from thinwire.errors import (
+from thinwire.base.checks import check_cutoff
+from thinwire.base.errors import (
     AbandonedSaveError,
     ConsequenceError,
     DisagreementError,
@@ -34,6 +23,18 @@ from thinwire.errors import (
     ThinwireError,
     one_line,
 )
+from thinwire.baseline import Baseline
+from thinwire.checkpoint import also as beside
+from thinwire.checkpoint import saves, snapshot
+from thinwire.checkpoint.also import Also
+from thinwire.checkpoint.saves import Files, Save
+from thinwire.comm.collectives import Wire
+from thinwire.comm.ledger import Ledger
+from thinwire.comm.process_groups import next_number
+from thinwire.comm.topology import Topology
+from thinwire.compiling import Recompilations, compile_in_place
+from thinwire.elastic.recovery import Recovery
+from thinwire.elastic.stop import ElasticStop
 from thinwire.factor.export import to_plain
 from thinwire.factor.layers import mark_as_read, weight_was_read
 from thinwire.guards import (
@@ -57,7 +58,6 @@ from thinwire.methods.waits import Waits
 from thinwire.moving_averages import guard_averages
 from thinwire.notices import OneGroupNotice, log_finished, log_past_end
 from thinwire.plain_shards import to_plain_shards
-from thinwire.saves import Files, Save
 from thinwire.scaling import SharedScale
 from thinwire.settings import describe as describe_config
 from thinwire.shards import ShardedModel, whole_of

@@ -6,9 +6,9 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
+from thinwire.base.errors import ConfigError, unknown
 from thinwire.config.outer import Nesterov, Radial
 from thinwire.config.timed import Timed
-from thinwire.errors import ConfigError, unknown
 
 Config = TypeVar("Config")
 

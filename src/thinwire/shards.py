@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.base.errors import ConfigError
 from thinwire.comm import fsdp
 from thinwire.comm.sharded import like_whole, own_part
 from thinwire.config import AB, AllReduce, LocalSGD, Radial
 from thinwire.config.codes import parse_code
-from thinwire.errors import ConfigError
 from thinwire.factor.convert import Layer
 from thinwire.factor.optimizers import Optimizers
 

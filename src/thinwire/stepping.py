@@ -12,7 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 from thinwire.factor.optimizers import Optimizers
 
 Release = Callable[[], None]

@@ -15,11 +15,11 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from thinwire import saves
-from thinwire.also import Also, check
-from thinwire.errors import ConfigError, LostError, SaveError
+from thinwire.base.errors import ConfigError, LostError, SaveError
+from thinwire.checkpoint import saves
+from thinwire.checkpoint.also import Also, check
+from thinwire.checkpoint.store import write_tensors
 from thinwire.stopping import EXIT_CODE, SIGNALS
-from thinwire.store import write_tensors
 
 log = logging.getLogger("thinwire")
 

@@ -20,9 +20,9 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from thinwire.base.errors import MissingRankError
 from thinwire.comm import process_groups
 from thinwire.comm.collectives import Wire
-from thinwire.errors import MissingRankError
 
 EXIT_CODE = 75
 """The exit code of a command that was stopped by a signal and can be resumed: EX_TEMPFAIL of sysexits.h."""

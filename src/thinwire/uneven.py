@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from thinwire.base.errors import ConfigError, DisagreementError
 from thinwire.comm import process_groups
 from thinwire.config import AB, AllReduce, DiLoCo, LocalSGD, OneBit, PowerSGD
 from thinwire.elastic.handover import load_values, pack, unpack, values_of
-from thinwire.errors import ConfigError, DisagreementError
 from thinwire.methods.ab import ABMethod
 from thinwire.methods.averaging import LocalTraining
 from thinwire.methods.base import Method

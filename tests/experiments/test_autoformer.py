@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import needs
 import thinwire
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 from thinwire.experiments import data
 from thinwire.experiments.data.series import COLUMNS, Series, time_marks
 from thinwire.experiments.models.autoformer import AutoCorrelation, Autoformer, Decomposition, _SeasonalNorm

@@ -12,7 +12,7 @@ import torch
 
 import needs
 from standins import CLASSES, IMAGES, folder_for, pickled, pixels
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 from thinwire.experiments import data
 from thinwire.experiments.data.crops import TRIES, _in_bytes, random_box
 from thinwire.train.data import Batches, digits, share

@@ -21,9 +21,9 @@ import thinwire
 from every_method import BUILT_IN
 from selection import slow_but
 from standins import folder_for
-from thinwire import saves
+from thinwire.base.errors import ConfigError
+from thinwire.checkpoint import saves
 from thinwire.cli import main
-from thinwire.errors import ConfigError
 from thinwire.jobs import Job, method_config
 from thinwire.recipes import Recipe, installed, load, named
 from thinwire.train import checkpoint, fit

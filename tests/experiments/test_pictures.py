@@ -10,7 +10,7 @@ from torch import Tensor
 
 import needs
 from standins import folder_for, pixels
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 from thinwire.experiments.data import image_folder
 from thinwire.experiments.pictures import CIFAR10, IMAGENET, Pictures
 from thinwire.experiments.randaugment import OPERATIONS, _move, _recolour, rand_augment

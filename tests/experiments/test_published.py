@@ -13,8 +13,8 @@ from torch import nn
 from standins import folder_for
 from test_schedules import rates, timm
 from thinwire import config
+from thinwire.base.errors import ConfigError
 from thinwire.cli import main
-from thinwire.errors import ConfigError
 from thinwire.experiments.data import Folder
 from thinwire.experiments.pictures import Pictures
 from thinwire.experiments.series import Forecast, Halving

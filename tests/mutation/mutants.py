@@ -34,8 +34,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SOURCE = ROOT / "src" / "thinwire"
 MUTATED = (
-    *("methods", "comm", "factor", "elastic"),
-    *("saves.py", "snapshot.py", "saved_state.py", "optimizer_files.py", "manifest.py", "loads.py", "stopping.py"),
+    *("methods", "comm", "factor", "elastic", "checkpoint"),
+    *("loads.py", "stopping.py"),
 )
 """What trains, sends, decomposes, saves and survives."""
 SEED, COUNT = 36, 120

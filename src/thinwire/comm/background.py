@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 
 
 class Background:

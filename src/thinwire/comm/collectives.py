@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.base.errors import OtherRankError, one_line
 from thinwire.comm import missing, process_groups
 from thinwire.comm.buckets import by_dtype, checksum, pack, rounded, size_of, unpack_into, unrounded
 from thinwire.comm.ledger import Ledger, mean_over_nodes
 from thinwire.comm.sent import Ranks, Sent, all_in_parallel
 from thinwire.comm.topology import Topology, discover
 from thinwire.comm.watch import Watch
-from thinwire.errors import OtherRankError, one_line
 
 
 class Pending:

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 
 VARIABLE = "THINWIRE_INTERFACE"
 LINK = "THINWIRE_LINK"

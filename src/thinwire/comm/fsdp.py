@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 
 
 def exchange(model: nn.Module, old: Sequence[nn.Parameter], new: Sequence[tuple[nn.Module, str]]) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire import units
+from thinwire.base import units
 from thinwire.comm.counters import Counted, Interface, mean_counted
 from thinwire.comm.sent import Sent
 from thinwire.comm.times import Clock, Mark, Times, mean_times

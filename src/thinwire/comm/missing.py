@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from thinwire.base.errors import ConsequenceError, MissingRankError, ThinwireError, one_line
 from thinwire.comm import process_groups
 from thinwire.comm.process_groups import Note, Progress, Uncaught
 from thinwire.comm.times import Times
 from thinwire.comm.topology import Topology
-from thinwire.errors import ConsequenceError, MissingRankError, ThinwireError, one_line
 
 log = logging.getLogger("thinwire")
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from thinwire.base.errors import unknown
 from thinwire.comm.packing import pack, packed_width, to_bytes, unpack
-from thinwire.errors import unknown
 
 # On a CPU several passes over a piece that stays in the cache beat one pass each over everything; on other devices
 # large pieces bound the memory of intermediate results.

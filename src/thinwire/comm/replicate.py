@@ -24,12 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from thinwire.base.errors import ConfigError
 from thinwire.comm import process_groups
 from thinwire.comm.buckets import WIRES, size_of
 from thinwire.comm.collectives import Wire
 from thinwire.comm.sent import Ranks, Sent
 from thinwire.comm.topology import Topology
-from thinwire.errors import ConfigError
 
 # Newer versions of torch call it by another name.
 _parameters = inspect.signature(DistributedDataParallel).parameters

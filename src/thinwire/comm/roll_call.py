@@ -10,9 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from thinwire.base.errors import ConfigError, MissingRankError, ThinwireError
 from thinwire.comm import process_groups
 from thinwire.comm.topology import complete_environment, place
-from thinwire.errors import ConfigError, MissingRankError, ThinwireError
 
 _KEY = "thinwire/roll-call"
 

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from thinwire.base.errors import ConfigError
 from thinwire.comm.buckets import size_of
 from thinwire.comm.collectives import Pending, Wire
 from thinwire.comm.sent import Ranks, Sent
 from thinwire.comm.topology import Topology
-from thinwire.errors import ConfigError
 
 _REMEDY = 'fully_shard(model, mesh=init_device_mesh(device, (groups, workers), mesh_dim_names=("between", "in"))["in"])'
 

@@ -6,7 +6,7 @@ Only variables that srun sets for a step are believed. A shell inside an allocat
 import re
 from collections.abc import Iterator, Mapping
 
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 
 _PORTS = range(20_000, 32_000)  # below those that Linux gives to connections
 _REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")

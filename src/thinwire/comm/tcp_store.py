@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from thinwire.base.errors import ConfigError
 from thinwire.comm.connections import is_hung_up, limit_waits
-from thinwire.errors import ConfigError
 
 
 class Connection(NamedTuple):

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from thinwire.base.errors import ConfigError, DisagreementError
 from thinwire.comm import process_groups, slurm
 from thinwire.comm.sent import Edges, Ranks, Sent, count_edges
-from thinwire.errors import ConfigError, DisagreementError
 
 log = logging.getLogger("thinwire")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from thinwire.errors import CollectiveError
+from thinwire.base.errors import CollectiveError
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 

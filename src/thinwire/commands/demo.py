@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from thinwire import units
+from thinwire.base import units
 from thinwire.commands import options
 from thinwire.jobs import Job, Variant, variants
 from thinwire.netbench.hosts import why_not

@@ -7,14 +7,14 @@ from typing import Any
 
 import click
 
-from thinwire import units
+from thinwire.base import units
+from thinwire.base.errors import ConfigError, ThinwireError
 from thinwire.comm.process_groups import leave
 from thinwire.comm.roll_call import ConnectError, RollCall
 from thinwire.comm.topology import place
 from thinwire.commands import options
 from thinwire.commands.plan import configs_of, workload_of
 from thinwire.doctor import interfaces, links, machine, show
-from thinwire.errors import ConfigError, ThinwireError
 from thinwire.failures import as_worker
 from thinwire.plan import compute as computing
 from thinwire.plan.forecast import Layout

@@ -17,13 +17,13 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from thinwire import saves
+from thinwire.base.files import read_json
+from thinwire.checkpoint import saves
 from thinwire.comm.topology import place
 from thinwire.commands.dry_run_tables import show
 from thinwire.factor.convert import find_layers
 from thinwire.factor.matrix import view_of
 from thinwire.factor.optimizers import Optimizers
-from thinwire.files import read_json
 from thinwire.jobs import Job
 from thinwire.methods.factoring import Factoring
 from thinwire.methods.registry import METHODS

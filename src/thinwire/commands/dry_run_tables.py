@@ -7,7 +7,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from thinwire import units
+from thinwire.base import units
 from thinwire.plan.show import beside
 from thinwire.report.tables import ratio, size, wide_console
 

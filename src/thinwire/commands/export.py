@@ -14,16 +14,17 @@ from typing import Any
 import click
 from rich.console import Console
 
-from thinwire import saves, units
+from thinwire.base import units
+from thinwire.base.errors import ConfigError
+from thinwire.base.files import check_file, read_json
+from thinwire.checkpoint import saves
 from thinwire.commands import options
 from thinwire.commands.doing import Doing
 from thinwire.commands.sources import Found, finished, of_function, unfinished
 from thinwire.compress import Compressed, compress
-from thinwire.errors import ConfigError
 from thinwire.factor.export import describe_inputs, write, write_loader
 from thinwire.factor.program import refuse_onnx, write_programs
 from thinwire.factor.ranks import chooser
-from thinwire.files import check_file, read_json
 from thinwire.recipes import installed
 from thinwire.report import read_run
 from thinwire.report.tables import figure, size

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.errors import ConfigError, DamagedError, unknown
-from thinwire.files import read_json
-from thinwire.snapshot import WORKER
-from thinwire.store import read_tensors
+from thinwire.base.errors import ConfigError, DamagedError, unknown
+from thinwire.base.files import read_json
+from thinwire.checkpoint.snapshot import WORKER
+from thinwire.checkpoint.store import read_tensors
 
 
 def merged(folder: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -12,10 +12,10 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from thinwire.base.errors import ConfigError
 from thinwire.commands import options
 from thinwire.commands.report import page_of_bench
 from thinwire.commands.showing import shown
-from thinwire.errors import ConfigError
 from thinwire.jobs import Job, variants
 from thinwire.netbench.bench import Bench, nothing_shown
 from thinwire.netbench.hosts import clean, parse_rate

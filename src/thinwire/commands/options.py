@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from thinwire.errors import ConfigError, unknown
-from thinwire.files import read_json
+from thinwire.base.errors import ConfigError, unknown
+from thinwire.base.files import read_json
 from thinwire.loggers import NAMES
 from thinwire.loggers.tracker import EVERY
 from thinwire.train.optimizers import OPTIMIZERS

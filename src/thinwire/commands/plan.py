@@ -10,10 +10,10 @@ from typing import Any
 
 import click
 
-from thinwire import units
+from thinwire.base import units
+from thinwire.base.errors import ConfigError
 from thinwire.commands import options
 from thinwire.commands.doing import Doing
-from thinwire.errors import ConfigError
 from thinwire.jobs import method_config, variants
 from thinwire.plan import compute as computing
 from thinwire.plan.forecast import Layout

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
+from thinwire.base.errors import ConfigError, printable
 from thinwire.commands.report import read_content
-from thinwire.errors import ConfigError, printable
 from thinwire.report.over import as_rows, draw_over
 
 _FORMATS = (".png", ".svg", ".pdf")

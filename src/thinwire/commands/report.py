@@ -12,11 +12,11 @@ from typing import Any
 import click
 import numpy as np
 
-from thinwire import units
+from thinwire.base import units
+from thinwire.base.errors import ConfigError, ThinwireError, one_line, printable
+from thinwire.base.files import refuse_link
 from thinwire.commands import options, pictures
 from thinwire.commands.report_live import keep_up
-from thinwire.errors import ConfigError, ThinwireError, one_line, printable
-from thinwire.files import refuse_link
 from thinwire.report import Run, table
 from thinwire.report import compare as compare_runs
 from thinwire.report.figures import FORMATS, write_figures

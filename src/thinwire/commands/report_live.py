@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from thinwire.base.errors import printable
 from thinwire.commands.doing import Doing
-from thinwire.errors import printable
 from thinwire.report.folders import look, run_folders
 from thinwire.report.followed import FINISHED, Followed, FollowedRun
 from thinwire.report.page import live_part, write_page

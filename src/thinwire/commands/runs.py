@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.errors import ConfigError, printable
+from thinwire.base.errors import ConfigError, printable
 from thinwire.report.folders import Found, find, labels, shares
 from thinwire.report.tables import figure, ratio, size, wide_console
 

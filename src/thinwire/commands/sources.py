@@ -11,21 +11,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from thinwire import snapshot
-from thinwire.checks import check_cutoff
+from thinwire.base.checks import check_cutoff
+from thinwire.base.errors import ConfigError, DamagedError, unknown
+from thinwire.base.files import check_file, read_json, understood
+from thinwire.base.schema import COUNT, FLAG, POSITIVE, TEXT, Kind, wrong
+from thinwire.checkpoint import snapshot
+from thinwire.checkpoint.store import read_tensors
 from thinwire.commands import merged_save
-from thinwire.errors import ConfigError, DamagedError, unknown
 from thinwire.factor.forms import LISTING
 from thinwire.factor.layers import FORMS
 from thinwire.factor.load_exported import fill, load
 from thinwire.factor.matrix import view_of
 from thinwire.factor.program import arguments
-from thinwire.files import check_file, read_json, understood
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, call_model, installed, named
 from thinwire.report import read_run
-from thinwire.schema import COUNT, FLAG, POSITIVE, TEXT, Kind, wrong
-from thinwire.store import read_tensors
 from thinwire.train import checkpoint
 from thinwire.train.batcher import Batcher
 from thinwire.train.data import Source

@@ -16,12 +16,12 @@ from typing import Any
 import click
 from rich.table import Table
 
-from thinwire import units
+from thinwire.base import units
+from thinwire.base.errors import ConfigError
 from thinwire.commands import options
 from thinwire.commands.pictures import drawn
 from thinwire.commands.report import page_of
 from thinwire.commands.tune_progress import search_shown
-from thinwire.errors import ConfigError
 from thinwire.jobs import Job, variant
 from thinwire.plan.links import Links
 from thinwire.recipes import named

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from thinwire import units
+from thinwire.base import units
 from thinwire.report.followed import FollowedRun
 from thinwire.report.live import in_place, repeated, rewritten
 from thinwire.report.progress import Progress

@@ -10,8 +10,8 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from thinwire.base.errors import printable
 from thinwire.commands.showing import closing_line
-from thinwire.errors import printable
 from thinwire.report.folders import look
 from thinwire.report.followed import Followed, FollowedRun
 from thinwire.report.live import EVERY_S, Lines, in_place

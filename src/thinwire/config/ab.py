@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from thinwire.checks import (
+from thinwire.base.checks import (
     check_bool,
     check_choice,
     check_cutoff,
@@ -14,11 +14,11 @@ from thinwire.checks import (
     length,
     patterns,
 )
+from thinwire.base.errors import ConfigError
 from thinwire.config.ab_paper import PaperAB
 from thinwire.config.outer import Nesterov, Radial
 from thinwire.config.timed import listed
 from thinwire.config.warmed import Averaged
-from thinwire.errors import ConfigError
 
 _OUTER = Nesterov(lr=1.0)
 _LEAST_ROUND = 4

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 
 EXACT = ("fp32", "bf16")
 QUANTIZED = ("int8", "int4", "int2", "bit")

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from thinwire.checks import check_whole, is_number
-from thinwire.errors import ConfigError
+from thinwire.base.checks import check_whole, is_number
+from thinwire.base.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

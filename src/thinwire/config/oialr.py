@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from thinwire.checks import (
+from thinwire.base.checks import (
     check_bool,
     check_choice,
     check_cutoff,
@@ -14,10 +14,10 @@ from thinwire.checks import (
     length,
     patterns,
 )
+from thinwire.base.errors import ConfigError
 from thinwire.config.codes import check_code
 from thinwire.config.groups import GroupSize
 from thinwire.config.timed import Timed
-from thinwire.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

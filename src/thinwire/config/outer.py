@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass, replace
 
-from thinwire.checks import check_share, is_number
-from thinwire.errors import ConfigError
+from thinwire.base.checks import check_share, is_number
+from thinwire.base.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from thinwire.checks import (
+from thinwire.base.checks import (
     check_bool,
     check_choice,
     check_group_size,
@@ -13,11 +13,11 @@ from thinwire.checks import (
     is_number,
     length,
 )
+from thinwire.base.errors import ConfigError
 from thinwire.config.codes import check_code
 from thinwire.config.groups import GroupSize
 from thinwire.config.outer import Nesterov, Radial
 from thinwire.config.timed import Timed
-from thinwire.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from thinwire import units
+from thinwire.base import units
 from thinwire.doctor.links import slow_links
 
 _MOST_ROWS = 8

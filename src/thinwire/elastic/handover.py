@@ -8,12 +8,12 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from thinwire import loads
+from thinwire.checkpoint.optimizer_files import put_state
+from thinwire.checkpoint.store import apart, together
 from thinwire.elastic.membership import Membership
 from thinwire.factor.optimizers import Optimizers
 from thinwire.methods.base import Method
 from thinwire.methods.context import Saved
-from thinwire.optimizer_files import put_state
-from thinwire.store import apart, together
 
 
 def hand_over(method: Method, membership: Membership, votes: int) -> None:

@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from thinwire.base.errors import CollectiveError, ThinwireError, one_line
 from thinwire.comm import process_groups
 from thinwire.comm.connections import Connections
 from thinwire.comm.watch import Watch
 from thinwire.config.faults import Faults
 from thinwire.elastic.store import Store, StoreLostError
-from thinwire.errors import CollectiveError, ThinwireError, one_line
 
 log = logging.getLogger("thinwire")
 

@@ -39,6 +39,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from thinwire.base.errors import CollectiveError, ConfigError, GivenUpError, LostError, one_line
 from thinwire.comm import process_groups
 from thinwire.comm.connections import Connections
 from thinwire.comm.sent import Ranks
@@ -47,7 +48,6 @@ from thinwire.comm.watch import attempt
 from thinwire.config.faults import Faults
 from thinwire.elastic.heartbeat import Heartbeat
 from thinwire.elastic.store import Meeting, Store, StoreLostError
-from thinwire.errors import CollectiveError, ConfigError, GivenUpError, LostError, one_line
 
 log = logging.getLogger("thinwire")
 

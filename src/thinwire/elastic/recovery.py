@@ -22,12 +22,12 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
+from thinwire.base.errors import CollectiveError, DisagreementError, GivenUpError, LostError, OtherRankError
 from thinwire.comm.watch import attempt
 from thinwire.elastic.handover import hand_over, take_over
 from thinwire.elastic.membership import Groups, Membership, Report, Reports
 from thinwire.elastic.stop import ElasticStop, Left
 from thinwire.elastic.undo import Undo
-from thinwire.errors import CollectiveError, DisagreementError, GivenUpError, LostError, OtherRankError
 from thinwire.methods.base import Method
 from thinwire.methods.context import Saved
 from thinwire.methods.merging import restored

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from thinwire.base.errors import ConfigError, LostError
 from thinwire.comm import process_groups, tcp_store
 from thinwire.comm.topology import place
-from thinwire.errors import ConfigError, LostError
 
 STORE, GROUP, GROUPS, RUN = "THINWIRE_STORE", "THINWIRE_GROUP", "THINWIRE_GROUPS", "THINWIRE_RUN"
 """Environment variables: the store's host:port, this group's number from 0 on, how many groups there are, and, where

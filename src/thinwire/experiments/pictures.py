@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 from thinwire.experiments.randaugment import rand_augment, sample
 from thinwire.train.step_rng import StepRNG
 

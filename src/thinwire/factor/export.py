@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from thinwire.base.files import on_file, refuse_link
 from thinwire.factor.layers import (
     dense_class,
     factored_names,
@@ -27,7 +28,6 @@ from thinwire.factor.layers import (
 )
 from thinwire.factor.matrix import product
 from thinwire.factor.program import arguments, refuse_onnx, write_programs
-from thinwire.files import on_file, refuse_link
 
 Plain = Callable[..., nn.Module]
 _READS_WEIGHTS_OF_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)

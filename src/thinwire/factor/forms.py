@@ -23,9 +23,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from thinwire.errors import ConfigError
-from thinwire.files import read_json, read_safetensors
-from thinwire.schema import TEXT
+from thinwire.base.errors import ConfigError
+from thinwire.base.files import read_json, read_safetensors
+from thinwire.base.schema import TEXT
 
 Chain = tuple[Tensor, ...]
 Source = nn.Module | Mapping[str, Tensor] | str | Path

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
+from thinwire.base.files import on_file
 from thinwire.factor.hooked import copy_of
-from thinwire.files import on_file
 
 log = logging.getLogger("thinwire")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from thinwire.checks import check_cutoff, is_number
-from thinwire.errors import ConfigError
+from thinwire.base.checks import check_cutoff, is_number
+from thinwire.base.errors import ConfigError
 from thinwire.factor.convert import Layer
 from thinwire.factor.decompose import Factors, decompose, rank_of
 

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from thinwire.checks import check_whole, patterns
-from thinwire.errors import ConfigError
+from thinwire.base.checks import check_whole, patterns
+from thinwire.base.errors import ConfigError
+from thinwire.base.files import memory
 from thinwire.factor.convert import warn_unmatched_patterns
 from thinwire.factor.forms import Chain, Layers, Source, bare, label_of, read, shape_of, tall
-from thinwire.files import memory
 
 Matrix = Tensor | Sequence[Tensor]
 """A matrix, or factors whose product it is."""

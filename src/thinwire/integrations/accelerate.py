@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from thinwire.attaching import attach
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 from thinwire.replica import Replica
 
 FOLDER = "thinwire"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 
 
 def refuse(arguments: Any, *, fsdp: bool) -> None:

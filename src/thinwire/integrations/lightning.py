@@ -20,11 +20,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from thinwire.attaching import attach
+from thinwire.base.errors import ConfigError
+from thinwire.checkpoint.saves import remove
 from thinwire.config import AB
-from thinwire.errors import ConfigError
 from thinwire.integrations.dense import dense_state_of, transposed_layers
 from thinwire.replica import Replica
-from thinwire.saves import remove
 
 
 class ThinwireStrategy(DDPStrategy):

@@ -21,7 +21,7 @@ from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
 
 from thinwire.attaching import attach
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 from thinwire.integrations.arguments import refuse
 from thinwire.integrations.dense import dense_state_of, transposed_layers
 from thinwire.replica import Replica

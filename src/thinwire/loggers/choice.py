@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from importlib.util import find_spec
 
-from thinwire.errors import ConfigError, unknown
+from thinwire.base.errors import ConfigError, unknown
 from thinwire.loggers.fanout import Logger
 from thinwire.loggers.to_mlflow import MLflow
 from thinwire.loggers.to_tensorboard import TensorBoard

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from thinwire.errors import ConfigError, ThinwireError, one_line
+from thinwire.base.errors import ConfigError, ThinwireError, one_line
 from thinwire.loggers.tracker import Record, Tracker
 
 log = logging.getLogger("thinwire")

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from thinwire.errors import one_line
+from thinwire.base.errors import one_line
 from thinwire.loggers.arriving import Arriving
 from thinwire.loggers.choice import chosen
 from thinwire.loggers.fanout import Logger, Loggers

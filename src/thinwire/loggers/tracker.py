@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
-from thinwire.errors import ConfigError
-from thinwire.files import read_json, refuse_link, write_json
-from thinwire.schema import TEXT
+from thinwire.base.errors import ConfigError
+from thinwire.base.files import read_json, refuse_link, write_json
+from thinwire.base.schema import TEXT
 
 Record = dict[str, Any]
 """What happened: its kind, and values by name."""

@@ -16,9 +16,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from thinwire.base.errors import ConfigError
 from thinwire.comm.topology import Topology
 from thinwire.config import AB
-from thinwire.errors import ConfigError
 from thinwire.factor.convert import Kept
 from thinwire.methods.ab_shapes import ABShapes
 from thinwire.methods.ab_sides import Sides

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from thinwire.base.errors import ConfigError
 from thinwire.comm.topology import Topology
 from thinwire.config import PaperAB
-from thinwire.errors import ConfigError
 from thinwire.factor import moments
 from thinwire.factor.convert import Layer, to_factors, to_full
 from thinwire.methods.ab_timetable import timetable

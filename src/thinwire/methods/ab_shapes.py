@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor, nn
 
+from thinwire.base.errors import ConfigError
 from thinwire.config import AB
-from thinwire.errors import ConfigError
 from thinwire.factor import moments
 from thinwire.factor.convert import Layer
 from thinwire.factor.decompose import decompose

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from thinwire.base.errors import DivergedError
 from thinwire.comm.buckets import all_finite
 from thinwire.comm.collectives import Wire
 from thinwire.comm.topology import Topology
-from thinwire.errors import DivergedError
 from thinwire.factor import decompose
 from thinwire.factor.convert import Layer
 from thinwire.shards import local

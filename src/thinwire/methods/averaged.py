@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.base.errors import ConfigError, DivergedError
 from thinwire.comm.aggregate import Aggregator, Exact
 from thinwire.comm.buckets import all_finite, pack_wide, reals
 from thinwire.comm.codes import aggregator
 from thinwire.comm.collectives import Wire
 from thinwire.comm.rotating import Rotating
 from thinwire.config.outer import Nesterov, Radial
-from thinwire.errors import ConfigError, DivergedError
 from thinwire.methods.merging import restored
 from thinwire.methods.notes import ChangeNotes
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.base.errors import DivergedError
 from thinwire.comm.aggregate import Aggregator
 from thinwire.comm.buckets import all_finite, reals
 from thinwire.comm.codes import aggregator
 from thinwire.comm.collectives import Wire
-from thinwire.errors import DivergedError
 from thinwire.factor.matrix import wide
 from thinwire.factor.moments import LINEAR
 from thinwire.factor.optimizers import State

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
+from thinwire.base.errors import ConfigError
 from thinwire.comm.buckets import reals
-from thinwire.errors import ConfigError
 from thinwire.factor.matrix import wide
 from thinwire.factor.optimizers import State
 from thinwire.methods.context import MethodContext

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NoReturn
 
+from thinwire.base.errors import DisagreementError
 from thinwire.comm.collectives import Pending, Wire
-from thinwire.errors import DisagreementError
 from thinwire.factor.optimizers import Optimizers
 
 _SAME = 1e-6

@@ -24,10 +24,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from thinwire.base.errors import ConfigError, DivergedError
 from thinwire.comm.collectives import Pending
 from thinwire.comm.topology import Topology
 from thinwire.config import DASO
-from thinwire.errors import ConfigError, DivergedError
 from thinwire.methods.averaged import AveragedTensors, all_restored, not_finite
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext, Saved

@@ -7,10 +7,10 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from thinwire.base.errors import DivergedError
 from thinwire.comm.buckets import all_finite
 from thinwire.comm.collectives import Wire
 from thinwire.comm.sent import Ranks
-from thinwire.errors import DivergedError
 
 _LOSS = -1
 

@@ -5,9 +5,9 @@ import math
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from thinwire import units
+from thinwire.base import units
+from thinwire.base.errors import ConfigError
 from thinwire.comm.topology import Topology
-from thinwire.errors import ConfigError
 from thinwire.factor.convert import Layer, find_layers, warn_unmatched_patterns
 from thinwire.factor.decompose import smallest_cutoff
 from thinwire.factor.usage import OrderOfUse

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 from thinwire.shards import whole_of
 
 

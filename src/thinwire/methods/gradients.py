@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from thinwire.base.errors import CollectiveError, ConfigError, DivergedError
 from thinwire.comm.aggregate import Aggregator, State
 from thinwire.comm.background import EarlyBuckets
 from thinwire.comm.codes import aggregator
@@ -28,7 +29,6 @@ from thinwire.comm.sent import Ranks, Sent
 from thinwire.comm.topology import Topology
 from thinwire.comm.watch import attempt
 from thinwire.config.codes import parse_code
-from thinwire.errors import CollectiveError, ConfigError, DivergedError
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.shards import whole_of
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 from thinwire.factor.optimizers import Optimizers
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple, TypeVar
 
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from thinwire.base.errors import DisagreementError
 from thinwire.comm.collectives import Wire
-from thinwire.errors import DisagreementError
 
 Named = list[tuple[str, Tensor]]
 

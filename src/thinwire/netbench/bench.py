@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from thinwire import units
+from thinwire.base import units
 from thinwire.comm.counters import HEADERS
 from thinwire.jobs import Job, Variant
 from thinwire.launch import HostSpec

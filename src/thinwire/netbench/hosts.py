@@ -18,14 +18,14 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from thinwire import units
+from thinwire.base import units
+from thinwire.base.errors import ConfigError, ThinwireError
+from thinwire.base.files import parse_json
+from thinwire.base.schema import COUNT, FLAG, TEXT, Record, wrong
 from thinwire.comm.counters import LINK, VARIABLE
-from thinwire.errors import ConfigError, ThinwireError
-from thinwire.files import parse_json
 from thinwire.launch import HostSpec, sigterm_exits
 from thinwire.netbench import links
 from thinwire.netbench.links import CommandError, Counters, Host, Probe, parse_rate
-from thinwire.schema import COUNT, FLAG, TEXT, Record, wrong
 
 __all__ = ["Counters", "Host", "Hosts", "Probe", "check", "clean", "parse_rate", "why_not"]
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 from thinwire.launch import HostSpec
 from thinwire.netbench.hosts import Hosts, check, parse_rate
 

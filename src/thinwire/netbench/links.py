@@ -27,8 +27,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from thinwire.errors import ConfigError, ThinwireError
-from thinwire.units import bits_per_second
+from thinwire.base.errors import ConfigError, ThinwireError
+from thinwire.base.units import bits_per_second
 
 Result = TypeVar("Result")
 

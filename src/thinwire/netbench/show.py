@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from thinwire import units
+from thinwire.base import units
 from thinwire.report.tables import fitting, simple_table, size
 
 _CAPTION = (

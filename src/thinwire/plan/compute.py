@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.errors import ConfigError, ThinwireError
+from thinwire.base.errors import ConfigError, ThinwireError
 from thinwire.factor.decompose import decompose_if_smaller
 from thinwire.plan.workload import Workload, copy_with
 from thinwire.train.first_step import kept_for_backward

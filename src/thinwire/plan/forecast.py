@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+from thinwire.base.errors import ConfigError
 from thinwire.comm.layout_views import kind
 from thinwire.comm.ledger import Ledger, mean_over_nodes
 from thinwire.comm.sent import Sent
 from thinwire.comm.topology import Topology, arrange
-from thinwire.errors import ConfigError
 from thinwire.methods.agree import decomposers
 from thinwire.methods.registry import METHODS, name_of
 from thinwire.plan.compute import Compute

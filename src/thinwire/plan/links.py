@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from thinwire.base.errors import ConfigError
 from thinwire.comm.sent import Sent
-from thinwire.errors import ConfigError
 
 PAYLOAD = 0.935
 """Share of an Ethernet link that TCP leaves to payload: 1448 of 1514 bytes per packet, less acknowledgements."""

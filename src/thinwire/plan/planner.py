@@ -8,8 +8,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from thinwire.base.errors import ConfigError
 from thinwire.config import AllReduce
-from thinwire.errors import ConfigError
 from thinwire.factor.convert import find_layers
 from thinwire.plan import compute
 from thinwire.plan import ranks as predicted

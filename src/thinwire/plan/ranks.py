@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 from thinwire.factor.convert import Layer
 from thinwire.methods.agree import empty_factors
 from thinwire.report.records import read_records, read_run

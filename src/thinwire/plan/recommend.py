@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from thinwire import units
+from thinwire.base import units
 from thinwire.config import AllReduce
 from thinwire.plan.forecast import Forecast
 from thinwire.plan.limits import limits_of

@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
-from thinwire import units
+from thinwire.base import units
 from thinwire.plan.links import Links
 from thinwire.plan.planner import Plan, over_nodes
 from thinwire.report.plots import colours, dress, two_panels

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 from thinwire.factor.layers import factored_names, factors_of, mark_as_read, weight_was_read
 from thinwire.factor.usage import OrderOfUse
 from thinwire.methods.registry import name_of

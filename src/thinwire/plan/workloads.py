@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from thinwire.errors import ConfigError, unknown
+from thinwire.base.errors import ConfigError, unknown
 from thinwire.plan.shapes_only import NoInitialValues
 from thinwire.plan.workload import Workload
 from thinwire.recipes import Recipe, call_model, model_without_values

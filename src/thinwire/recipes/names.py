@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from thinwire.errors import ConfigError, ThinwireError, unknown
+from thinwire.base.errors import ConfigError, ThinwireError, unknown
 from thinwire.methods.registry import METHODS
 from thinwire.train.optimizers import with_optimizer_named
 from thinwire.train.task import Recipe

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from thinwire.checks import is_number
-from thinwire.errors import ConfigError, ThinwireError, unknown
+from thinwire.base.checks import is_number
+from thinwire.base.errors import ConfigError, ThinwireError, unknown
 from thinwire.train import data, models
 from thinwire.train.task import Recipe
 

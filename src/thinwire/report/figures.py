@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from thinwire.files import on_file, refuse_link
+from thinwire.base.files import on_file, refuse_link
 from thinwire.report.plots import blank, colours, dress, strokes
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.errors import ConfigError, one_line
-from thinwire.files import check_file, parse_json, read_json
+from thinwire.base.errors import ConfigError, one_line
+from thinwire.base.files import check_file, parse_json, read_json
+from thinwire.base.schema import COUNT, TEXT, wrong
 from thinwire.report.records import Run, grouped, is_measured_baseline, read_run, share_of_baseline
-from thinwire.schema import COUNT, TEXT, wrong
 
 FINISHED, UNFINISHED, DAMAGED = "finished", "unfinished", "damaged"
 _MARKS = ("summary.json", "records.jsonl", "trial.json")

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
-from thinwire.errors import ThinwireError, printable
-from thinwire.files import read_json
+from thinwire.base.errors import ThinwireError, printable
+from thinwire.base.files import read_json
+from thinwire.base.schema import TEXT
 from thinwire.report.folders import all_folders, last_written
 from thinwire.report.panel import is_silent, panel
 from thinwire.report.progress import Progress
 from thinwire.report.tail import Tail
-from thinwire.schema import TEXT
 
 FINISHED, STOPPED = "finished", "stopped and saved"
 _RUNNING = "running"

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from thinwire.errors import DamagedError
-from thinwire.files import refuse_link
+from thinwire.base.errors import DamagedError
+from thinwire.base.files import refuse_link
 from thinwire.report.plots import blank
 from thinwire.report.records import Run, read_records
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from thinwire.errors import ConfigError, unknown
-from thinwire.files import refuse_link
+from thinwire.base.errors import ConfigError, unknown
+from thinwire.base.files import refuse_link
 from thinwire.report.metrics import spread
 from thinwire.report.plots import blank, dress, strokes
 from thinwire.report.records import Run, grouped, is_measured_baseline, share_of_baseline

@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from thinwire import units
+from thinwire.base import units
 from thinwire.report.page.summary import percent
 from thinwire.report.progress import FINISHING, Progress
 from thinwire.report.tables import duration, figure, size

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from thinwire.errors import ConfigError
-from thinwire.files import refuse_link
+from thinwire.base.errors import ConfigError
+from thinwire.base.files import refuse_link
+from thinwire.base.units import time
 from thinwire.report.records import BASELINE, Run, grouped
 from thinwire.report.tables import examples, ratio
-from thinwire.units import time
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,7 @@ from collections import deque
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from thinwire.schema import COUNT, FIGURE, NUMBER, POSITIVE, TEXT, wrong
+from thinwire.base.schema import COUNT, FIGURE, NUMBER, POSITIVE, TEXT, wrong
 
 FINISHING = "finishing"
 _WINDOW_S = 60.0

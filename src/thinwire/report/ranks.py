@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.files import refuse_link
+from thinwire.base.files import refuse_link
 from thinwire.report.plots import blank, dress
 from thinwire.report.records import Run, read_records
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from thinwire.errors import ConfigError, DamagedError
-from thinwire.files import parse_json, raw_blocks_of, read_json
+from thinwire.base.errors import ConfigError, DamagedError
+from thinwire.base.files import parse_json, raw_blocks_of, read_json
+from thinwire.base.schema import ANY, COUNT, FIGURE, NUMBER, POSITIVE, TEXT, wrong
+from thinwire.base.units import count
 from thinwire.report.metrics import is_measurable, spread
 from thinwire.report.steps import Block
-from thinwire.schema import ANY, COUNT, FIGURE, NUMBER, POSITIVE, TEXT, wrong
-from thinwire.units import count
 
 _SENT = {"slow_bytes": NUMBER, "by_purpose": {str: {"slow_bytes?": NUMBER}}}
 SUMMARY = {

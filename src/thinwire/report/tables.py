@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.units import count, time
+from thinwire.base.units import count, time
 
 _WIDEST_LABEL, _NARROWEST_LABEL = 30, 12
 _INDENT = 2

@@ -7,8 +7,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from thinwire.files import parse_json
-from thinwire.schema import COUNT, TEXT, wrong
+from thinwire.base.files import parse_json
+from thinwire.base.schema import COUNT, TEXT, wrong
 
 _STEPS = 20
 """Steps of which records are read at a time, the last ones: the others say nothing about how far a run is."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thinwire.errors import DamagedError, one_line
-from thinwire.files import raw_blocks_of
+from thinwire.base.errors import DamagedError, one_line
+from thinwire.base.files import raw_blocks_of
 from thinwire.report.buckets import Bucket, Line, Sample, spikes
 from thinwire.report.records import parse_record
 from thinwire.report.steps import Block

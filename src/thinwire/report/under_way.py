@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
+from thinwire.base.schema import FIGURE, wrong
 from thinwire.report.followed import FollowedRun
 from thinwire.report.panel import is_silent, line, silence
 from thinwire.report.records import SUMMARY, UNDER_WAY, Run
-from thinwire.schema import FIGURE, wrong
 
 _OF_START = ("recipe", "method", "config", "seed", "world_size", "metric", "split", "batch", "parameters_full")
 _IF_KNOWN = ("optimizer", "lr", "weight_decay", "usual_optimizer", "usual_lr", "split_size")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 from thinwire.train.data import Batches, Prefetcher, Source, share
 from thinwire.train.step_rng import StepRNG
 from thinwire.train.task import Recipe

@@ -18,14 +18,14 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from thinwire.also import RandomState
-from thinwire.errors import ConfigError, DamagedError
-from thinwire.files import json_text, read_json
+from thinwire.base.errors import ConfigError, DamagedError
+from thinwire.base.files import json_text, read_json
+from thinwire.base.schema import ANY, COUNT, FIGURE, NUMBER, Row, like
+from thinwire.checkpoint.also import RandomState
+from thinwire.checkpoint.saves import Files, all_saves, find_sound_together
+from thinwire.checkpoint.store import copied, read_tensors
 from thinwire.replica import Replica
-from thinwire.saves import Files, all_saves, find_sound_together
-from thinwire.schema import ANY, COUNT, FIGURE, NUMBER, Row, like
 from thinwire.settings import describe
-from thinwire.store import copied, read_tensors
 from thinwire.train.task import Recipe, describe_optimizer
 
 log = logging.getLogger("thinwire")

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from thinwire import saves
-from thinwire.errors import ConfigError
-from thinwire.files import refuse_link
+from thinwire.base.errors import ConfigError
+from thinwire.base.files import refuse_link
+from thinwire.checkpoint import saves
 from thinwire.loggers.to_tensorboard import SUFFIX as EVENTS_SUFFIX
 from thinwire.loggers.tracker import FILE as TRACKERS
 

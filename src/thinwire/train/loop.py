@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire import saves
+from thinwire.checkpoint import saves
+from thinwire.checkpoint.saves import remove
 from thinwire.comm.topology import join
 from thinwire.factor.stability import Stability
 from thinwire.loggers import Logger, chosen
-from thinwire.saves import remove
 from thinwire.train.batcher import Batch
 from thinwire.train.folder import CHECKPOINTS, best_epochs
 from thinwire.train.logged import logged

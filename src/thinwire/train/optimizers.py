@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from thinwire.errors import ConfigError, unknown
+from thinwire.base.errors import ConfigError, unknown
 from thinwire.train.schedule import Cosine
 from thinwire.train.task import MakeOptimizer, MethodOverrides, Recipe
 

@@ -9,12 +9,12 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from thinwire import units
-from thinwire.errors import DamagedError
-from thinwire.files import lines_of, on_file, parse_json, refuse_link
+from thinwire.base import units
+from thinwire.base.errors import DamagedError
+from thinwire.base.files import lines_of, on_file, parse_json, refuse_link
+from thinwire.base.schema import COUNT, wrong
 from thinwire.loggers.arriving import Arriving
 from thinwire.loggers.fanout import Loggers
-from thinwire.schema import COUNT, wrong
 
 log = logging.getLogger("thinwire")
 _A_STEP = '{"kind": "step", '

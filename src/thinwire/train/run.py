@@ -18,14 +18,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from thinwire.attaching import attach
+from thinwire.base.errors import ConfigError, DamagedError
+from thinwire.base.files import read_json
+from thinwire.checkpoint.manifest import verify
+from thinwire.checkpoint.saves import Save, newest
 from thinwire.comm.topology import place
-from thinwire.errors import ConfigError, DamagedError
 from thinwire.factor.spectrum import spectra
 from thinwire.factor.stability import Stability
-from thinwire.files import read_json
-from thinwire.manifest import verify
 from thinwire.replica import Replica
-from thinwire.saves import Save, newest
 from thinwire.train import checkpoint, folder
 from thinwire.train.batcher import Batcher
 from thinwire.train.counts import Counts

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from thinwire import saves
+from thinwire.base.errors import ConfigError, SaveError, one_line
+from thinwire.checkpoint import saves
 from thinwire.comm.process_groups import next_number
-from thinwire.errors import ConfigError, SaveError, one_line
 from thinwire.stopping import Stop
 from thinwire.train import checkpoint, folder
 from thinwire.train.run import Run

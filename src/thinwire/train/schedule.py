@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 from thinwire.settings import from_strings
 
 

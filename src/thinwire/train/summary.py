@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from thinwire.base.errors import SaveError, one_line
+from thinwire.base.files import on_file, refuse_link
 from thinwire.comm.counters import LINK
-from thinwire.errors import SaveError, one_line
 from thinwire.factor import export
-from thinwire.files import on_file, refuse_link
 from thinwire.replica import Replica
 from thinwire.train.counts import Counts
 from thinwire.train.counts import figures as counted_figures

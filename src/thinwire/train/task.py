@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thinwire.errors import ConfigError, unknown
+from thinwire.base.errors import ConfigError, unknown
 from thinwire.train.data import Source, for_validation
 from thinwire.train.schedule import Cosine, Rate, with_fields
 from thinwire.train.transform import AsIs, Transform

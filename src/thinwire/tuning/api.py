@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.checks import check_whole
-from thinwire.errors import ConfigError, ThinwireError, unknown
+from thinwire.base.checks import check_whole
+from thinwire.base.errors import ConfigError, ThinwireError, unknown
 from thinwire.jobs import Job
 from thinwire.plan.links import Links
 from thinwire.tuning.by_optuna import SAMPLERS, search_by_optuna

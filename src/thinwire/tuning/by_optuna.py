@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 from thinwire.tuning.crew import OneRank, devices_for
 from thinwire.tuning.evaluate import evaluate
 from thinwire.tuning.search import Search

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from thinwire.checks import check_whole, is_number
-from thinwire.errors import ConfigError, ThinwireError
+from thinwire.base.checks import check_whole, is_number
+from thinwire.base.errors import ConfigError, ThinwireError
 from thinwire.tuning.crew import devices_for, free_port, place
 from thinwire.tuning.evaluate import evaluate
 from thinwire.tuning.nonblocking import NonBlocking, unblock

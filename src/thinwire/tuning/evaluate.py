@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from thinwire import saves
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
+from thinwire.checkpoint import saves
 from thinwire.plan import compute as computing
 from thinwire.plan.forecast import Layout
 from thinwire.plan.planner import Stopwatch, make_plan

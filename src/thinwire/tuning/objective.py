@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from thinwire.errors import ConfigError, unknown
+from thinwire.base.errors import ConfigError, unknown
 from thinwire.report.metrics import BETTER_HIGH, BETTER_LOW
 
 FAILED = 1e9

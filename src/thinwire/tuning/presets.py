@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 from thinwire.tuning.space import Space, read_space, space_of
 
 _RATE = {"lr_scale": {"from": 0.3, "to": 3.0, "scale": "log"}}

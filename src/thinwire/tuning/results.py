@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from thinwire.files import refuse_link, write_json
+from thinwire.base.files import refuse_link, write_json
 from thinwire.report.plots import blank
 from thinwire.tuning.search import BEST, PARETO, PICTURE, Search
 from thinwire.tuning.space import Code

@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from thinwire.base.errors import ConfigError
+from thinwire.base.files import read_json, write_json
 from thinwire.config.outer import Nesterov
-from thinwire.errors import ConfigError
-from thinwire.files import read_json, write_json
 from thinwire.jobs import Job
 from thinwire.plan.links import Links
 from thinwire.recipes.names import function_named, given_arguments

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thinwire.checks import is_number
-from thinwire.errors import ConfigError, unknown
-from thinwire.files import check_file
+from thinwire.base.checks import is_number
+from thinwire.base.errors import ConfigError, unknown
+from thinwire.base.files import check_file
 
 Code = int | float
 Value = int | float | str | bool

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from thinwire.files import read_json, write_json
-from thinwire.schema import ANY, COUNT, FIGURE, NUMBER, TEXT
+from thinwire.base.files import read_json, write_json
+from thinwire.base.schema import ANY, COUNT, FIGURE, NUMBER, TEXT
 from thinwire.tuning.space import Code, Value, as_text
 
 FILE = "trial.json"

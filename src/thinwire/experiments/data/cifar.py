@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from thinwire.errors import ConfigError
-from thinwire.files import check_file
+from thinwire.base.errors import ConfigError
+from thinwire.base.files import check_file
 from thinwire.train.data.images import Images
 from thinwire.train.data.source import LARGEST, arrays, damaged, read_whole
 

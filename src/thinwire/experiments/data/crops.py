@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 from thinwire.experiments.data.crops import TRIES, Box, centre_box, decode, random_box
 from thinwire.train.step_rng import StepRNG
 

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from thinwire.base.errors import ConfigError
 from thinwire.comm.topology import place
-from thinwire.errors import ConfigError
 from thinwire.experiments.data.fetch import how_to_fill
 from thinwire.train.data.source import rows_on, unpacked_text
 from thinwire.train.step_rng import StepRNG

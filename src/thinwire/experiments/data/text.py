@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 from thinwire.experiments.data.fetch import how_to_fill
 from thinwire.train.data import Text
 from thinwire.train.data.source import unpacked, unpacked_text

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 
 
 class Autoformer(nn.Module):

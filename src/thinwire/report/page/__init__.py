@@ -12,8 +12,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from thinwire.errors import ConfigError
-from thinwire.files import on_file, refuse_link
+from thinwire.base.errors import ConfigError
+from thinwire.base.files import on_file, refuse_link
 from thinwire.report.page.data import Content, collect
 
 NAME = "report.html"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from thinwire.errors import ThinwireError, one_line
+from thinwire.base.errors import ThinwireError, one_line
 from thinwire.report.folders import labels
 from thinwire.report.page import netbench, pareto
 from thinwire.report.page.command import command

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from thinwire import units
-from thinwire.files import read_json
+from thinwire.base import units
+from thinwire.base.files import read_json
+from thinwire.base.schema import COUNT, NUMBER, TEXT
 from thinwire.report.page.numbers import number
-from thinwire.schema import COUNT, NUMBER, TEXT
 
 NAME = "netbench.json"
 _METHOD = {

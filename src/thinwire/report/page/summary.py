@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from thinwire.base.units import count
 from thinwire.report.metrics import BETTER_HIGH, BETTER_LOW, resolution
 from thinwire.report.page.pareto import comparable
 from thinwire.report.records import Run, baseline_row, compare
 from thinwire.report.tables import examples, figure, size
-from thinwire.units import count
 
 _MOST_SENTENCES = 8
 _SAME_SIZE = 1.005

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 from thinwire.train.data.source import arrays, cut_for_validation, damaged, locate, read_whole, rows_on
 from thinwire.train.step_rng import StepRNG
 

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.errors import ConfigError
-from thinwire.files import check_file
+from thinwire.base.errors import ConfigError
+from thinwire.base.files import check_file
 from thinwire.train.step_rng import StepRNG
 
 LARGEST = 1 << 30

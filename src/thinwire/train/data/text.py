@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 from thinwire.train.data.source import cut_for_validation, locate, rows_on, unpacked_text
 from thinwire.train.step_rng import StepRNG
 

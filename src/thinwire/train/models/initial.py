@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from thinwire.errors import ThinwireError
+from thinwire.base.errors import ThinwireError
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from thinwire.errors import ConfigError, DamagedError, ThinwireError
-from thinwire.schema import wrong
+from thinwire.base.errors import ConfigError, DamagedError, ThinwireError
+from thinwire.base.schema import wrong
 
 REMEDY = "restore the file, or use an older save"
 _LARGEST_JSON = 32 << 20

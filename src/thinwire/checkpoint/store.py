@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from thinwire.errors import DamagedError
-from thinwire.files import REMEDY, on_file, read_safetensors, refuse_link
+from thinwire.base.errors import DamagedError
+from thinwire.base.files import REMEDY, on_file, read_safetensors, refuse_link
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,12 +21,12 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire import manifest
+from thinwire.base.errors import AbandonedSaveError, CollectiveError, ConfigError, DamagedError, SaveError, one_line
+from thinwire.base.files import on_file
+from thinwire.checkpoint import manifest
+from thinwire.checkpoint.store import write_tensors
 from thinwire.comm import process_groups
 from thinwire.comm.collectives import Wire
-from thinwire.errors import AbandonedSaveError, CollectiveError, ConfigError, DamagedError, SaveError, one_line
-from thinwire.files import on_file
-from thinwire.store import write_tensors
 
 log = logging.getLogger("thinwire")
 

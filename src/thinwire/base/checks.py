@@ -5,7 +5,7 @@ import numbers
 from collections.abc import Iterable
 from typing import Any
 
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 
 
 def check_cutoff(cutoff: float, *, zero_allowed: bool = False) -> None:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thinwire.errors import DamagedError
+from thinwire.base.errors import DamagedError
+from thinwire.base.files import REMEDY, header
+from thinwire.base.schema import ANY, COUNT, FIGURE, FLAG, NUMBER, POSITIVE, TEXT, Row, wrong
 from thinwire.factor.layers import FORMS
 from thinwire.factor.moments import LINEAR, QUADRATIC
-from thinwire.files import REMEDY, header
-from thinwire.schema import ANY, COUNT, FIGURE, FLAG, NUMBER, POSITIVE, TEXT, Row, wrong
 
 _SPENT = (None, {"seconds": NUMBER})
 _TIMES = {"steps": COUNT} | dict.fromkeys(

@@ -7,16 +7,16 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from thinwire.base.errors import ConfigError
+from thinwire.base.files import json_text, read_json
+from thinwire.checkpoint.saved_state import OPTIMIZERS, check_complete, check_settings, check_state
+from thinwire.checkpoint.saves import Files
+from thinwire.checkpoint.store import apart, copied, like, read_tensors, together
 from thinwire.comm.sharded import like_whole
-from thinwire.errors import ConfigError
 from thinwire.factor.moments import LINEAR, QUADRATIC
 from thinwire.factor.optimizers import Optimizers
-from thinwire.files import json_text, read_json
 from thinwire.methods.base import Method
-from thinwire.saved_state import OPTIMIZERS, check_complete, check_settings, check_state
-from thinwire.saves import Files
 from thinwire.shards import local, whole_of
-from thinwire.store import apart, copied, like, read_tensors, together
 
 _NESTED = "nested."
 """Begins the names of tensors that are in lists of an optimizer's state, as SOAP's and Shampoo's matrices."""

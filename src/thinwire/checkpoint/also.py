@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.errors import ConfigError, DamagedError, one_line
-from thinwire.files import REMEDY, json_text, read_json, understood
-from thinwire.saves import Files
-from thinwire.store import copied, read_tensors
+from thinwire.base.errors import ConfigError, DamagedError, one_line
+from thinwire.base.files import REMEDY, json_text, read_json, understood
+from thinwire.checkpoint.saves import Files
+from thinwire.checkpoint.store import copied, read_tensors
 
 log = logging.getLogger("thinwire")
 

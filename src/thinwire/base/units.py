@@ -2,7 +2,7 @@
 
 import re
 
-from thinwire.errors import ConfigError
+from thinwire.base.errors import ConfigError
 
 _RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _TIMES = {"h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from thinwire.base.errors import DamagedError, DisagreementError, one_line
+from thinwire.base.files import REMEDY, on_file, read_json, write_json
+from thinwire.base.schema import COUNT, TEXT
 from thinwire.comm.collectives import Wire
-from thinwire.errors import DamagedError, DisagreementError, one_line
-from thinwire.files import REMEDY, on_file, read_json, write_json
-from thinwire.schema import COUNT, TEXT
 
 MANIFEST = "manifest.json"
 Entry = Mapping[str, Any]

@@ -1,0 +1,1 @@
+"""Errors, files, schemas, units and checks, without torch."""
