@@ -12,7 +12,7 @@ import click
 
 from doc_pages import ROOT, Block
 from thinwire.cli import main
-from thinwire.jobs import Job, variants
+from thinwire.launch.jobs import Job, variants
 from thinwire.recipes import named
 from thinwire.tuning.objective import parse_objective
 from thinwire.tuning.presets import chosen_space

@@ -11,7 +11,7 @@ from thinwire.base.errors import ConfigError
 from thinwire.base.units import bits_per_second
 from thinwire.cli import main
 from thinwire.commands import demo
-from thinwire.jobs import Job, variants
+from thinwire.launch.jobs import Job, variants
 from thinwire.netbench import hosts
 from thinwire.netbench.linked import nodes_for
 

@@ -22,9 +22,9 @@ from selection import first_of
 from thinwire.base.errors import ConfigError, MissingRankError, ThinwireError
 from thinwire.cli import main
 from thinwire.comm import missing, process_groups
-from thinwire.failures import TorchrunLog, WorkerError, _report_and_exit, first_cause
-from thinwire.jobs import Job
-from thinwire.launch import HostSpec
+from thinwire.launch.failures import TorchrunLog, WorkerError, _report_and_exit, first_cause
+from thinwire.launch.jobs import Job
+from thinwire.launch.launcher import HostSpec
 
 RUN = {"recipe": "digits", "method": "allreduce", "steps": 8, "save_every": 4, "workers": 2}
 

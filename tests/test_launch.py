@@ -18,9 +18,9 @@ import thinwire
 from patience import LIMIT_S, until
 from thinwire.base.errors import ConfigError
 from thinwire.cli import main
-from thinwire.failures import TorchrunLog, WorkerError, first_cause
-from thinwire.jobs import Job
-from thinwire.launch import HostSpec, launch
+from thinwire.launch.failures import TorchrunLog, WorkerError, first_cause
+from thinwire.launch.jobs import Job
+from thinwire.launch.launcher import HostSpec, launch
 
 # Without hosts.
 
@@ -201,7 +201,7 @@ def test_a_worker_killed_on_one_host_is_named_and_ends_the_others(hosts, tmp_pat
 
 @pytest.mark.root
 def test_a_host_that_fails_to_start_ends_those_that_wait_for_it(hosts, tmp_path, monkeypatch):
-    monkeypatch.setattr("thinwire.launch._OTHERS_REPORT_S", 1)
+    monkeypatch.setattr("thinwire.launch.launcher._OTHERS_REPORT_S", 1)
     bad = HostSpec(("sh", "-c", "echo no such host; exit 1"), "10.78.0.2")
     with pytest.raises(WorkerError, match="exited with code 1"):
         _job(tmp_path / "run", (hosts[0], bad)).run(lambda line: None)

@@ -21,7 +21,7 @@ from thinwire.base.errors import ConfigError
 from thinwire.cli import main
 from thinwire.comm.counters import VARIABLE, Interface
 from thinwire.comm.ledger import Ledger
-from thinwire.jobs import Job, Variant, variants
+from thinwire.launch.jobs import Job, Variant, variants
 from thinwire.netbench import hosts
 from thinwire.netbench.bench import _agreement, _sum
 from thinwire.plan import compute

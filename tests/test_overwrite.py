@@ -50,7 +50,7 @@ def test_a_run_without_resume_leaves_a_paused_run_alone(tmp_path, monkeypatch):
     assert f"`{out}` is in use, it holds records.jsonl, checkpoint" in said
     assert "add `--resume` to continue it, `--overwrite` to replace it, or give another `--out`" in said
     assert _held(out) == before
-    monkeypatch.setattr("thinwire.jobs.launch", lambda *_: pytest.fail("workers were started"))
+    monkeypatch.setattr("thinwire.launch.jobs.launch", lambda *_: pytest.fail("workers were started"))
     _thinwire(*RUN, "--workers", 2, "--seed", 1, "--out", out, expect=2)
     with pytest.raises(ConfigError, match="is in use"):
         fit(named("digits", steps=4), thinwire.AllReduce(), out=out)
@@ -78,7 +78,7 @@ def test_a_folder_is_written_to_by_one_command_at_a_time(tmp_path, monkeypatch):
     out = tmp_path / "run"
     _thinwire(*RUN, "--until", 2, "--out", out)
     before = _held(out)
-    monkeypatch.setattr("thinwire.jobs.launch", lambda *_: pytest.fail("workers were started"))
+    monkeypatch.setattr("thinwire.launch.jobs.launch", lambda *_: pytest.fail("workers were started"))
     with locked(out):
         for more in (["--resume"], ["--overwrite"], ["--overwrite", "--workers", 2]):
             said = _thinwire(*RUN, *more, "--out", out, expect=2)
@@ -144,7 +144,7 @@ def test_a_lock_is_not_taken_from_a_file_that_its_holder_has_just_removed(tmp_pa
 
 @pytest.mark.slow
 def test_the_first_of_several_workers_finds_the_lock_and_all_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("thinwire.jobs.refuse_locked", lambda out: None)  # as if both had begun at once
+    monkeypatch.setattr("thinwire.launch.jobs.refuse_locked", lambda out: None)  # as if both had begun at once
     with locked(tmp_path):
         said = _thinwire(*RUN, "--workers", 2, "--out", tmp_path, expect=2)
     assert f"`{tmp_path}` is in use by process {os.getpid()}" in said and not list(tmp_path.iterdir())

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from thinwire.base.errors import ConfigError
 from thinwire.cli import main
-from thinwire.jobs import Job
+from thinwire.launch.jobs import Job
 from thinwire.train.schedule import Cosine, Rate, scheduled
 
 

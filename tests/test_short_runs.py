@@ -16,7 +16,7 @@ from thinwire import AB, ConfigError, DiLoCo, LocalSGD, OneBit, PowerSGD, TopK
 from thinwire.cli import main
 from thinwire.config import DASO, OIALR, PaperAB
 from thinwire.config.timed import Timed
-from thinwire.jobs import Job, method_config
+from thinwire.launch.jobs import Job, method_config
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import named
 from thinwire.settings import describe, from_strings

@@ -18,7 +18,7 @@ import needs
 import thinwire
 from thinwire.base.errors import ConfigError, DamagedError
 from thinwire.cli import main
-from thinwire.jobs import Job
+from thinwire.launch.jobs import Job
 from thinwire.plan.links import Links
 from thinwire.tuning.api import Execution, begin, run_trials
 from thinwire.tuning.by_propulate import Evolution, Pending

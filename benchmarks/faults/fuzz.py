@@ -37,7 +37,7 @@ from thinwire.base.errors import ThinwireError, is_refusal
 from thinwire.checkpoint import manifest
 from thinwire.cli import main
 from thinwire.factor.load_exported import load as load_exported
-from thinwire.jobs import method_config
+from thinwire.launch.jobs import method_config
 from thinwire.train import fit
 from thinwire.train.data import digits
 

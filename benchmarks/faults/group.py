@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thinwire
-from thinwire.jobs import Job
+from thinwire.launch.jobs import Job
 from thinwire.train.batcher import Batcher
 from thinwire.train.schedule import scheduled
 

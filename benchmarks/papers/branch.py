@@ -10,7 +10,7 @@ from pathlib import Path
 
 from thinwire.base.errors import ConfigError
 from thinwire.checkpoint import manifest, saves
-from thinwire.jobs import Job
+from thinwire.launch.jobs import Job
 from thinwire.settings import describe
 from thinwire.train import checkpoint
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from branch import branch
 
-from thinwire.jobs import Job
+from thinwire.launch.jobs import Job
 
 HERE = Path(__file__).parent
 WORKERS = 4

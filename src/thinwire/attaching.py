@@ -34,7 +34,7 @@ from thinwire.preflight import (
     given_optimizers,
 )
 from thinwire.replica import Replica
-from thinwire.shards import ShardedModel, is_sharded, refuse_on_shards
+from thinwire.sharding.shards import ShardedModel, is_sharded, refuse_on_shards
 from thinwire.stopping import handle_signals, release_signals
 
 log = logging.getLogger("thinwire")

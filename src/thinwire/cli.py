@@ -36,8 +36,8 @@ from thinwire.commands.stability import stability
 from thinwire.commands.store import store
 from thinwire.commands.tune import tune
 from thinwire.commands.watch import watch
-from thinwire.jobs import Job, variant, variants
-from thinwire.launch import HostSpec, inside_job
+from thinwire.launch.jobs import Job, variant, variants
+from thinwire.launch.launcher import HostSpec, inside_job
 from thinwire.methods.registry import METHODS, load_installed
 from thinwire.netbench.linked import linked, nodes_for
 from thinwire.recipes import installed, named

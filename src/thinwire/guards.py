@@ -14,7 +14,7 @@ from thinwire.comm.buckets import all_finite
 from thinwire.comm.wrappers import wrapper_around, wrapper_inside
 from thinwire.methods.base import Method
 from thinwire.methods.merging import average_buffers
-from thinwire.shards import local, whole_of
+from thinwire.sharding.shards import local, whole_of
 
 log = logging.getLogger("thinwire")
 

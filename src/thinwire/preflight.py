@@ -15,7 +15,7 @@ from thinwire.comm.collectives import Wire
 from thinwire.comm.wrappers import wrapper_inside
 from thinwire.factor.layers import factored_names
 from thinwire.factor.optimizers import Optimizers
-from thinwire.shards import is_sharded, local, whole_of
+from thinwire.sharding.shards import is_sharded, local, whole_of
 
 log = logging.getLogger("thinwire")
 

@@ -57,10 +57,9 @@ from thinwire.methods.untraced import untraced
 from thinwire.methods.waits import Waits
 from thinwire.moving_averages import guard_averages
 from thinwire.notices import OneGroupNotice, log_finished, log_past_end
-from thinwire.plain_shards import to_plain_shards
 from thinwire.scaling import SharedScale
 from thinwire.settings import describe as describe_config
-from thinwire.shards import ShardedModel, whole_of
+from thinwire.sharding.shards import ShardedModel, to_plain_shards, whole_of
 from thinwire.stepping import Stepping
 from thinwire.steps import iterate, rescue
 from thinwire.stopping import Stop, handle_signals, release_signals

@@ -24,7 +24,7 @@ from standins import folder_for
 from thinwire.base.errors import ConfigError
 from thinwire.checkpoint import saves
 from thinwire.cli import main
-from thinwire.jobs import Job, method_config
+from thinwire.launch.jobs import Job, method_config
 from thinwire.recipes import Recipe, installed, load, named
 from thinwire.train import checkpoint, fit
 from thinwire.train.data import Images, Source

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import needs
-from thinwire.jobs import Job
+from thinwire.launch.jobs import Job
 from thinwire.recipes import digits
 from thinwire.train.batcher import Batcher
 

@@ -16,7 +16,7 @@ from thinwire.comm.sharded import like_whole
 from thinwire.factor.moments import LINEAR, QUADRATIC
 from thinwire.factor.optimizers import Optimizers
 from thinwire.methods.base import Method
-from thinwire.shards import local, whole_of
+from thinwire.sharding.shards import local, whole_of
 
 _NESTED = "nested."
 """Begins the names of tensors that are in lists of an optimizer's state, as SOAP's and Shampoo's matrices."""

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from thinwire.base import units
 from thinwire.commands import options
-from thinwire.jobs import Job, Variant, variants
+from thinwire.launch.jobs import Job, Variant, variants
 from thinwire.netbench.hosts import why_not
 from thinwire.plan.forecast import Layout
 from thinwire.plan.links import Links

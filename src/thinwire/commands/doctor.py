@@ -15,7 +15,7 @@ from thinwire.comm.topology import place
 from thinwire.commands import options
 from thinwire.commands.plan import configs_of, workload_of
 from thinwire.doctor import interfaces, links, machine, show
-from thinwire.failures import as_worker
+from thinwire.launch.failures import as_worker
 from thinwire.plan import compute as computing
 from thinwire.plan.forecast import Layout
 from thinwire.plan.planner import Plan, Stopwatch, make_plan

@@ -24,7 +24,7 @@ from thinwire.commands.dry_run_tables import show
 from thinwire.factor.convert import find_layers
 from thinwire.factor.matrix import view_of
 from thinwire.factor.optimizers import Optimizers
-from thinwire.jobs import Job
+from thinwire.launch.jobs import Job
 from thinwire.methods.factoring import Factoring
 from thinwire.methods.registry import METHODS
 from thinwire.plan.compute import given

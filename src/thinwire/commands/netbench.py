@@ -16,7 +16,7 @@ from thinwire.base.errors import ConfigError
 from thinwire.commands import options
 from thinwire.commands.report import page_of_bench
 from thinwire.commands.showing import shown
-from thinwire.jobs import Job, variants
+from thinwire.launch.jobs import Job, variants
 from thinwire.netbench.bench import Bench, nothing_shown
 from thinwire.netbench.hosts import clean, parse_rate
 from thinwire.netbench.show import tables

@@ -14,7 +14,7 @@ from thinwire.base import units
 from thinwire.base.errors import ConfigError
 from thinwire.commands import options
 from thinwire.commands.doing import Doing
-from thinwire.jobs import method_config, variants
+from thinwire.launch.jobs import method_config, variants
 from thinwire.plan import compute as computing
 from thinwire.plan.forecast import Layout
 from thinwire.plan.limits import every_method, methods_for

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from thinwire.jobs import Job
+from thinwire.launch.jobs import Job
 from thinwire.report.followed import FollowedRun
 from thinwire.report.live import following
 from thinwire.report.page.summary import percent

@@ -22,7 +22,7 @@ from thinwire.commands import options
 from thinwire.commands.pictures import drawn
 from thinwire.commands.report import page_of
 from thinwire.commands.tune_progress import search_shown
-from thinwire.jobs import Job, variant
+from thinwire.launch.jobs import Job, variant
 from thinwire.plan.links import Links
 from thinwire.recipes import named
 from thinwire.report.tables import figure, wide_console

@@ -30,7 +30,7 @@ from thinwire.methods.diverged import find_faults, refuse_diverged
 from thinwire.methods.merging import average_moments
 from thinwire.methods.planned import Cycle
 from thinwire.methods.registry import register
-from thinwire.shards import part_of
+from thinwire.sharding.shards import part_of
 
 
 def _example(**more: Any) -> AB:

@@ -16,7 +16,7 @@ from thinwire.methods.context import MethodContext
 from thinwire.methods.factoring import Factoring
 from thinwire.methods.gathered import agreed_in_turn, gathered, gathered_state
 from thinwire.methods.rates import RateMatching
-from thinwire.shards import cut_like, whole_of
+from thinwire.sharding.shards import cut_like, whole_of
 
 Factors = tuple[Tensor, ...]
 

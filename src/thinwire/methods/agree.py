@@ -13,7 +13,7 @@ from thinwire.comm.collectives import Wire
 from thinwire.comm.topology import Topology
 from thinwire.factor import decompose
 from thinwire.factor.convert import Layer
-from thinwire.shards import local
+from thinwire.sharding.shards import local
 
 Factors = tuple[Tensor, ...]
 

@@ -33,7 +33,7 @@ from thinwire.methods.gradients import GradientAveraging
 from thinwire.methods.masters import Masters
 from thinwire.methods.untraced import untraced
 from thinwire.methods.waits import Waits
-from thinwire.shards import shard_again, with_modules
+from thinwire.sharding.shards import shard_again, with_modules
 
 
 class Method(ABC):

@@ -14,7 +14,7 @@ from thinwire.factor.usage import OrderOfUse
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext
 from thinwire.methods.gathered import gathered_layer
-from thinwire.shards import with_modules
+from thinwire.sharding.shards import with_modules
 
 log = logging.getLogger("thinwire")
 

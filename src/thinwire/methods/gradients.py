@@ -30,7 +30,7 @@ from thinwire.comm.topology import Topology
 from thinwire.comm.watch import attempt
 from thinwire.config.codes import parse_code
 from thinwire.methods.context import MethodContext, Saved
-from thinwire.shards import whole_of
+from thinwire.sharding.shards import whole_of
 
 Make = Callable[[Wire, Sequence[Tensor]], Aggregator]
 """Builds an aggregator for parameters like these."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from thinwire.comm.buckets import checksum
 from thinwire.factor.optimizers import Optimizers, State
-from thinwire.shards import local, whole_of
+from thinwire.sharding.shards import local, whole_of
 
 
 class Masters:

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from thinwire.base import units
 from thinwire.comm.counters import HEADERS
-from thinwire.jobs import Job, Variant
-from thinwire.launch import HostSpec
+from thinwire.launch.jobs import Job, Variant
+from thinwire.launch.launcher import HostSpec
 from thinwire.netbench.calibrate import CALIBRATION, Calibration, calibrate
 from thinwire.netbench.hosts import Hosts, check
 from thinwire.netbench.links import Counters

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from thinwire.jobs import Job
+from thinwire.launch.jobs import Job
 from thinwire.netbench.hosts import Hosts, Probe
 from thinwire.plan import compute
 from thinwire.plan.links import Links

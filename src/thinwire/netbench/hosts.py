@@ -23,7 +23,7 @@ from thinwire.base.errors import ConfigError, ThinwireError
 from thinwire.base.files import parse_json
 from thinwire.base.schema import COUNT, FLAG, TEXT, Record, wrong
 from thinwire.comm.counters import LINK, VARIABLE
-from thinwire.launch import HostSpec, sigterm_exits
+from thinwire.launch.launcher import HostSpec, sigterm_exits
 from thinwire.netbench import links
 from thinwire.netbench.links import CommandError, Counters, Host, Probe, parse_rate
 

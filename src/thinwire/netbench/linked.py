@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from thinwire.base.errors import ConfigError
-from thinwire.launch import HostSpec
+from thinwire.launch.launcher import HostSpec
 from thinwire.netbench.hosts import Hosts, check, parse_rate
 
 

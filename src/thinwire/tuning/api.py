@@ -9,7 +9,7 @@ from typing import Any
 
 from thinwire.base.checks import check_whole
 from thinwire.base.errors import ConfigError, ThinwireError, unknown
-from thinwire.jobs import Job
+from thinwire.launch.jobs import Job
 from thinwire.plan.links import Links
 from thinwire.tuning.by_optuna import SAMPLERS, search_by_optuna
 from thinwire.tuning.by_propulate import Evolution, check_world, search_by_propulate, world
@@ -83,8 +83,8 @@ def tune(
     """Search the settings of a recipe with a method; each trial is a run, judged on validation data.
 
     `space` is a preset's name, a TOML file, or a dict as such a file holds. Limits are in seconds. `run` are fields of
-    `thinwire.jobs.Job`, such as steps=200 or settings=("wire=int2",). With Propulate, all ranks of an MPI world call
-    this. The options of `thinwire tune` say more.
+    `thinwire.launch.jobs.Job`, such as steps=200 or settings=("wire=int2",). With Propulate, all ranks of an MPI world
+    call this. The options of `thinwire tune` say more.
     """
     search = search_for(
         Job(recipe=recipe, method=method, out=Path(out), workers=workers_per_trial, seed=seed, **run),

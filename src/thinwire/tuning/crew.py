@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from thinwire.failures import ERROR_DIR, TorchrunLog, first_cause
+from thinwire.launch.failures import ERROR_DIR, TorchrunLog, first_cause
 
 ERRORS, LOG = "errors", "log.txt"
 _SHUTDOWN_S = 5

@@ -18,7 +18,7 @@ from typing import Any
 from thinwire.base.errors import ConfigError
 from thinwire.base.files import read_json, write_json
 from thinwire.config.outer import Nesterov
-from thinwire.jobs import Job
+from thinwire.launch.jobs import Job
 from thinwire.plan.links import Links
 from thinwire.recipes.names import function_named, given_arguments
 from thinwire.settings import in_force

@@ -16,8 +16,8 @@ from thinwire.base.files import read_json
 from thinwire.checkpoint import saves
 from thinwire.comm.process_groups import leave
 from thinwire.comm.topology import arrange, place
-from thinwire.failures import as_worker
-from thinwire.launch import HostSpec, inside_job, launch, workers_per_host
+from thinwire.launch.failures import as_worker
+from thinwire.launch.launcher import HostSpec, inside_job, launch, workers_per_host
 from thinwire.loggers import chosen
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, model_without_values, named

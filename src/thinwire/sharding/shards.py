@@ -13,10 +13,13 @@ from torch import Tensor, nn
 
 from thinwire.base.errors import ConfigError
 from thinwire.comm import fsdp
+from thinwire.comm.collectives import Wire
 from thinwire.comm.sharded import like_whole, own_part
 from thinwire.config import AB, AllReduce, LocalSGD, Radial
 from thinwire.config.codes import parse_code
 from thinwire.factor.convert import Layer
+from thinwire.factor.export import plain_layer, to_plain
+from thinwire.factor.layers import dense_class, factored_names, like_factored
 from thinwire.factor.optimizers import Optimizers
 
 
@@ -203,3 +206,31 @@ def refuse_on_shards(config: Any, model: nn.Module, optimizers: Optimizers, **gi
     for optimizer in optimizers:
         if type(optimizer).__name__ == "Muon":
             raise ConfigError("Muon orthogonalises whole weights, and the model is sharded: use AdamW")
+
+
+def to_plain_shards(model: ShardedModel, wire: Wire) -> nn.Module:
+    """Replace every factored layer, gathering one at a time; collective inside a group.
+
+    A layer becomes the plain one in place, since FSDP may have its hooks on it.
+    """
+
+    def plain(module: nn.Module, *, in_place: bool) -> nn.Module:
+        old = [p for p in module._parameters.values() if p is not None]
+        whole = like_factored(module, fsdp.class_without(dense_class(module)))
+        for name, p in module._parameters.items():
+            all_of_it = None if p is None else nn.Parameter(wire.gathered(p.detach(), "decomposition"))
+            whole.register_parameter(name, all_of_it)
+        found = plain_layer(whole, in_place=in_place)
+        fsdp.become(module, found)
+        del module._factored
+        if getattr(found, "low_rank", False):
+            module.low_rank = True  # type: ignore[assignment]
+        held = [(part, name, p) for part in module.modules() for name, p in part._parameters.items() if p is not None]
+        fsdp.exchange(model.whole, old, [(part, name) for part, name, p in held if not is_part(p)])
+        return module
+
+    with_modules(model)
+    if any(factored_names(module) for module in model.whole.modules()):
+        to_plain(model.whole, plain)
+        model.update()
+    return model.whole

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 from thinwire.base.errors import ConfigError
 from thinwire.comm.topology import place
-from thinwire.failures import ERROR_DIR, TorchrunLog, first_cause, stopped_in_order
+from thinwire.launch.failures import ERROR_DIR, TorchrunLog, first_cause, stopped_in_order
 from thinwire.stopping import request
 
 _SHUTDOWN_S = 15

@@ -1,0 +1,1 @@
+"""Groups that share a model between their workers with FSDP2."""
