@@ -20,7 +20,7 @@ from measure import Figure, arguments, figure, report
 import thinwire
 from thinwire.loggers import NAMES, Loggers, chosen
 from thinwire.recipes import named
-from thinwire.replica import Replica
+from thinwire.replica.replica import Replica
 from thinwire.train import fit
 
 TARGET = "<= 0.01"

@@ -260,7 +260,7 @@ def _held() -> dict[str, Any]:
     from torch.nn.modules import module
     from torch.optim import optimizer
 
-    from thinwire import stopping
+    from thinwire.elastic import stopping
     from thinwire.methods.registry import METHODS
 
     # Thinwire's own are for good: they look up what is attached.

@@ -24,9 +24,9 @@ from every_method import STEPS
 from selection import first_of
 from sockets import needs_counts, socket_bytes
 from thinwire.base.errors import ConfigError
+from thinwire.config.settings import from_strings
 from thinwire.methods import gradients
 from thinwire.methods.registry import METHODS, name_of
-from thinwire.settings import from_strings
 from trajectories import LAYOUTS, adamw
 
 methods = pytest.mark.parametrize("name", METHODS)

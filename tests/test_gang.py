@@ -9,8 +9,8 @@ import pytest
 from torch.nn.modules.module import register_module_forward_hook
 
 import gang
-from thinwire import stopping
 from thinwire.comm import missing
+from thinwire.elastic import stopping
 
 
 def number(rank: int) -> int:

@@ -151,7 +151,7 @@ def finish(name: str, replica: Any) -> dict[str, Any]:
         before.append(output_of(name, module.eval()))
         return to_plain(module)
 
-    with mock.patch("thinwire.replica.to_plain", watched):
+    with mock.patch("thinwire.replica.replica.to_plain", watched):
         finished = replica.finish(0.6)
     return {
         "factored": before[0],

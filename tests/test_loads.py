@@ -11,8 +11,8 @@ from torch import nn
 import gang
 import small
 import thinwire
-from thinwire import loads
 from thinwire.base.errors import DisagreementError, MissingRankError
+from thinwire.checkpoint import loads
 
 WAYS: dict[str, Any] = {
     "int8": lambda: thinwire.AllReduce(wire="int8"),

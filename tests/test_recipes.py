@@ -8,9 +8,9 @@ from click.testing import CliRunner
 from thinwire import config
 from thinwire.base.errors import ConfigError
 from thinwire.cli import main
+from thinwire.config.settings import from_strings
 from thinwire.launch.jobs import Job
 from thinwire.recipes import installed, named
-from thinwire.settings import from_strings
 from thinwire.train.recorder import Recorder
 from thinwire.train.task import describe_optimizer
 

@@ -17,13 +17,13 @@ from pages import HOSTILE, add_records, data_of, page_of, said_in, write_compari
 from thinwire.base.errors import ConfigError
 from thinwire.cli import main
 from thinwire.commands.report import _evaluations
+from thinwire.config.settings import describe
 from thinwire.launch.jobs import method_config
 from thinwire.report import compare, read_run, read_runs, table
 from thinwire.report.page import as_json
 from thinwire.report.page.command import command
 from thinwire.report.page.summary import percent
 from thinwire.report.tables import size
-from thinwire.settings import describe
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ from every_method import BUILT_IN, STEPS, WAYS
 from thinwire import AB, ConfigError, DiLoCo, LocalSGD, OneBit, PowerSGD, TopK
 from thinwire.cli import main
 from thinwire.config import DASO, OIALR, PaperAB
+from thinwire.config.settings import describe, from_strings
 from thinwire.config.timed import Timed
 from thinwire.launch.jobs import Job, method_config
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import named
-from thinwire.settings import describe, from_strings
 from thinwire.tuning.api import search_for
 
 LENGTHS = (8, 20, 40, 60, 93, 100, 300)

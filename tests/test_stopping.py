@@ -16,8 +16,8 @@ import gang
 import small
 import thinwire
 from patience import LIMIT_S, until
-from thinwire import stopping
 from thinwire.comm import process_groups
+from thinwire.elastic import stopping
 from thinwire.recipes import named
 from thinwire.train import fit
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from thinwire.base.errors import ConfigError
 from thinwire.checkpoint import manifest, saves
+from thinwire.config.settings import describe
 from thinwire.launch.jobs import Job
-from thinwire.settings import describe
 from thinwire.train import checkpoint
 
 

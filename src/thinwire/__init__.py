@@ -2,18 +2,18 @@
 
 from typing import TYPE_CHECKING, Any
 
-from thinwire.attaching import attach
 from thinwire.base.errors import ConfigError, DisagreementError, DivergedError, LostError, SaveError, ThinwireError
 from thinwire.checkpoint.also import RandomState
 from thinwire.compress import Compressed, compress
 from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, Nesterov, OneBit, PowerSGD, Radial, TopK
 from thinwire.config.faults import Faults
-from thinwire.ema import EMA
 from thinwire.factor.stability import Stability
 from thinwire.loggers import Log
 from thinwire.methods.base import Method
 from thinwire.methods.registry import register
-from thinwire.replica import Replica, stop_requested
+from thinwire.replica.attaching import attach
+from thinwire.replica.ema import EMA
+from thinwire.replica.replica import Replica, stop_requested
 
 if TYPE_CHECKING:
     from thinwire.tuning.api import tune

@@ -15,7 +15,6 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from thinwire import stopping
 from thinwire.base.errors import ConfigError, Stopped, ThinwireError, is_refusal, one_line, printable
 from thinwire.comm.process_groups import failed
 from thinwire.comm.topology import place
@@ -36,6 +35,8 @@ from thinwire.commands.stability import stability
 from thinwire.commands.store import store
 from thinwire.commands.tune import tune
 from thinwire.commands.watch import watch
+from thinwire.config.settings import describe
+from thinwire.elastic import stopping
 from thinwire.launch.jobs import Job, variant, variants
 from thinwire.launch.launcher import HostSpec, inside_job
 from thinwire.methods.registry import METHODS, load_installed
@@ -43,7 +44,6 @@ from thinwire.netbench.linked import linked, nodes_for
 from thinwire.recipes import installed, named
 from thinwire.report import read_run
 from thinwire.report.page.data import Content
-from thinwire.settings import describe
 from thinwire.train.folder import locked, refuse_locked, refuse_occupied
 
 _COMPARISON = ("comparison.json", "comparison.png")

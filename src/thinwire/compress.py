@@ -28,7 +28,7 @@ from thinwire.factor.program import arguments
 from thinwire.factor.ranks import Part, Whole, chooser
 from thinwire.factor.reopen import Pair, to_dense
 from thinwire.factor.usage import OrderOfUse
-from thinwire.replica import Replica
+from thinwire.replica.replica import Replica
 
 Batches = Iterable[tuple[Any, Tensor]]
 Evaluate = Callable[[nn.Module], float]

@@ -33,10 +33,7 @@ from cosmic_ray.mutating import mutate_code, use_mutation
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SOURCE = ROOT / "src" / "thinwire"
-MUTATED = (
-    *("methods", "comm", "factor", "elastic", "checkpoint"),
-    *("loads.py", "stopping.py"),
-)
+MUTATED = ("methods", "comm", "factor", "elastic", "checkpoint")
 """What trains, sends, decomposes, saves and survives."""
 SEED, COUNT = 36, 120
 AT_MOST_S = 100

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire import loads
 from thinwire.base.errors import ConfigError
 from thinwire.base.files import json_text, read_json, understood
 from thinwire.base.schema import like as like_now
 from thinwire.base.schema import wrong
 from thinwire.checkpoint import also as beside
-from thinwire.checkpoint import optimizer_files
+from thinwire.checkpoint import loads, optimizer_files
 from thinwire.checkpoint.also import Also
 from thinwire.checkpoint.manifest import verify
 from thinwire.checkpoint.saved_state import (
@@ -36,10 +35,10 @@ from thinwire.checkpoint.saved_state import (
 )
 from thinwire.checkpoint.saves import Files, newest
 from thinwire.checkpoint.store import apart, copied, read_tensors, together
+from thinwire.config.settings import describe
 from thinwire.methods.base import Method
 from thinwire.methods.context import Saved
 from thinwire.methods.registry import name_of
-from thinwire.settings import describe
 
 FORMAT = 6
 

@@ -21,6 +21,7 @@ from thinwire.base.files import read_json
 from thinwire.checkpoint import saves
 from thinwire.comm.topology import place
 from thinwire.commands.dry_run_tables import show
+from thinwire.config.settings import describe
 from thinwire.factor.convert import find_layers
 from thinwire.factor.matrix import view_of
 from thinwire.factor.optimizers import Optimizers
@@ -33,7 +34,6 @@ from thinwire.plan.links import Links
 from thinwire.plan.planner import Row, Stopwatch, make_plan
 from thinwire.plan.workload import Workload
 from thinwire.plan.workloads import of_recipe
-from thinwire.settings import describe
 from thinwire.train import Recipe, checkpoint
 from thinwire.train.folder import CHECKPOINTS, of_a_run
 from thinwire.train.task import describe_optimizer

@@ -12,10 +12,10 @@ from typing import Any
 
 import click
 
+from thinwire.config.settings import allowed
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import named
 from thinwire.report.records import show
-from thinwire.settings import allowed
 
 
 class WithFields(click.Command):

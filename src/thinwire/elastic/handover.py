@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from thinwire import loads
+from thinwire.checkpoint import loads
 from thinwire.checkpoint.optimizer_files import put_state
 from thinwire.checkpoint.store import apart, together
 from thinwire.elastic.membership import Membership

@@ -13,8 +13,8 @@ import threading
 import time
 
 from thinwire.elastic.membership import Membership
+from thinwire.elastic.stopping import EXIT_CODE, requested
 from thinwire.elastic.store import Store
-from thinwire.stopping import EXIT_CODE, requested
 
 log = logging.getLogger("thinwire")
 

@@ -19,9 +19,9 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from thinwire.attaching import attach
 from thinwire.base.errors import ConfigError
-from thinwire.replica import Replica
+from thinwire.replica.attaching import attach
+from thinwire.replica.replica import Replica
 
 FOLDER = "thinwire"
 """In a checkpoint: what `replica.save` writes."""

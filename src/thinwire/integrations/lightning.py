@@ -19,12 +19,12 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from thinwire.attaching import attach
 from thinwire.base.errors import ConfigError
 from thinwire.checkpoint.saves import remove
 from thinwire.config import AB
 from thinwire.integrations.dense import dense_state_of, transposed_layers
-from thinwire.replica import Replica
+from thinwire.replica.attaching import attach
+from thinwire.replica.replica import Replica
 
 
 class ThinwireStrategy(DDPStrategy):

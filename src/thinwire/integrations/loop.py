@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from thinwire.attaching import attach
-from thinwire.replica import Replica
+from thinwire.replica.attaching import attach
+from thinwire.replica.replica import Replica
 
 
 @contextmanager

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
 
-from thinwire.attaching import attach
 from thinwire.base.errors import ConfigError
 from thinwire.integrations.arguments import refuse
 from thinwire.integrations.dense import dense_state_of, transposed_layers
-from thinwire.replica import Replica
+from thinwire.replica.attaching import attach
+from thinwire.replica.replica import Replica
 
 FOLDER = "thinwire"
 """In a checkpoint: what `replica.save` writes."""

@@ -26,7 +26,7 @@ from thinwire.base.errors import ConfigError, ConsequenceError, Stopped, Thinwir
 from thinwire.base.files import parse_json
 from thinwire.base.schema import ANY, COUNT, TEXT, wrong
 from thinwire.comm.missing import is_loss, note_uncaught, uneven_batches
-from thinwire.stopping import request
+from thinwire.elastic.stopping import request
 
 ERROR_DIR = "THINWIRE_ERROR_DIR"
 """The environment variable that tells workers where to report errors; only our launcher sets it."""

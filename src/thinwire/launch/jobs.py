@@ -16,14 +16,14 @@ from thinwire.base.files import read_json
 from thinwire.checkpoint import saves
 from thinwire.comm.process_groups import leave
 from thinwire.comm.topology import arrange, place
+from thinwire.config.settings import from_strings
+from thinwire.elastic.stopping import on_signals
 from thinwire.launch.failures import as_worker
 from thinwire.launch.launcher import HostSpec, inside_job, launch, workers_per_host
 from thinwire.loggers import chosen
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, model_without_values, named
 from thinwire.report.records import read_run
-from thinwire.settings import from_strings
-from thinwire.stopping import on_signals
 from thinwire.train import checkpoint, fit
 from thinwire.train.data.source import check_share
 from thinwire.train.first_step import FIRST_STEP, first_step

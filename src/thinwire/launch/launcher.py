@@ -23,8 +23,8 @@ from typing import Any, TextIO
 
 from thinwire.base.errors import ConfigError
 from thinwire.comm.topology import place
+from thinwire.elastic.stopping import request
 from thinwire.launch.failures import ERROR_DIR, TorchrunLog, first_cause, stopped_in_order
-from thinwire.stopping import request
 
 _SHUTDOWN_S = 15
 _OTHERS_REPORT_S = 5

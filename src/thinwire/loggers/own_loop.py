@@ -14,7 +14,7 @@ from thinwire.loggers.arriving import Arriving
 from thinwire.loggers.choice import chosen
 from thinwire.loggers.fanout import Logger, Loggers
 from thinwire.loggers.tracker import FILE
-from thinwire.replica import Replica
+from thinwire.replica.replica import Replica
 
 log = logging.getLogger("thinwire")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from thinwire.base.errors import ConfigError
 from thinwire.config import AllReduce
+from thinwire.config.settings import describe
 from thinwire.factor.convert import find_layers
 from thinwire.plan import compute
 from thinwire.plan import ranks as predicted
@@ -19,7 +20,6 @@ from thinwire.plan.links import Links
 from thinwire.plan.recommend import Recommendation, recommend
 from thinwire.plan.simulate import Simulation
 from thinwire.plan.workload import Workload
-from thinwire.settings import describe
 
 Signature = tuple[tuple[str, tuple[int, ...], bool], ...]
 

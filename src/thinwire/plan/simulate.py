@@ -25,8 +25,8 @@ from thinwire.plan.ranks import RankPredictor
 from thinwire.plan.shapes_only import ShapesOnly
 from thinwire.plan.simulated_method import Asked, Ranks, assumed, grows, make_method, set_rate
 from thinwire.plan.workload import Workload, state_like
-from thinwire.preflight import check_same_data
-from thinwire.replica import Replica
+from thinwire.replica.preflight import check_same_data
+from thinwire.replica.replica import Replica
 
 # DDP sends the order of its buckets in the second backward pass after wrapping, so the first two steps differ.
 _UNEQUAL_STEPS = 2

@@ -16,7 +16,7 @@ from thinwire.methods.context import MethodContext
 from thinwire.methods.registry import make
 from thinwire.plan.ranks import RankPredictor, Recorded, basis, factors, most, uniform
 from thinwire.plan.workload import Workload
-from thinwire.preflight import broadcast_initial_values, check_optimizers, check_same_architecture
+from thinwire.replica.preflight import broadcast_initial_values, check_optimizers, check_same_architecture
 
 
 class Asked(NamedTuple):

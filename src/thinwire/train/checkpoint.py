@@ -24,8 +24,8 @@ from thinwire.base.schema import ANY, COUNT, FIGURE, NUMBER, Row, like
 from thinwire.checkpoint.also import RandomState
 from thinwire.checkpoint.saves import Files, all_saves, find_sound_together
 from thinwire.checkpoint.store import copied, read_tensors
-from thinwire.replica import Replica
-from thinwire.settings import describe
+from thinwire.config.settings import describe
+from thinwire.replica.replica import Replica
 from thinwire.train.task import Recipe, describe_optimizer
 
 log = logging.getLogger("thinwire")

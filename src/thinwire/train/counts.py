@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from thinwire.replica import Replica
+from thinwire.replica.replica import Replica
 
 BACKWARD_SHARE = 0.54
 """Fraction of the time spent in the backward pass, as measured in the dissertation for Eq. 5.9."""

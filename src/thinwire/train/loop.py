@@ -53,8 +53,8 @@ def fit(
     N steps while training goes on, and the last `keep` are kept. A save that cannot be written is reported and does
     not end the run. A folder that already holds a run is refused without `resume` or `overwrite`. `until` saves and
     stops after that step; the summary then says only that. A request to stop does the same, and the summary has it in
-    `stopped_by`; `thinwire.stopping.on_signals` makes signals such requests. Without `model` the finished model is
-    not written. With `stability`, rank 0 compares its bases every N steps with those of `stability_back` comparisons
+    `stopped_by`; `thinwire.elastic.stopping.on_signals` makes signals such requests. Without `model` the finished model
+    is not written. With `stability`, rank 0 compares its bases every N steps with those of `stability_back` comparisons
     before; a resumed run starts over. With `spectra`, rank 0 records singular values at each evaluation. `command` is
     what to type to train this again, for the summary.
 

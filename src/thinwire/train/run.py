@@ -17,7 +17,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from thinwire.attaching import attach
 from thinwire.base.errors import ConfigError, DamagedError
 from thinwire.base.files import read_json
 from thinwire.checkpoint.manifest import verify
@@ -25,7 +24,8 @@ from thinwire.checkpoint.saves import Save, newest
 from thinwire.comm.topology import place
 from thinwire.factor.spectrum import spectra
 from thinwire.factor.stability import Stability
-from thinwire.replica import Replica
+from thinwire.replica.attaching import attach
+from thinwire.replica.replica import Replica
 from thinwire.train import checkpoint, folder
 from thinwire.train.batcher import Batcher
 from thinwire.train.counts import Counts

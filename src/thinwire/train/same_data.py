@@ -10,7 +10,7 @@ import numpy as np
 
 from thinwire.comm.buckets import checksum
 from thinwire.comm.collectives import Wire
-from thinwire.preflight import check_same_data
+from thinwire.replica.preflight import check_same_data
 from thinwire.train.data import Source
 from thinwire.train.step_rng import StepRNG
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from thinwire.base.errors import ConfigError, SaveError, one_line
 from thinwire.checkpoint import saves
 from thinwire.comm.process_groups import next_number
-from thinwire.stopping import Stop
+from thinwire.elastic.stopping import Stop
 from thinwire.train import checkpoint, folder
 from thinwire.train.run import Run
 

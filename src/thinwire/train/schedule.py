@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from thinwire.base.errors import ConfigError
-from thinwire.settings import from_strings
+from thinwire.config.settings import from_strings
 
 
 class Rate(Protocol):

@@ -21,7 +21,7 @@ from thinwire.base.errors import SaveError, one_line
 from thinwire.base.files import on_file, refuse_link
 from thinwire.comm.counters import LINK
 from thinwire.factor import export
-from thinwire.replica import Replica
+from thinwire.replica.replica import Replica
 from thinwire.train.counts import Counts
 from thinwire.train.counts import figures as counted_figures
 from thinwire.train.folder import MODEL, remove_model

@@ -18,10 +18,10 @@ from typing import Any
 from thinwire.base.errors import ConfigError
 from thinwire.base.files import read_json, write_json
 from thinwire.config.outer import Nesterov
+from thinwire.config.settings import in_force
 from thinwire.launch.jobs import Job
 from thinwire.plan.links import Links
 from thinwire.recipes.names import function_named, given_arguments
-from thinwire.settings import in_force
 from thinwire.train.folder import locked, refuse_occupied
 from thinwire.train.task import describe_optimizer
 from thinwire.tuning.folder import remove

@@ -23,21 +23,29 @@ from thinwire.base.errors import (
     ThinwireError,
     one_line,
 )
-from thinwire.baseline import Baseline
 from thinwire.checkpoint import also as beside
 from thinwire.checkpoint import saves, snapshot
 from thinwire.checkpoint.also import Also
+from thinwire.checkpoint.loads import Loads
 from thinwire.checkpoint.saves import Files, Save
 from thinwire.comm.collectives import Wire
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.process_groups import next_number
 from thinwire.comm.topology import Topology
-from thinwire.compiling import Recompilations, compile_in_place
+from thinwire.config.settings import describe as describe_config
 from thinwire.elastic.recovery import Recovery
 from thinwire.elastic.stop import ElasticStop
+from thinwire.elastic.stopping import Stop, handle_signals, release_signals
 from thinwire.factor.export import to_plain
 from thinwire.factor.layers import mark_as_read, weight_was_read
-from thinwire.guards import (
+from thinwire.methods.agreement import Agreement
+from thinwire.methods.base import Method
+from thinwire.methods.registry import name_of
+from thinwire.methods.untraced import untraced
+from thinwire.methods.waits import Waits
+from thinwire.replica.baseline import Baseline
+from thinwire.replica.compiling import Recompilations, compile_in_place
+from thinwire.replica.guards import (
     KeptParameters,
     agree_on_buffers,
     agree_on_loads,
@@ -49,21 +57,13 @@ from thinwire.guards import (
     refuse_wrappers,
     sign_as,
 )
-from thinwire.loads import Loads
-from thinwire.methods.agreement import Agreement
-from thinwire.methods.base import Method
-from thinwire.methods.registry import name_of
-from thinwire.methods.untraced import untraced
-from thinwire.methods.waits import Waits
-from thinwire.moving_averages import guard_averages
-from thinwire.notices import OneGroupNotice, log_finished, log_past_end
-from thinwire.scaling import SharedScale
-from thinwire.settings import describe as describe_config
+from thinwire.replica.moving_averages import guard_averages
+from thinwire.replica.notices import OneGroupNotice, log_finished, log_past_end
+from thinwire.replica.scaling import SharedScale
+from thinwire.replica.stepping import Stepping
+from thinwire.replica.steps import iterate, rescue
+from thinwire.replica.uneven import Joining, refuse_joining
 from thinwire.sharding.shards import ShardedModel, to_plain_shards, whole_of
-from thinwire.stepping import Stepping
-from thinwire.steps import iterate, rescue
-from thinwire.stopping import Stop, handle_signals, release_signals
-from thinwire.uneven import Joining, refuse_joining
 
 log = logging.getLogger("thinwire")
 

@@ -19,7 +19,7 @@ from thinwire.base.errors import ConfigError, LostError, SaveError
 from thinwire.checkpoint import saves
 from thinwire.checkpoint.also import Also, check
 from thinwire.checkpoint.store import write_tensors
-from thinwire.stopping import EXIT_CODE, SIGNALS
+from thinwire.elastic.stopping import EXIT_CODE, SIGNALS
 
 log = logging.getLogger("thinwire")
 

@@ -19,8 +19,8 @@ from thinwire.factor.hooked import copy_of
 from thinwire.factor.layers import factored_names, mark_as_read, rebuilt
 from thinwire.factor.usage import forget_watch
 from thinwire.methods.merging import average, average_buffers
-from thinwire.preflight import broadcast_initial_values
-from thinwire.replica import Replica
+from thinwire.replica.preflight import broadcast_initial_values
+from thinwire.replica.replica import Replica
 
 
 class EMA(AveragedModel):

@@ -19,12 +19,13 @@ from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, OneBit
 from thinwire.config.faults import Faults
 from thinwire.elastic.membership import Membership
 from thinwire.elastic.recovery import Recovery
+from thinwire.elastic.stopping import handle_signals, release_signals
 from thinwire.elastic.store import meeting
-from thinwire.guards import refuse_attached, refuse_switching
 from thinwire.methods.context import MethodContext
 from thinwire.methods.registry import make, name_of
-from thinwire.notices import ensure_logging, log_attached
-from thinwire.preflight import (
+from thinwire.replica.guards import refuse_attached, refuse_switching
+from thinwire.replica.notices import ensure_logging, log_attached
+from thinwire.replica.preflight import (
     architecture_digest,
     broadcast_initial_values,
     broadcast_optimizers,
@@ -33,9 +34,8 @@ from thinwire.preflight import (
     check_same_architecture,
     given_optimizers,
 )
-from thinwire.replica import Replica
+from thinwire.replica.replica import Replica
 from thinwire.sharding.shards import ShardedModel, is_sharded, refuse_on_shards
-from thinwire.stopping import handle_signals, release_signals
 
 log = logging.getLogger("thinwire")
 

@@ -1,0 +1,1 @@
+"""A model in training: attach() and what it returns."""
