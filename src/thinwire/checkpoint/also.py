@@ -21,7 +21,7 @@ from torch import Tensor
 from thinwire.base.errors import ConfigError, DamagedError, one_line
 from thinwire.base.files import REMEDY, json_text, read_json, understood
 from thinwire.checkpoint.saves import Files
-from thinwire.checkpoint.store import copied, read_tensors
+from thinwire.checkpoint.tensors import copied, read_tensors
 
 log = logging.getLogger("thinwire")
 

@@ -11,7 +11,7 @@ from thinwire.base.errors import ConfigError
 from thinwire.base.files import json_text, read_json
 from thinwire.checkpoint.saved_state import OPTIMIZERS, check_complete, check_settings, check_state
 from thinwire.checkpoint.saves import Files
-from thinwire.checkpoint.store import apart, copied, like, read_tensors, together
+from thinwire.checkpoint.tensors import apart, copied, like, read_tensors, together
 from thinwire.comm.sharded import like_whole
 from thinwire.factor.moments import LINEAR, QUADRATIC
 from thinwire.factor.optimizers import Optimizers

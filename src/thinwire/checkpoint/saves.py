@@ -24,7 +24,7 @@ from torch import Tensor
 from thinwire.base.errors import AbandonedSaveError, CollectiveError, ConfigError, DamagedError, SaveError, one_line
 from thinwire.base.files import on_file
 from thinwire.checkpoint import manifest
-from thinwire.checkpoint.store import write_tensors
+from thinwire.checkpoint.tensors import write_tensors
 from thinwire.comm import process_groups
 from thinwire.comm.collectives import Wire
 

@@ -34,7 +34,7 @@ from thinwire.checkpoint.saved_state import (
     refuse,
 )
 from thinwire.checkpoint.saves import Files, newest
-from thinwire.checkpoint.store import apart, copied, read_tensors, together
+from thinwire.checkpoint.tensors import apart, copied, read_tensors, together
 from thinwire.config.settings import describe
 from thinwire.methods.base import Method
 from thinwire.methods.context import Saved

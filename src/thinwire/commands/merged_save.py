@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire.base.errors import ConfigError, DamagedError, unknown
 from thinwire.base.files import read_json
 from thinwire.checkpoint.snapshot import WORKER
-from thinwire.checkpoint.store import read_tensors
+from thinwire.checkpoint.tensors import read_tensors
 
 
 def merged(folder: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from thinwire.base.errors import ConfigError, DamagedError, unknown
 from thinwire.base.files import check_file, read_json, understood
 from thinwire.base.schema import COUNT, FLAG, POSITIVE, TEXT, Kind, wrong
 from thinwire.checkpoint import snapshot
-from thinwire.checkpoint.store import read_tensors
+from thinwire.checkpoint.tensors import read_tensors
 from thinwire.commands import merged_save
 from thinwire.factor.forms import LISTING
 from thinwire.factor.layers import FORMS

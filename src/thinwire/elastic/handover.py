@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thinwire.checkpoint import loads
 from thinwire.checkpoint.optimizer_files import put_state
-from thinwire.checkpoint.store import apart, together
+from thinwire.checkpoint.tensors import apart, together
 from thinwire.elastic.membership import Membership
 from thinwire.factor.optimizers import Optimizers
 from thinwire.methods.base import Method

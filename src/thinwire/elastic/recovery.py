@@ -26,7 +26,7 @@ from thinwire.base.errors import CollectiveError, DisagreementError, GivenUpErro
 from thinwire.comm.watch import attempt
 from thinwire.elastic.handover import hand_over, take_over
 from thinwire.elastic.membership import Groups, Membership, Report, Reports
-from thinwire.elastic.stop import ElasticStop, Left
+from thinwire.elastic.stopping_groups import ElasticStop, Left
 from thinwire.elastic.undo import Undo
 from thinwire.methods.base import Method
 from thinwire.methods.context import Saved

@@ -35,7 +35,7 @@ def installed() -> Mapping[str, EntryPoint]:
 
 @functools.cache
 def _found(path: tuple[str, ...], checkout: Path) -> Mapping[str, EntryPoint]:
-    """Reading the metadata of all packages on `path` takes longer than a step, and a search asks for every trial."""
+    """Once: reading the metadata of all packages on `path` takes some 10 ms, and a search asks for every trial."""
     found: dict[str, EntryPoint] = {}
     for entry in sorted(_entries(checkout), key=lambda entry: [not entry.module.startswith(own) for own in _OWN]):
         other = found.setdefault(entry.name, entry)

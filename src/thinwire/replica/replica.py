@@ -34,8 +34,8 @@ from thinwire.comm.process_groups import next_number
 from thinwire.comm.topology import Topology
 from thinwire.config.settings import describe as describe_config
 from thinwire.elastic.recovery import Recovery
-from thinwire.elastic.stop import ElasticStop
 from thinwire.elastic.stopping import Stop, handle_signals, release_signals
+from thinwire.elastic.stopping_groups import ElasticStop
 from thinwire.factor.export import to_plain
 from thinwire.factor.layers import mark_as_read, weight_was_read
 from thinwire.methods.agreement import Agreement

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from thinwire.base.errors import ConfigError, LostError, SaveError
 from thinwire.checkpoint import saves
 from thinwire.checkpoint.also import Also, check
-from thinwire.checkpoint.store import write_tensors
+from thinwire.checkpoint.tensors import write_tensors
 from thinwire.elastic.stopping import EXIT_CODE, SIGNALS
 
 log = logging.getLogger("thinwire")

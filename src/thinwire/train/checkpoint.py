@@ -23,7 +23,7 @@ from thinwire.base.files import json_text, read_json
 from thinwire.base.schema import ANY, COUNT, FIGURE, NUMBER, Row, like
 from thinwire.checkpoint.also import RandomState
 from thinwire.checkpoint.saves import Files, all_saves, find_sound_together
-from thinwire.checkpoint.store import copied, read_tensors
+from thinwire.checkpoint.tensors import copied, read_tensors
 from thinwire.config.settings import describe
 from thinwire.replica.replica import Replica
 from thinwire.train.task import Recipe, describe_optimizer

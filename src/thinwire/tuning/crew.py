@@ -1,7 +1,7 @@
 """The worker processes of a trial, each started by the rank that it belongs to, and what those ranks tell each other.
 
 A trial runs in processes of its own: one that runs out of memory, hangs or dies takes nothing else with it. Workers
-hold a pipe from the rank that started them and exit with it, as they do with `launch.py`.
+hold a pipe from the rank that started them and exit with it, as they do with `launcher.py`.
 """
 
 from __future__ import annotations
