@@ -22,7 +22,18 @@ from thinwire.comm.topology import arrange
 from thinwire.methods.registry import METHODS
 from thinwire.plan.simulate import simulate
 from thinwire.plan.workload import Workload
-from trajectories import CASES, LAYOUTS, MORE, SITUATIONS, layouts, trajectories, without_one_group
+from trajectories import (
+    CASES,
+    CLIPPED,
+    GROWING,
+    LAYOUTS,
+    LEFT_OUT,
+    MORE,
+    SITUATIONS,
+    layouts,
+    trajectories,
+    without_one_group,
+)
 
 FOLDER = Path(__file__).parent / "golden"
 ALL = (*CASES, *MORE)
@@ -80,7 +91,22 @@ def test_saved_and_sharded_it_is_golden_too(name: str, situation: str, request: 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(("allreduce", "ab", "daso", "localsgd shared"), ALL))
 def test_without_a_group_that_died_it_is_golden_too(name: str, request: pytest.FixtureRequest) -> None:
-    _compare(name, LOST, without_one_group(name, LOST), request.config.getoption("--golden"))
+    found = without_one_group(name, LOST)
+    for seen in found:
+        assert "refused" in seen or (len(found) == 2 and [1] in [event.get("lost") for event in seen["events"]])
+    _compare(name, LOST, found, request.config.getoption("--golden"))
+
+
+@pytest.mark.slow
+def test_groups_are_screened_and_intervals_grow() -> None:
+    """Or the golden runs of these would be of nothing."""
+    by_rank = trajectories("3 groups of 1", tuple(MORE))
+    for name, done in ((CLIPPED, "clipped"), (LEFT_OUT, "left out")):
+        for worker in by_rank:
+            assert [(event["event"], event["group"]) for event in worker[name]["events"]] == [(done, 2)], name
+    parameters = zip(*(worker[GROWING]["parameters"] for worker in by_rank), strict=True)
+    averages = [step for step, each in enumerate(parameters, 1) if step > 2 and len(set(each)) == 1]
+    assert averages == [4, 6, 9, 14, 20, 21], "21 is after finish()"
 
 
 @layouts

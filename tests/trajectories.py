@@ -46,6 +46,7 @@ class Situation(NamedTuple):
 TURN = 11
 """Between two averages, and after weights were factored."""
 POISONED = 4
+RATE = 3e-3
 LAYOUTS = {"2 groups of 2": (4, 2), "3 groups of 1": (3, 1)}
 layouts = pytest.mark.parametrize("layout", first_of(LAYOUTS))
 SITUATIONS = {name: Situation(*layout) for name, layout in LAYOUTS.items()} | {
@@ -55,19 +56,20 @@ SITUATIONS = {name: Situation(*layout) for name, layout in LAYOUTS.items()} | {
 }
 CASES = {**WAYS, "gossip": Way(config=lambda **more: gossip.Gossip(every=4, **more))}
 assert METHODS.keys() <= CASES.keys(), "a method's name is also the name of its example's case"
-LEFT_OUT = "diloco left out"
+GROWING, CLIPPED, LEFT_OUT = "localsgd every_max", "localsgd clipped", "diloco left out"
 MORE = {
     **WAYS_OF_ADAM,
-    "localsgd every_max": Way(config=lambda **more: thinwire.LocalSGD(warmup=2, every=2, every_max=6, **more)),
-    "localsgd clipped": Way(config=lambda **more: thinwire.LocalSGD(warmup=2, every=4, outliers="clip", **more)),
+    GROWING: Way(config=lambda **more: thinwire.LocalSGD(warmup=2, every=2, every_max=6, **more)),
+    CLIPPED: Way(config=lambda **more: thinwire.LocalSGD(warmup=2, every=4, outliers="clip", **more)),
     LEFT_OUT: Way(config=lambda **more: thinwire.DiLoCo(warmup=2, every=4, wire="int8", diverged="leave_out", **more)),
 }
-"""What golden files hold beside the cases that are always taken."""
+"""What golden files hold beside the cases that are always taken: Adam's moments, a learning rate that falls, and a last
+group that is thrown far away or to NaN."""
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     """The optimizer of all runs here."""
-    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+    return torch.optim.AdamW(model.parameters(), lr=RATE)
 
 
 @functools.cache
@@ -112,9 +114,12 @@ def _run(rank: int, name: str, situation: str, folder: Path) -> dict[str, Any]:
             replica.load(folder)
         if place.lost and number == TURN and rank == 1:
             next(replica.parameters()).register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
-        if name == LEFT_OUT and number == POISONED and rank // place.group_size == last_group:
+        if name == GROWING:
+            optimizer.param_groups[0]["lr"] = RATE * (1 - number / STEPS)
+        if name in (CLIPPED, LEFT_OUT) and number == POISONED and rank // place.group_size == last_group:
             with torch.no_grad():
-                next(replica.parameters()).mul_(math.nan)
+                for p in replica.parameters():
+                    p.add_(3.0 if name == CLIPPED else math.nan)
         loss = small.step(replica, optimizer, rank, number)
         if replica.decompositions > len(seen["ranks"]):
             seen["ranks"].append((replica.step, dict(replica.found_ranks)))
@@ -127,7 +132,8 @@ def _run(rank: int, name: str, situation: str, folder: Path) -> dict[str, Any]:
     seen["ranks"].append((replica.step, dict(replica.found_ranks)))
     _look(seen, module)
     rows = [row[:-1] for row in replica.traffic.state()["rows"]]
-    return seen | {"rows": rows, "slow_bytes": replica.traffic.slow_bytes}
+    events = replica.describe()["events"]
+    return seen | {"rows": rows, "slow_bytes": replica.traffic.slow_bytes, "events": events}
 
 
 def _begin(name: str, place: Situation) -> tuple[Any, Any]:
