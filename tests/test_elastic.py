@@ -19,6 +19,7 @@ import small
 import thinwire
 from covering import few
 from launchers import Launchers, free_port, held, note, start_store
+from patience import until
 from test_faults import STEPS, WAYS, _die, one_model, part_of_the_slow, survivors, trained
 from thinwire import AllReduce, ConfigError, Faults, LocalSGD
 from thinwire.elastic.membership import Membership
@@ -496,6 +497,11 @@ def test_finish_throws_no_model_away(tmp_path: Path) -> None:
         assert path.is_file() and "step7" in path.name
 
 
+def _is_frozen(pid: int) -> bool:
+    states = [stat.read_text().rpartition(")")[2].split()[0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(states) == {"T"}
+
+
 def test_a_store_is_not_waited_for_longer_than_asked() -> None:
     """Frozen it still accepts connections, and nobody answers there."""
     port = free_port()
@@ -503,6 +509,7 @@ def test_a_store_is_not_waited_for_longer_than_asked() -> None:
     store = Store("127.0.0.1", port, timeout=2.0, patience=2.0)
     store.set("key", "value")
     os.kill(server.pid, signal.SIGSTOP)
+    until(lambda: _is_frozen(server.pid), "the store to freeze")  # the signal comes later than it is sent
     began = time.monotonic()
     with pytest.raises(StoreLostError, match=f"the store at 127.0.0.1:{port} has not answered for 2 s"):
         store.get("key")
