@@ -18,7 +18,7 @@ import torch
 from measure import arguments, load, machine, time_of, waiting_for
 from torch import Tensor
 
-from thinwire.comm.quantize import Quantizer, Rows, quantizer
+from thinwire.codecs.quantize import Quantizer, Rows, quantizer
 from thinwire.recipes import named
 from thinwire.train.task import Recipe
 

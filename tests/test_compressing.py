@@ -20,10 +20,10 @@ from selection import first_of
 from small import batch as images
 from small import mlp, net
 from small import step as small_step
+from thinwire.codecs.quantize import Rows, cut, elements
+from thinwire.codecs.quantized import unsent
+from thinwire.codecs.sparse import largest
 from thinwire.comm.buckets import checksum
-from thinwire.comm.compressed import unsent
-from thinwire.comm.largest import largest
-from thinwire.comm.quantize import Rows, cut, elements
 from worlds import batch, optimizer_values, small_model, train_step, values
 
 CONFIGS = {

@@ -22,7 +22,7 @@ from launchers import TIMEOUT, Launchers, held, note
 from thinwire import AB, DASO, OIALR, AllReduce, ConfigError, DiLoCo, Faults, LocalSGD, Nesterov, OneBit, PowerSGD, TopK
 from thinwire.base.errors import CollectiveError
 from thinwire.comm import process_groups
-from thinwire.comm.collectives import Wire
+from thinwire.comm.wire import Wire
 from thinwire.elastic.membership import Membership
 from thinwire.elastic.store import meeting
 

@@ -16,7 +16,6 @@ import needs
 import thinwire
 from selection import first_of, slow_but
 from thinwire.cli import main
-from thinwire.comm.simulated import SimulatedWire
 from thinwire.config.outer import Nesterov
 from thinwire.factor.convert import Layer
 from thinwire.methods.ab import ABMethod
@@ -31,6 +30,7 @@ from thinwire.plan.links import Links
 from thinwire.plan.planner import Plan, Stopwatch, make_plan, over_nodes, total
 from thinwire.plan.shapes_only import ShapesOnly
 from thinwire.plan.simulate import Simulation, _Simulator, simulate
+from thinwire.plan.simulated_wire import SimulatedWire
 from thinwire.plan.workload import Workload
 
 STEPS = 150

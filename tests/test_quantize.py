@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ConfigError
-from thinwire.comm import quantize
-from thinwire.comm.packing import pack, packed_width, unpack
-from thinwire.comm.quantize import OneBitQuantizer, Quantizer, Rows, elements, quantizer
+from thinwire.codecs import quantize
+from thinwire.codecs.quantize import OneBitQuantizer, Quantizer, Rows, elements, pack, packed_width, quantizer, unpack
 
 NAMES = ["int8", "int4", "int2", "bit"]
 BITS = {"int8": 8, "int4": 4, "int2": 2, "bit": 1}

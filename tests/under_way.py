@@ -7,7 +7,7 @@ from torch import Tensor
 
 import small
 import thinwire
-from thinwire.comm.collectives import Pending
+from thinwire.comm.wire import Pending
 
 
 def waits(rank: int, config: Any, name: str, held: int, ahead: int) -> list[int]:

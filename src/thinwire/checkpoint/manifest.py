@@ -14,7 +14,7 @@ from typing import Any
 from thinwire.base.errors import DamagedError, DisagreementError, one_line
 from thinwire.base.files import REMEDY, on_file, read_json, write_json
 from thinwire.base.schema import COUNT, TEXT
-from thinwire.comm.collectives import Wire
+from thinwire.comm.wire import Wire
 
 MANIFEST = "manifest.json"
 Entry = Mapping[str, Any]

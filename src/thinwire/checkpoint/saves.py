@@ -26,7 +26,7 @@ from thinwire.base.files import on_file
 from thinwire.checkpoint import manifest
 from thinwire.checkpoint.tensors import write_tensors
 from thinwire.comm import process_groups
-from thinwire.comm.collectives import Wire
+from thinwire.comm.wire import Wire
 
 log = logging.getLogger("thinwire")
 

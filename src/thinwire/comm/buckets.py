@@ -21,8 +21,6 @@ def reals(t: Tensor) -> Tensor:
 
 def pack_wide(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """One flat copy of tensors of any floating dtypes, in fp32 at least; in `out` if it is given."""
-    if out is not None and out.is_meta:
-        return out
     parts = [reals(t).detach().reshape(-1) for t in tensors]
     dtype = reduce(torch.promote_types, {part.dtype for part in parts}, torch.float32)
     return torch.cat([part.to(dtype) for part in parts], out=out)
@@ -30,8 +28,6 @@ def pack_wide(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
 
 def unpack_into(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Write a flat bucket back into its tensors."""
-    if flat.is_meta:
-        return
     with torch.no_grad():
         targets = list(tensors) if flat.is_complex() else [reals(t) for t in tensors]
         pieces = flat.split([t.numel() for t in targets])

@@ -27,9 +27,9 @@ from torch.utils.hooks import RemovableHandle
 from thinwire.base.errors import ConfigError
 from thinwire.comm import process_groups
 from thinwire.comm.buckets import WIRES, size_of
-from thinwire.comm.collectives import Wire
 from thinwire.comm.sent import Ranks, Sent
 from thinwire.comm.topology import Topology
+from thinwire.comm.wire import Wire
 
 # Newer versions of torch call it by another name.
 _parameters = inspect.signature(DistributedDataParallel).parameters
@@ -53,7 +53,6 @@ class Replicated:
         self._watches: list[RemovableHandle] = []
         self._norms: list[nn.SyncBatchNorm] = []
         self._trained = 0
-        self._simulated_buffers: list[torch.Tensor] | None = None
         self.after_backward: Callable[[], None] | None = None
         """Called at the end of each backward pass that averages, when the group's gradients are there; set before
         `wrap`. In a group of one, too."""
@@ -87,9 +86,11 @@ class Replicated:
         # Looked up once: a walk through all modules at every step takes milliseconds.
         self._norms = [module for module in self.model.modules() if isinstance(module, nn.SyncBatchNorm)]
         self._trained = sum(p.requires_grad for p in self.model.parameters())
-        self._simulated_buffers = list(self.model.buffers()) if self.wire.is_simulated else None
-        if self.wire.topology.world_size == 1 or self.wire.is_simulated:
-            return
+        if self.wire.topology.world_size > 1:
+            self._follow_model(members)
+
+    def _follow_model(self, members: Ranks) -> None:
+        """Put hooks on the model, or DDP around it."""
         self._named = dict(self.model.named_parameters())
         self._flags = [_flags(p) for p in self._named.values()]
         may_grow = (nn.Sequential, nn.ModuleList)
@@ -177,9 +178,7 @@ class Replicated:
         """The model's forward pass, prepared for a backward pass that averages gradients."""
         self._averages, self._is_due = self.syncs, False
         if self._ddp is None:
-            if self.wire.is_simulated and self.syncs:
-                self._simulate_backward()
-            elif self._over_norms > 1 and not self.wire.is_simulated:
+            if self._over_norms > 1:
                 self._count_norms()
             return self.model(*args, **kwargs)
         self._awaits_backward = self._awaits_backward or self.syncs
@@ -223,25 +222,15 @@ class Replicated:
         loss.backward()
 
     def broadcast_buffers(self, members: Ranks = ()) -> None:
-        """Overwrite buffers by the first member's, as DDP does before a forward pass; a simulation's never change."""
-        buffers = list(self.model.buffers()) if self._simulated_buffers is None else self._simulated_buffers
-        self.wire.broadcast(buffers, "buffers", members or self.members, self.buffers_from)
-
-    def _simulate_backward(self) -> None:
-        """Count what a backward pass would send; a simulation has none."""
-        if self._over_norms > 1:
-            self._count_norms()
-        if len(self.members) > 1:
-            self._count_backward()
-        if self.after_backward is not None:
-            self.after_backward()
+        """Overwrite buffers by the first member's, as DDP does before a forward pass."""
+        self.wire.broadcast(list(self.model.buffers()), "buffers", members or self.members, self.buffers_from)
 
     def watch(self, outputs: Any) -> None:
         """Detect a backward pass by the gradients of outputs, the first thing that it computes.
 
         A parameter's gradient may come in a pass within the pass, as checkpoints have them, which ends too early.
         """
-        if self.after_backward is not None and not self.wire.is_simulated:
+        if self.after_backward is not None:
             see = self._see_output if self._averages else self._see_local_output
             for t in tree_leaves(outputs):
                 if isinstance(t, torch.Tensor) and t.requires_grad:

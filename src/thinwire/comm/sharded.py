@@ -15,14 +15,15 @@ from torch import Tensor, nn
 
 from thinwire.base.errors import ConfigError
 from thinwire.comm.buckets import size_of
-from thinwire.comm.collectives import Pending, Wire
+from thinwire.comm.collectives import ProcessGroupWire
 from thinwire.comm.sent import Ranks, Sent
 from thinwire.comm.topology import Topology
+from thinwire.comm.wire import Pending
 
 _REMEDY = 'fully_shard(model, mesh=init_device_mesh(device, (groups, workers), mesh_dim_names=("between", "in"))["in"])'
 
 
-class ShardedWire(Wire):
+class ShardedWire(ProcessGroupWire):
     """What a method may do with workers that hold other shards, and with those that hold the same one."""
 
     is_sharded = True

@@ -22,7 +22,7 @@ from typing import Any
 
 from thinwire.base.errors import MissingRankError
 from thinwire.comm import process_groups
-from thinwire.comm.collectives import Wire
+from thinwire.comm.wire import Wire
 
 EXIT_CODE = 75
 """The exit code of a command that was stopped by a signal and can be resumed: EX_TEMPFAIL of sysexits.h."""

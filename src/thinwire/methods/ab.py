@@ -12,9 +12,12 @@ only half of the factors travel. Each group keeps its own optimizer state, and t
 code has left out by then is sent in int8 with the last average before the change.
 """
 
+import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
+
+from torch import Tensor
 
 from thinwire.base.errors import ConfigError
 from thinwire.comm.topology import Topology
@@ -253,7 +256,7 @@ class ABMethod(ABShapes, LocalTraining):
             self.find_layers()
         self.free_memory()
         for layer, factors in self._find_factors():
-            if self.wire.is_simulated or factors[0].any():  # factors of zeros have no gradients
+            if self.wire.read(functools.partial(_has_gradients, factors), True):
                 self._to_factors(layer, *factors)
         if first and self.config.target is None:
             self.warn_if_nothing_factored(self.config.cutoff)
@@ -308,3 +311,8 @@ class ABMethod(ABShapes, LocalTraining):
             return Cycle(place, found.end if total is None or is_over else total)
         at = self.config.factor_step
         return Cycle(found.place, found.end if at is None else at)
+
+
+def _has_gradients(factors: Sequence[Tensor]) -> bool:
+    """Factors of zeros have none."""
+    return bool(factors[0].any())

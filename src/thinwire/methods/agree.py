@@ -4,13 +4,12 @@ import itertools
 import math
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from thinwire.base.errors import DivergedError
 from thinwire.comm.buckets import all_finite
-from thinwire.comm.collectives import Wire
 from thinwire.comm.topology import Topology
+from thinwire.comm.wire import Wire
 from thinwire.factor import decompose
 from thinwire.factor.convert import Layer
 from thinwire.sharding.shards import local
@@ -41,8 +40,7 @@ def agreed_factors(
     with wire.ledger.times.decomposing():
         for done, (layer, owner) in enumerate(owners, start=first):
             wire.ledger.times.report_work("decomposing", done, of)
-            # Nothing is broadcast on a simulated wire, so there each worker finds all.
-            found.append(find(layer) if wire.is_simulated or owner in (None, wire.member) else None)
+            found.append(find(layer) if owner is None or wire.stands_for(owner) else None)
     for member in sorted({owner for _, owner in owners if owner is not None}):
         its = [i for i, (_, owner) in enumerate(owners) if owner == member]
         _broadcast_factors(layers, found, its, wire, member, count)
@@ -115,23 +113,17 @@ def _broadcast_factors(
     layers: list[Layer], found: list[Factors | None], which: list[int], wire: Wire, member: int | None, count: int
 ) -> None:
     """Overwrite `found[which]` by those of a member of the group, or of rank 0 of the world."""
-    first = layers[0].parameters[0]
-    device = torch.device("cpu") if first.is_meta else first.device
-
-    def send(tensors: list[Tensor]) -> None:
-        if member is None:
-            wire.broadcast(tensors, "decomposition")
-        else:
-            wire.broadcast_in_group(tensors, member, "decomposition")
-
-    ranks = torch.tensor([_rank(found[i]) for i in which], device=device)
-    send([ranks])
-    for i, rank in zip(which, ranks.tolist(), strict=True):
+    device, own = layers[0].parameters[0].device, [_rank(found[i]) for i in which]
+    for i, rank in zip(which, wire.broadcast_integers(own, device, "decomposition", member), strict=True):
         if rank != _rank(found[i]):
             found[i] = empty_factors(layers[i], rank, count) if rank else None
     tensors = [t for i in which for t in found[i] or ()]
-    if tensors:
-        send(tensors)
+    if not tensors:
+        return
+    if member is None:
+        wire.broadcast(tensors, "decomposition")
+    else:
+        wire.broadcast_in_group(tensors, member, "decomposition")
 
 
 def _rank(factors: Factors | None) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm.collectives import Wire
+from thinwire.comm.wire import Wire
 from thinwire.config.outer import Radial
 from thinwire.methods.averaged import AveragedTensors
 from thinwire.methods.sketch import SIZE
@@ -65,8 +65,12 @@ class Agreement:
         Groups add up sketches of their changes instead, 260 bytes per tensor.
         """
         notes = [f.notes.values for f in fragments if f.notes is not None and f.notes.values is not None]
-        if len(notes) < len(fragments) or not notes or notes[0].is_meta:
-            return [None] * len(fragments)
+        nothing: list[Tensor | None] = [None] * len(fragments)
+        if len(notes) < len(fragments) or not notes:
+            return nothing
+        return self.wire.read(lambda: self._measure(fragments, notes, step), nothing)
+
+    def _measure(self, fragments: Sequence[AveragedTensors], notes: list[Tensor], step: int) -> list[Tensor | None]:
         lengths, sketches = torch.cat(notes, dim=1).split([1, SIZE])
         self._note(fragments, lengths[0], sketches.norm(dim=0), step)
         return [self._gains(fragment, own[0]) for fragment, own in zip(fragments, notes, strict=True)]

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.base.errors import ConfigError, DivergedError
-from thinwire.comm.aggregate import Aggregator, Exact
+from thinwire.codecs import aggregator
+from thinwire.codecs.aggregate import Aggregator, Exact, Rotating
 from thinwire.comm.buckets import all_finite, pack_wide, reals
-from thinwire.comm.codes import aggregator
-from thinwire.comm.collectives import Wire
-from thinwire.comm.rotating import Rotating
+from thinwire.comm.wire import Wire
 from thinwire.config.outer import Nesterov, Radial
 from thinwire.methods.merging import restored
 from thinwire.methods.notes import ChangeNotes
@@ -120,7 +119,7 @@ class AveragedTensors:
         """
         self._check_size()
         self._to_device()
-        flat = pack_wide(self._masters, out=self.scratch)
+        flat = self._packed()
         self.pending = PendingAverage(step, overlap, own=flat.clone() if keep_own else None)
         if self.agreed is not None:
             flat.sub_(self.agreed)
@@ -182,12 +181,12 @@ class AveragedTensors:
 
     def distance(self) -> float:
         """How far this group's values are from the agreed ones; none where values are averaged."""
-        if self.agreed is None or self.scratch.is_meta:
+        if self.agreed is None:
             return 0.0
         self._check_size()
         self._to_device()
-        change = pack_wide(self._masters, out=self.scratch).sub_(self.agreed)
-        return float(torch.linalg.vector_norm(change, dtype=torch.float64))
+        change = self._packed().sub_(self.agreed)
+        return self.wire.read(lambda: float(torch.linalg.vector_norm(change, dtype=torch.float64)), 0.0)
 
     def outer_state(self) -> Iterator[tuple[str, int, Tensor]]:
         """What all workers hold alike beside the tensors: its name, for which of them, and the values."""
@@ -224,19 +223,31 @@ class AveragedTensors:
 
     def move(self, weight: float, step: int) -> None:
         """Move the tensors by the fraction `weight` towards the agreed values."""
+        self.wire.compute(lambda: self._move_tensors(weight))
+        if weight >= 1:
+            self.level = step
+        if self.pending is None:
+            self.to_cpu()
+
+    def _move_tensors(self, weight: float) -> None:
         with self._widened() as (wide, target):
             if weight < 1:
                 torch._foreach_lerp_(wide, target, weight)
             else:
                 torch._foreach_copy_(wide, target)
-                self.level = step
-        if self.pending is None:
-            self.to_cpu()
+
+    def _packed(self) -> Tensor:
+        """What is averaged, as it is now, in `scratch`."""
+        self.wire.compute(lambda: pack_wide(self._masters, out=self.scratch))
+        return self.scratch
 
     def shift_from(self, own: Tensor) -> None:
         """Add the difference between the agreed values and `own`, which is overwritten."""
         target = self.scratch if self.agreed is None else self.agreed
         difference = torch.sub(target, own, out=own)
+        self.wire.compute(lambda: self._add_to_tensors(difference))
+
+    def _add_to_tensors(self, difference: Tensor) -> None:
         with self._widened(difference) as (wide, change):
             torch._foreach_add_(wide, change)
 
@@ -244,9 +255,6 @@ class AveragedTensors:
     def _widened(self, flat: Tensor | None = None) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
         """The tensors in the flat vector's dtype, written back at the end; and the part of the vector for each."""
         flat = flat if flat is not None else self.scratch if self.agreed is None else self.agreed
-        if flat.is_meta:
-            yield self._cut(flat), self._cut(flat)
-            return
         parts = self._cut(flat)
         pairs = [(t, part) for t, part in zip(self.tensors(), parts, strict=True) if not self.is_fixed(t)]
         held = [reals(self._master_of(t)) for t, _ in pairs]
@@ -272,8 +280,8 @@ class AveragedTensors:
         return [self.scratch] if self._is_flat else self._cut(self.scratch)
 
     def _cut(self, flat: Tensor) -> list[Tensor]:
-        """A flat vector in the shapes of the tensors; without values any such tensors do."""
-        return self.aggregator.like if flat.is_meta else _views(flat, self._shapes)
+        """A flat vector in the shapes of the tensors."""
+        return self.wire.read(lambda: _views(flat, self._shapes), self.aggregator.like)
 
     def _check_size(self) -> None:
         """Refuse tensors that are not those that were attached any more."""
@@ -289,15 +297,13 @@ class AveragedTensors:
     def to_cpu(self) -> None:
         """Let the CPU hold everything until the next average, if that was asked for."""
         if self._offload:
-            self._move("cpu")
+            self.wire.compute(lambda: self._move("cpu"))
 
     def _to_device(self) -> None:
         if self._offload:
-            self._move(reals(self.tensors()[0]).device)
+            self.wire.compute(lambda: self._move(reals(self.tensors()[0]).device))
 
     def _move(self, device: torch.device | str) -> None:
-        if self.scratch.is_meta:  # a simulation has nothing to move
-            return
         for name in ("agreed", "momentum", "scratch"):
             if (held := getattr(self, name)) is not None:
                 setattr(self, name, held.to(device))

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import DivergedError
-from thinwire.comm.aggregate import Aggregator
+from thinwire.codecs import aggregator
+from thinwire.codecs.aggregate import Aggregator
 from thinwire.comm.buckets import all_finite, reals
-from thinwire.comm.codes import aggregator
-from thinwire.comm.collectives import Wire
+from thinwire.comm.wire import Wire
 from thinwire.factor.matrix import wide
 from thinwire.factor.moments import LINEAR
 from thinwire.factor.optimizers import State

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from thinwire.comm.aggregate import Aggregator
-from thinwire.comm.codes import aggregator
-from thinwire.comm.collectives import Wire
+from thinwire.codecs import aggregator
+from thinwire.codecs.aggregate import Aggregator
 from thinwire.comm.topology import Topology
+from thinwire.comm.wire import Wire
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext
 from thinwire.methods.frozen import FrozenSecondMoment

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thinwire.comm.collectives import Wire
+from thinwire.comm.replicate import Replicated
+from thinwire.comm.wire import Wire
 from thinwire.factor.convert import Layer
 from thinwire.factor.optimizers import Optimizers
 from thinwire.factor.ranks import ranks_within
@@ -45,6 +46,8 @@ class MethodContext:
     wire: Wire
     ddp: dict[str, Any] = field(default_factory=dict)
     """Further arguments of DistributedDataParallel."""
+    replicate: Callable[[nn.Module, Wire, dict[str, Any]], Replicated] = Replicated
+    """Makes what averages gradients inside a group; a simulation counts passes instead."""
     has_scaler: bool = False
     scale: Callable[[], float] = lambda: 1.0
     """What the GradScaler multiplies losses by now."""

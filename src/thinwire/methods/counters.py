@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from thinwire.base.errors import DisagreementError
-from thinwire.comm.collectives import Pending, Wire
+from thinwire.comm.wire import Pending, Wire
 from thinwire.factor.optimizers import Optimizers
 
 _SAME = 1e-6

@@ -9,8 +9,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from thinwire.base.errors import DivergedError
 from thinwire.comm.buckets import all_finite
-from thinwire.comm.collectives import Wire
 from thinwire.comm.sent import Ranks
+from thinwire.comm.wire import Wire
 
 _LOSS = -1
 

@@ -67,7 +67,7 @@ class Factoring(Method):
 
     def warn_if_nothing_factored(self, cutoff: float) -> None:
         """Warn if the first decomposition made nothing smaller, and name the cutoff that would."""
-        if self.factored or not self.layers or self.wire.is_simulated:
+        if self.factored or not self.layers or self.wire.read(lambda: False, True):
             return
         if self.topology.rank and not self.wire.is_sharded:  # of a sharded layer all members gather the whole
             return

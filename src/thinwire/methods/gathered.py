@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from thinwire.comm.collectives import Wire
+from thinwire.comm.wire import Wire
 from thinwire.factor.convert import Layer
 from thinwire.factor.optimizers import State
 from thinwire.methods.agree import Factors, agreed_factors, decomposers, owners_of, refuse_diverged_layer

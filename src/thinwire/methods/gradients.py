@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.base.errors import CollectiveError, ConfigError, DivergedError
-from thinwire.comm.aggregate import Aggregator, State
+from thinwire.codecs import aggregator
+from thinwire.codecs.aggregate import Aggregator, State
 from thinwire.comm.background import EarlyBuckets
-from thinwire.comm.codes import aggregator
-from thinwire.comm.collectives import Wire
-from thinwire.comm.replicate import Replicated
 from thinwire.comm.sent import Ranks, Sent
 from thinwire.comm.topology import Topology
 from thinwire.comm.watch import attempt
+from thinwire.comm.wire import Wire
 from thinwire.config.codes import parse_code
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.sharding.shards import whole_of
@@ -45,7 +44,7 @@ class GradientAveraging:
     def __init__(self, context: MethodContext) -> None:
         self.context = context
         self.wire = context.wire
-        self.replicated = Replicated(context.model, context.wire, context.ddp)
+        self.replicated = context.replicate(context.model, context.wire, context.ddp)
         self.code: str | None = None
         """None while groups train alone."""
         self.buckets: list[Aggregator] = []
@@ -153,7 +152,7 @@ class GradientAveraging:
 
     @property
     def _can_begin_early(self) -> bool:
-        on_cpu = self._trained[0].device.type == "cpu" and not self.wire.is_simulated
+        on_cpu = self._trained[0].device.type == "cpu"
         # All workers must decide alike, so a group of one beside larger ones does not.
         alone = all(len(group) == 1 for group in self.topology.groups)
         in_one_piece = not (self.wire.outlives_groups or self.wire.is_sharded)
@@ -248,11 +247,14 @@ class GradientAveraging:
 
     def _first_bad(self, gradients: Sequence[Tensor]) -> int | None:
         """The first parameter whose gradient is not finite."""
-        if gradients[0].is_meta:
-            return None
-        norms = torch.stack(torch._foreach_norm(list(gradients)))
-        suspects = torch.nonzero(~torch.isfinite(norms)).flatten().tolist()  # or finite, but too large to be squared
-        return next((i for i in suspects if not bool(torch.isfinite(gradients[i]).all())), None)
+
+        def suspects() -> list[int]:
+            norms = torch.stack(torch._foreach_norm(list(gradients)))
+            return torch.nonzero(~torch.isfinite(norms)).flatten().tolist()  # or finite, but too large to be squared
+
+        nothing: list[int] = []
+        found = self.wire.read(suspects, nothing)
+        return next((i for i in found if not bool(torch.isfinite(gradients[i]).all())), None)
 
     def _follow_scale(self) -> None:
         """What is kept is in units of the scaled gradient."""

@@ -55,6 +55,10 @@ class Masters:
         self._steps += 1
         self._has_none = not self.names and self._steps >= (_FIRST_STEPS if own else 1)
 
+    def stop_looking(self) -> None:
+        """There is nothing to find."""
+        self._has_none = True
+
     def of(self, tensor: Tensor) -> list[Tensor]:
         """All copies of a parameter, the widest first, in the same order on all workers; none of any other tensor."""
         if not self.names or not isinstance(tensor, nn.Parameter):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm.collectives import Wire
+from thinwire.comm.wire import Wire
 from thinwire.factor.matrix import wide
 from thinwire.factor.moments import moments_of
 from thinwire.factor.optimizers import Optimizers
@@ -88,9 +88,6 @@ def average(wire: Wire, tensors: Sequence[Tensor], weight: float, purpose: str, 
 
     A group without weight may hold anything: it only takes the mean.
     """
-    if wire.is_simulated:
-        wire.sum_over_groups([wide(t) for t in tensors], purpose, code)
-        return
     means = [wide(t.detach()).mul_(weight) if weight else torch.zeros_like(wide(t.detach())) for t in tensors]
     wire.sum_over_groups(means, purpose, code)
     for t, mean in zip(tensors, means, strict=True):

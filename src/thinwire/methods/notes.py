@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.comm.aggregate import Exact
-from thinwire.comm.collectives import Wire
+from thinwire.codecs.aggregate import Exact
+from thinwire.comm.wire import Wire
 from thinwire.methods.sketch import SIZE, sketch
 
 
@@ -27,14 +27,15 @@ class ChangeNotes:
         if len(topology.groups) == 1:
             self.values = None  # those of a pending average, which others have sent
             return
-        if first.is_meta:  # a simulation only needs their size
-            self.values = first.new_empty(1 + SIZE, len(changes))
-        else:
-            sketches = torch.stack([sketch(change) for change in changes], dim=1)  # (sketch, tensors)
-            self.values = torch.cat([torch.stack(torch._foreach_norm(list(changes)))[None], sketches])
-            share = len(topology.group) / topology.world_size
-            self.values *= share if weights is None else first.new_tensor(weights)
+        self.values = self.wire.read(lambda: self._own(changes, weights), first.new_empty(1 + SIZE, len(changes)))
         self._sum.begin([self.values], steps=overlap)
+
+    def _own(self, changes: Sequence[Tensor], weights: Sequence[float] | None) -> Tensor:
+        topology, first = self.wire.topology, changes[0]
+        sketches = torch.stack([sketch(change) for change in changes], dim=1)  # (sketch, tensors)
+        values = torch.cat([torch.stack(torch._foreach_norm(list(changes)))[None], sketches])
+        share = len(topology.group) / topology.world_size
+        return values.mul_(share if weights is None else first.new_tensor(weights))
 
     def receive(self) -> None:
         """Wait for those of all groups."""

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from thinwire.comm.aggregate import Aggregator
-from thinwire.comm.collectives import Wire
-from thinwire.comm.quantize import OneBitQuantizer, Rows
-from thinwire.comm.quantized import Quantized
+from thinwire.codecs.aggregate import Aggregator
+from thinwire.codecs.quantize import OneBitQuantizer, Rows
+from thinwire.codecs.quantized import Quantized
+from thinwire.comm.wire import Wire
 from thinwire.config import OneBit
 from thinwire.methods.coding import CodedGradients
 from thinwire.methods.registry import register

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from thinwire.comm.aggregate import Aggregator
-from thinwire.comm.collectives import Wire
-from thinwire.comm.lowrank import LowRank
+from thinwire.codecs.aggregate import Aggregator
+from thinwire.codecs.lowrank import LowRank
+from thinwire.comm.wire import Wire
 from thinwire.config import PowerSGD
 from thinwire.methods.coding import CodedGradients
 from thinwire.methods.registry import register

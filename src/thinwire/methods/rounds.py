@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from thinwire.comm.collectives import Wire
+from thinwire.comm.wire import Wire
 from thinwire.config.warmed import Averaged
 from thinwire.factor.optimizers import Optimizers
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm.collectives import Wire
+from thinwire.comm.wire import Wire
 
 _KINDS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -37,7 +37,7 @@ class SeenRows:
 
     def _count(self, name: str, module: nn.Module, ids: Tensor) -> None:
         counts = self.counts[name]
-        if module.training and torch.is_grad_enabled() and not ids.is_meta:
+        if module.training and torch.is_grad_enabled():
             flat = ids.detach().reshape(-1)
             counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=counts.dtype))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from thinwire.base.errors import DisagreementError
-from thinwire.comm.collectives import Wire
+from thinwire.comm.wire import Wire
 
 Named = list[tuple[str, Tensor]]
 

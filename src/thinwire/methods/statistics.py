@@ -33,7 +33,7 @@ class OuterStatistics:
     def step(self) -> None:
         """Move statistics that were just averaged, and so are the same on all workers."""
         norms = [m for m in self.model.modules() if isinstance(m, _NormBase) and m.running_var is not None]
-        if not isinstance(self.outer, Nesterov) or not norms or norms[0].running_var.is_meta:  # type: ignore[union-attr]
+        if not isinstance(self.outer, Nesterov) or not norms:
             return
         means = [_values(norm) for norm in norms]
         if len(self.agreed) != len(means):

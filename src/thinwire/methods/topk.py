@@ -17,9 +17,9 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm.aggregate import Aggregator, State
-from thinwire.comm.collectives import Wire
-from thinwire.comm.sparse import Sparse
+from thinwire.codecs.aggregate import Aggregator, State
+from thinwire.codecs.sparse import Sparse
+from thinwire.comm.wire import Wire
 from thinwire.config import TopK
 from thinwire.methods.coding import CodedGradients
 from thinwire.methods.context import MethodContext, Saved

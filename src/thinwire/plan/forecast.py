@@ -7,7 +7,6 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from thinwire.base.errors import ConfigError
-from thinwire.comm.layout_views import kind
 from thinwire.comm.ledger import Ledger, mean_over_nodes
 from thinwire.comm.sent import Sent
 from thinwire.comm.topology import Topology, arrange
@@ -18,6 +17,7 @@ from thinwire.plan.links import Links
 from thinwire.plan.memory import Memory
 from thinwire.plan.ranks import RankPredictor
 from thinwire.plan.simulate import Simulation, simulate_together
+from thinwire.plan.simulated_wire import kind
 from thinwire.plan.workload import Workload
 
 # The mean over nodes is exact up to here; where only times are needed, a few nodes are enough.

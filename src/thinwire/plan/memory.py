@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from thinwire.comm.aggregate import Aggregator
+from thinwire.codecs.aggregate import Aggregator
+from thinwire.codecs.quantized import CompressedSum
 from thinwire.comm.buckets import size_of
-from thinwire.comm.compressed import CompressedSum
 from thinwire.methods.averaged import AveragedTensors, PendingAverage
 from thinwire.methods.base import Method
 from thinwire.methods.change_scales import ChangeScales

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from thinwire.comm.ledger import Ledger
-from thinwire.comm.simulated import Booked, Call, Exchange, SimulatedWire
 from thinwire.comm.topology import Topology
 from thinwire.methods.agree import decomposers
 from thinwire.methods.base import Method
@@ -23,7 +22,8 @@ from thinwire.methods.planned import Cycle
 from thinwire.plan.memory import Memory, memory_of, model_and_optimizer
 from thinwire.plan.ranks import RankPredictor
 from thinwire.plan.shapes_only import ShapesOnly
-from thinwire.plan.simulated_method import Asked, Ranks, assumed, grows, make_method, set_rate
+from thinwire.plan.simulated_method import Asked, Ranks, SimulatedReplica, assumed, grows, make_method, set_rate
+from thinwire.plan.simulated_wire import Booked, Call, Exchange, SimulatedWire
 from thinwire.plan.workload import Workload, state_like
 from thinwire.replica.preflight import check_same_data
 from thinwire.replica.replica import Replica
@@ -91,7 +91,7 @@ def simulate_together(
         # No update takes place, as when a scaler skips it.
         method.context.before_update, method.context.after_update = [], []
         with ShapesOnly():
-            replica = Replica(method)
+            replica = SimulatedReplica(method)
         _Simulator(workload, method, replica, wire, ranks, found, shapes).run()
     counts = (wire.booked.seen_from(view) for view in range(len(views)))
     return [replace(found, ledger=ledger, calls=calls, exchanges=exchanges) for ledger, calls, exchanges in counts]

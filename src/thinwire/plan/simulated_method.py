@@ -8,15 +8,56 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thinwire.comm.simulated import SimulatedWire
+from thinwire.comm.replicate import Replicated
 from thinwire.factor.convert import Layer
 from thinwire.factor.optimizers import Optimizers
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext
 from thinwire.methods.registry import make
 from thinwire.plan.ranks import RankPredictor, Recorded, basis, factors, most, uniform
+from thinwire.plan.simulated_wire import SimulatedWire
 from thinwire.plan.workload import Workload
 from thinwire.replica.preflight import broadcast_initial_values, check_optimizers, check_same_architecture
+from thinwire.replica.replica import Replica
+
+
+class CountedPasses(Replicated):
+    """Counts what passes would send; there is no backward pass, and buffers stay the same."""
+
+    _buffers_of_model: list[Tensor]
+
+    def _follow_model(self, members: tuple[int, ...]) -> None:
+        self._buffers_of_model = list(self.model.buffers())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass, and what the backward pass after it sends."""
+        if self.syncs:
+            if self._over_norms > 1:
+                self._count_norms()
+            if len(self.members) > 1:
+                self._count_backward()
+            if self.after_backward is not None:
+                self.after_backward()
+        return self.model(*args, **kwargs)
+
+    def broadcast_buffers(self, members: tuple[int, ...] = ()) -> None:
+        self.wire.broadcast(self._buffers_of_model, "buffers", members or self.members, self.buffers_from)
+
+    def watch(self, outputs: Any) -> None:
+        """There are no gradients."""
+
+
+class SimulatedReplica(Replica):
+    """Says nothing to a user, who has no such model."""
+
+    def _watch_evaluations(self) -> None:
+        """There are no evaluations of a loop's own."""
+
+    def _guard_averages(self) -> None:
+        """There are no moving averages."""
+
+    def _log_finished(self) -> None:
+        """The plan has its own words."""
 
 
 class Asked(NamedTuple):
@@ -78,7 +119,8 @@ def make_method(
 
     set_rate(optimizers[0], workload, 0)
     found_by = {"find_factors": find_factors, "find_basis": find_basis, "choose_ranks": choose_ranks}
-    method = make(config, MethodContext(model, optimizers, wire, **found_by))  # type: ignore[arg-type]
+    method = make(config, MethodContext(model, optimizers, wire, replicate=CountedPasses, **found_by))  # type: ignore[arg-type]
+    method.masters.stop_looking()
     return method
 
 

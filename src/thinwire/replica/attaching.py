@@ -9,12 +9,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from thinwire.base.errors import ConfigError
-from thinwire.comm.collectives import Wire
+from thinwire.comm.collectives import ProcessGroupWire
 from thinwire.comm.counters import watched
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.sharded import ShardedWire, group_size_of
 from thinwire.comm.times import Clock
 from thinwire.comm.topology import join
+from thinwire.comm.wire import Wire
 from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, OneBit, PaperAB, PowerSGD, TopK
 from thinwire.config.faults import Faults
 from thinwire.elastic.membership import Membership
@@ -72,9 +73,9 @@ def attach(
         join()
         if is_sharded(model):
             refuse_on_shards(config, model, optimizers, scaler=scaler, compile=compile, ddp=ddp)
-            wire = ShardedWire.open(_size_of_groups(model, config), repr(config), device, ledger)
+            wire: Wire = ShardedWire.open(_size_of_groups(model, config), repr(config), device, ledger)
         else:
-            wire = Wire.open(config.group_size, repr(config), device, ledger)
+            wire = ProcessGroupWire.open(config.group_size, repr(config), device, ledger)
     else:
         if is_sharded(model):
             raise ConfigError("faults=… is not for sharded models: leave it out, and resume from a checkpoint")
@@ -144,10 +145,12 @@ def _met(
     def open_wire() -> None:
         with membership.opened_world():
             if membership.joins:
-                wires.append(Wire(membership.topology, ledger, membership.heartbeat))
+                wires.append(ProcessGroupWire(membership.topology, ledger, membership.heartbeat))
             else:
                 settings = repr(config)
-                wires.append(Wire.open(None, settings, device, ledger, membership.layout, membership.heartbeat))
+                wires.append(
+                    ProcessGroupWire.open(None, settings, device, ledger, membership.layout, membership.heartbeat)
+                )
 
     membership.begin(open_wire)
     return wires[-1], membership

@@ -213,8 +213,7 @@ def refuse_state(method: Method) -> None:
 
 def refuse_masters(method: Method) -> None:
     """Refuse copies of parameters in an optimizer's state where weights become factors; after each step."""
-    if not method.wire.is_simulated:
-        method.masters.look()
+    method.masters.look()
     if (outside := method.masters.outside) is not None and not method.only_gradients:
         raise ConfigError(
             f"optimizer {type(outside).__name__} cannot be attached with {type(method.config).__name__}: it trains "

@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from thinwire.base.errors import ConfigError, DisagreementError
-from thinwire.comm.collectives import Wire
+from thinwire.comm.wire import Wire
 from thinwire.comm.wrappers import wrapper_inside
 from thinwire.factor.layers import factored_names
 from thinwire.factor.optimizers import Optimizers

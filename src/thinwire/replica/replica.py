@@ -28,10 +28,10 @@ from thinwire.checkpoint import saves, snapshot
 from thinwire.checkpoint.also import Also
 from thinwire.checkpoint.loads import Loads
 from thinwire.checkpoint.saves import Files, Save
-from thinwire.comm.collectives import Wire
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.process_groups import next_number
 from thinwire.comm.topology import Topology
+from thinwire.comm.wire import Wire
 from thinwire.config.settings import describe as describe_config
 from thinwire.elastic.recovery import Recovery
 from thinwire.elastic.stopping import Stop, handle_signals, release_signals
@@ -142,10 +142,13 @@ class Replica(nn.Module):
         self._loads = Loads(method)
         self._release += self._loads.follow()
         self._one_group = OneGroupNotice(self)
-        if not (method.only_gradients or self.wire.is_simulated):
-            self._release += self._one_group.watch(self.module)
+        if not method.only_gradients:
+            self._watch_evaluations()
         self._guard_averages()
         attached.add(self)
+
+    def _watch_evaluations(self) -> None:
+        self._release += self._one_group.watch(self.module)
 
     # Training.
 
@@ -308,10 +311,12 @@ class Replica(nn.Module):
         model = self._method.model
         self.module = to_plain_shards(model, self.wire) if isinstance(model, ShardedModel) else to_plain(self.module)
         self._finished = True
-        if not self.wire.is_simulated:
-            sizes, ranks = (self._full, _count(self.module)), self.finished_ranks.values()
-            log_finished(self._method, sizes, ranks, self.baseline()["allreduce_fp32"])
+        self._log_finished()
         return self.module
+
+    def _log_finished(self) -> None:
+        sizes, ranks = (self._full, _count(self.module)), self.finished_ranks.values()
+        log_finished(self._method, sizes, ranks, self.baseline()["allreduce_fp32"])
 
     def _finish(self, cutoff: float | None) -> None:
         self._method.wire.barrier("finish()")
@@ -679,8 +684,8 @@ class Replica(nn.Module):
         self._guard_averages()
 
     def _guard_averages(self) -> None:
-        """Where layers have just been factored; not in a simulation, which has no averages."""
-        if self._decomposed != self.decompositions and not self.wire.is_simulated:
+        """Where layers have just been factored."""
+        if self._decomposed != self.decompositions:
             self._decomposed = self.decompositions
             guard_averages()
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from thinwire.comm.collectives import Wire
+from thinwire.comm.wire import Wire
 
 
 class SharedScale:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from thinwire.base.errors import ConfigError
 from thinwire.comm import fsdp
-from thinwire.comm.collectives import Wire
 from thinwire.comm.sharded import like_whole, own_part
+from thinwire.comm.wire import Wire
 from thinwire.config import AB, AllReduce, LocalSGD, Radial
 from thinwire.config.codes import parse_code
 from thinwire.factor.convert import Layer

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from thinwire.comm.buckets import checksum
-from thinwire.comm.collectives import Wire
+from thinwire.comm.wire import Wire
 from thinwire.replica.preflight import check_same_data
 from thinwire.train.data import Source
 from thinwire.train.step_rng import StepRNG

@@ -1,29 +1,187 @@
-"""A sum over groups that travels in a few bits both ways, with error feedback on both.
-
-1. Every group cuts its values into as many parts as there are groups, and sends each part's code to its owner.
-2. An owner adds up what it received and sends the sum's code to everyone.
-
-What either code leaves out is kept and sent the next time: in `residual` by each group, in `owned` by each owner. What
-an owner has of its own part is not coded on its way to the sum.
-Both change only when a sum is committed. One that nobody used, because a step was skipped or its gradients were thrown
-away, leaves no trace in later ones.
-The bytes do not grow with the number of groups. Members of a group carry a share of the values each.
-"""
+"""Means over groups in a few bits per element, with error feedback at both ends."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from thinwire.comm.collectives import Pending, Wire
-from thinwire.comm.quantize import Quantizer, Rows, cut, elements, longest
+from thinwire.codecs.aggregate import Aggregator, Exact, State
+from thinwire.codecs.quantize import Quantizer, Rows, cut, elements, longest, quantizer
+from thinwire.comm.buckets import unpack_into
+from thinwire.comm.wire import Pending, Wire
+
+BLOCK = 256
+
+
+class Quantized(Aggregator):
+    """Matrices in a few bits per element in both directions; what has one dimension stays exact."""
+
+    rounds = 2
+
+    def __init__(
+        self,
+        wire: Wire,
+        like: Sequence[Tensor],
+        purpose: str,
+        code: Quantizer,
+        rows: Callable[[Sequence[Tensor]], list[Rows]] | None = None,
+    ) -> None:
+        super().__init__(wire, like, purpose)
+        self.coded = [i for i, t in enumerate(like) if t.dim() > 1 and t.numel()]
+        self.plain = [i for i in range(len(like)) if i not in set(self.coded)]
+        self.exact = Exact(wire, [like[i] for i in self.plain], purpose, flagged=not self.coded)
+        self.sum: CompressedSum | None = None
+        if self.coded:
+            coded = [like[i] for i in self.coded]
+            self.size = sum(t.numel() for t in coded)
+            its_rows = rows(coded) if rows else [Rows(-(-self.size // BLOCK), BLOCK)]
+            self.sum = CompressedSum(wire, its_rows, code, coded[0].device, purpose)
+            self.pieces = pieces([t.numel() for t in coded], self.sum.span)
+            self.covered = sum(p.end - p.start for p in self.pieces)
+            """Of this worker's share; what fills up the last block is behind it."""
+        self._steps = 0
+        self._halfway = False
+
+    def begin(self, tensors: Sequence[Tensor], *, healthy: bool = True, again: bool = False, steps: int = 0) -> None:
+        """Add to what was left out, and send its code."""
+        self._steps, self._halfway, self._again = steps, False, again
+        if self.sum is not None:
+            coded = [tensors[i] for i in self.coded]
+            if healthy:
+                self.wire.compute(lambda: self._add(coded, again))
+            with self.wire.hidden_behind((steps + 1) // 2):
+                self.sum.begin(healthy)
+        if self.plain:
+            self.exact.begin([tensors[i] for i in self.plain], healthy=healthy, steps=steps)
+
+    def _add(self, coded: Sequence[Tensor], again: bool) -> None:
+        assert self.sum is not None, "nothing is coded"
+        self.sum.add([piece.of(coded) for piece in self.pieces], [p.slice for p in self.pieces], again)
+        self.sum.next_residual[self.covered :] = 0.0  # a code may say something else of it, which nobody needs
+
+    def middle(self) -> None:
+        """Send the code of the sums on."""
+        if self.sum is not None and not self._halfway:
+            self._halfway = True
+            with self.wire.hidden_behind(self._steps // 2):
+                self.sum.middle(self._again)
+
+    def end(self, out: Sequence[Tensor]) -> bool:
+        """What the code of the sums says."""
+        self.middle()
+        coded = [out[i] for i in self.coded]
+        direct = self.sum is not None and len(coded) == 1 and self._fits(coded[0])
+        total = self.sum.end(coded[0].view(-1) if direct else None) if self.sum is not None else None
+        if total is not None and not direct:
+            self.wire.compute(functools.partial(unpack_into, total[: self.size], coded))
+        healthy = self.exact.end([out[i] for i in self.plain]) if self.plain else True
+        return healthy and (self.sum is None or total is not None)
+
+    def _fits(self, out: Tensor) -> bool:
+        """Whether the sum can be decoded right into a tensor."""
+        whole = self.sum is not None and out.numel() == self.sum.size
+        return whole and out.is_contiguous() and out.dtype == torch.float32
+
+    def choose_senders(self, groups: Sequence[int] | None) -> None:
+        """The others keep what they left out before."""
+        if self.sum is not None:
+            self.sum.senders = groups
+
+    def refine(self) -> bool:
+        """Both errors travel in int8."""
+        return self.sum is not None and self.sum.refine(quantizer("int8"))
+
+    def move(self, device: torch.device) -> None:
+        """Both errors."""
+        if self.sum is not None:
+            self.sum.move(device)
+
+    def commit(self) -> None:
+        """Both errors: this group's, and that of the sums this worker owns."""
+        if self.sum is not None:
+            self.sum.commit()
+
+    def forget(self) -> None:
+        """This group's own error; that of the sums is of all groups."""
+        if self.sum is not None:
+            self.sum.residual.zero_()
+
+    def residuals(self) -> list[Tensor]:
+        """Both errors."""
+        return [self.sum.residual, self.sum.owned] if self.sum is not None else []
+
+    def workspace(self) -> list[Tensor]:
+        """Both errors as they will be."""
+        return self.sum.workspace() if self.sum is not None else []
+
+    def local(self) -> State:
+        """Both errors."""
+        return self.sum.state() if self.sum is not None else {}
+
+    def load(self, shared: State, local: State) -> None:
+        """Take both back."""
+        if self.sum is not None and local:
+            self.sum.load_state(local)
+
+    def keep(self, shared: State, local: State) -> None:
+        """This group's own error, and with it that of the sums this worker owned."""
+        if self.sum is not None and local:
+            self.sum.keep(local)
+
+    def adopt(self, shared: State, everyone: Sequence[State]) -> None:
+        """All that the old world had not sent yet, divided among the new one."""
+        if self.sum is not None and everyone[0]:
+            self.sum.adopt(everyone)
+        else:
+            for t in self.residuals():
+                t.zero_()
+
+
+class Piece(NamedTuple):
+    """A part of one tensor, and where it lies in a worker's share."""
+
+    tensor: int
+    start: int
+    end: int
+    place: int
+
+    @property
+    def slice(self) -> slice:
+        """Where it lies in the share."""
+        return slice(self.place, self.place + self.end - self.start)
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The part itself, flat."""
+        return tensors[self.tensor].reshape(-1)[self.start : self.end]
+
+
+def pieces(sizes: Sequence[int], span: tuple[int, int]) -> list[Piece]:
+    """What of tensors that lie one after the other falls into a span."""
+    found, begin = [], 0
+    for i, size in enumerate(sizes):
+        start, end = max(begin, span[0]), min(begin + size, span[1])
+        if start < end:
+            found.append(Piece(i, start - begin, end - begin, start - span[0]))
+        begin += size
+    return found
+
 
 _FLAG = 4
 
 
 class CompressedSum:
-    """One flat vector per worker, summed over groups again and again by the groups' weights."""
+    """One flat vector per worker, summed over groups again and again by the groups' weights.
+
+    1. Every group cuts its values into as many parts as there are groups, and sends each part's code to its owner.
+    2. An owner adds up what it received and sends the sum's code to everyone.
+
+    What either code leaves out is kept and sent the next time: in `residual` by each group, in `owned` by each owner.
+    What an owner has of its own part is not coded on its way to the sum. Both change only when a sum is committed. One
+    that nobody used, because a step was skipped or its gradients were thrown away, leaves no trace in later ones.
+    The bytes do not grow with the number of groups. Members of a group carry a share of the values each.
+    """
 
     def __init__(
         self,
@@ -86,21 +244,30 @@ class CompressedSum:
         sent = torch.zeros(self.groups, self.length, dtype=torch.uint8, device=self.residual.device)
         if not healthy:
             sent[:, -_FLAG:] = 1
-        elif not sent.is_meta and self._sends:
-            for g, values in enumerate(self._split(self.next_residual)):
-                if g != self.wire.topology.group_index:  # its own part it adds exactly
-                    self.quantizer.encode(values, self.mine[g], sent[g])
+        elif self._sends:
+            self.wire.compute(lambda: self._encode(sent))
         self._pending = self.wire.all_to_all(sent, self.purpose, self.senders, self.length)
+
+    def _encode(self, sent: Tensor) -> None:
+        for g, values in enumerate(self._split(self.next_residual)):
+            if g != self.wire.topology.group_index:  # its own part it adds exactly
+                self.quantizer.encode(values, self.mine[g], sent[g])
 
     def middle(self, again: bool = False) -> None:
         """Add up the part this worker owns, and send it on."""
         assert self._pending is not None, "nothing was begun"
-        received, topology = self._pending.wait(), self.wire.topology
+        received = self._pending.wait()
+        out = torch.zeros(self.length, dtype=torch.uint8, device=self.owned.device)
+        self.wire.compute(lambda: self._add_up(received, out, again))
+        self._pending = self.wire.all_gather(out, self.purpose, [self.length] * len(self.parts))
+
+    def _add_up(self, received: Tensor, out: Tensor, again: bool) -> None:
+        topology = self.wire.topology
         part = self.mine[topology.group_index]
         if not again:
             self.next_owned.copy_(self.owned)
         sends = range(self.groups) if self.senders is None else self.senders
-        for row, g in zip(received, sends, strict=True) if not received.is_meta else ():
+        for row, g in zip(received, sends, strict=True):
             weight = len(topology.groups[g]) / topology.world_size
             if g == topology.group_index:
                 own = self._split(self.next_residual)[g]
@@ -108,10 +275,8 @@ class CompressedSum:
                 own.zero_()
             else:
                 self.quantizer.decode(row, part, self.next_owned, weight)
-        out = torch.zeros(self.length, dtype=torch.uint8, device=self.owned.device)
         self.quantizer.encode(self.next_owned, part, out)
         out[-_FLAG:] = received[:, -_FLAG:].amax(0)
-        self._pending = self.wire.all_gather(out, self.purpose, [self.length] * len(self.parts))
 
     def end(self, out: Tensor | None = None) -> Tensor | None:
         """The sum, the same bits on all workers; None if anyone was unhealthy, and then it must not be committed.
@@ -127,17 +292,18 @@ class CompressedSum:
         for j, block in enumerate(blocks):
             self.wire.broadcast_in_group([block], j, self.purpose, self.gathered)
         result = torch.empty(self.size, dtype=torch.float32, device=device) if out is None else out
-        if device.type == "meta":
-            return result
-        if bool(blocks[0][0, -1]):
+        if self.wire.read(lambda: bool(blocks[0][0, -1]), False):
             return None
+        self.wire.compute(lambda: self._decode(blocks, result))
+        return result
+
+    def _decode(self, blocks: Sequence[Tensor], result: Tensor) -> None:
         place = 0
         for block, share in zip(blocks, self.parts, strict=True):
             for payload, part in zip(block, share, strict=True):
                 size = elements(part)
                 self.quantizer.decode(payload, part, result[place : place + size])
                 place += size
-        return result
 
     def run(self, healthy: bool = True, again: bool = False) -> Tensor | None:
         """All three at once."""

@@ -2,6 +2,9 @@
 
 Encoding leaves its error in the values it was given, ready to be added to the next ones (error feedback). No finite
 input gives anything that is not finite; rows below 1e-33 or so are written as zeros, and all of them is error.
+
+Small codes are packed into bytes: eight of one bit, four of two bits or two of four bits, the first one lowest. Both
+directions treat a byte's codes as one integer, so that a few operations on integers handle all of them at once.
 """
 
 import math
@@ -10,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from thinwire.base.errors import unknown
-from thinwire.comm.packing import pack, packed_width, to_bytes, unpack
 
 # On a CPU several passes over a piece that stays in the cache beat one pass each over everything; on other devices
 # large pieces bound the memory of intermediate results.
@@ -76,14 +79,11 @@ class Quantizer(ABC):
 
     def encode(self, values: Tensor, rows: Sequence[Rows], out: Tensor) -> None:
         """Write the code of flat `values` to `out`, and leave exactly values − decoded in `values`."""
-        if not values.is_meta:
-            for block, scales, codes in self._blocks(values, rows, out):
-                self.encode_block(block, scales, codes)
+        for block, scales, codes in self._blocks(values, rows, out):
+            self.encode_block(block, scales, codes)
 
     def decode(self, payload: Tensor, rows: Sequence[Rows], values: Tensor, weight: float | None = None) -> None:
         """Write the decoded payload to `values`; with a weight, add it times the weight instead."""
-        if values.is_meta:
-            return
         for block, scales, codes in self._blocks(values, rows, payload):
             if weight is None:
                 self.decode_block(codes, scales, block)
@@ -300,3 +300,45 @@ def _read_pair(scales: Tensor) -> tuple[Tensor, Tensor]:
     """The first number, and the distance of the second from it."""
     low, high = scales.view(torch.bfloat16).float().split(1, 1)
     return low, high - low
+
+
+_WORDS = {1: torch.int64, 2: torch.int32, 4: torch.int16}
+"""By bits per code: the integer that holds a byte's codes with one code per byte."""
+
+
+def to_bytes(whole: Tensor) -> Tensor:
+    """Whole numbers −128 … 127 as bytes in two's complement; on a CPU this is faster than to unsigned bytes."""
+    return whole.to(torch.int8).view(torch.uint8)
+
+
+def packed_width(width: int, bits: int) -> int:
+    """Bytes for `width` codes."""
+    return -(-width * bits // 8)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack rows of codes (n, width), one per byte, into (n, packed_width); 8 bits are packed as they are."""
+    if bits == 8:
+        return codes
+    spare = -codes.shape[1] % (8 // bits)
+    padded = F.pad(codes, (0, spare)) if spare else codes.contiguous()
+    # One multiplication adds up shifted copies such that code i lands at bit `bits * i` of the top byte; bits that
+    # belong to no such place stay below the top byte or overflow.
+    size = 64 // bits
+    gather = sum(1 << (size - 8 - (8 - bits) * i) for i in range(8 // bits))
+    words = padded.view(_WORDS[bits]).mul(gather)
+    return words.bitwise_right_shift_(size - 8).bitwise_and_(0xFF).to(torch.uint8)
+
+
+def unpack(packed: Tensor, bits: int, width: int) -> Tensor:
+    """Unpack to rows of codes (n, width), one per byte."""
+    if bits == 8:
+        return packed
+    words = packed.to(_WORDS[bits])
+    # Move the upper half of the codes to the upper half of the word, then the same within each half, and so on.
+    size, kept = 32 // bits, 4
+    while kept >= bits:
+        mask = sum(((1 << kept) - 1) << place for place in range(0, 64 // bits, size))
+        words = words.bitwise_or_(words.bitwise_left_shift(size - kept)).bitwise_and_(mask)
+        size, kept = size // 2, kept // 2
+    return words.view(torch.uint8)[:, :width]

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.comm.aggregate import Aggregator, Exact, State, hidden_behind
-from thinwire.comm.collectives import Wire
+from thinwire.codecs.aggregate import Aggregator, Exact, State
+from thinwire.comm.buckets import pack, unpack_into
+from thinwire.comm.sharded import ShardedWire
+from thinwire.comm.wire import Wire
 
 
 class LowRank(Aggregator):
@@ -61,7 +63,7 @@ class LowRank(Aggregator):
                 torch.add(error, tensors[i].reshape(error.shape), out=self.next_errors[i])
         self._ps = {i: error @ qs[i] for i, error in self.next_errors.items()}  # (n, m) @ (m, r)
         self._means = [tensors[i].detach().float() for i in self.dense]
-        with hidden_behind(self.wire, (steps + 1) // 2):
+        with self.wire.hidden_behind((steps + 1) // 2):
             self.first.begin([*self._ps.values(), *self._means], healthy=healthy)
 
     def middle(self) -> None:
@@ -77,12 +79,12 @@ class LowRank(Aggregator):
         self._find_bases(ps)
         # ((r, n) @ (n, m))ᵀ, which reads each error row by row.
         self.next_qs = {i: (self._ps[i].T @ error).T.contiguous() for i, error in self.next_errors.items()}
-        with hidden_behind(self.wire, self._steps // 2):
+        with self.wire.hidden_behind(self._steps // 2):
             self._begin_second(list(self.next_qs.values()))
 
     def _find_bases(self, ps: Sequence[Tensor]) -> None:
         """Replace every P by a basis of it."""
-        orthogonalise(ps)
+        self.wire.compute(lambda: orthogonalise(ps))
 
     def _begin_second(self, qs: Sequence[Tensor]) -> None:
         """Send every Q."""
@@ -159,7 +161,56 @@ def orthogonalise(matrices: Sequence[Tensor]) -> None:
     for matrix in matrices:
         by_shape[matrix.shape].append(matrix)
     for same in by_shape.values():
-        if not same[0].is_meta:
-            q, r = torch.linalg.qr(torch.stack(same))
-            signs = torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0)
-            torch._foreach_copy_(same, list(q * signs.unsqueeze(-2)))
+        q, r = torch.linalg.qr(torch.stack(same))
+        signs = torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0)
+        torch._foreach_copy_(same, list(q * signs.unsqueeze(-2)))
+
+
+class ShardedLowRank(LowRank):
+    """As `LowRank` of whole matrices, up to rounding, where members of a group hold different rows.
+
+    M = rows of tensor + error      this member's
+    P = mean over groups of M Q     this member's rows, with those who hold the same
+    P = orthogonal basis of P       of all rows, which the group gathers
+    Q = mean over groups of Mᵀ P    summed in the group; each member carries a share of it between groups
+    mean = P Qᵀ, error = M − P Qᵀ   this member's rows
+
+    Nobody needs a whole matrix.
+    """
+
+    wire: ShardedWire
+    _share: Tensor
+    """The part of every Q, one after the other, that this member carries."""
+
+    def _rows(self, like: Sequence[Tensor]) -> list[int]:
+        """Those of all members; an empty part may be that of a matrix that others hold."""
+        own = torch.tensor([len(t) if t.dim() else 0 for t in like], dtype=torch.int64)
+        self._rows_of = [part.tolist() for part in self.wire.gather_in_group(own, self.purpose)]
+        """By member."""
+        return [sum(rows) for rows in zip(*self._rows_of, strict=True)]
+
+    def _find_bases(self, ps: Sequence[Tensor]) -> None:
+        counts = [[rows[i] for i in self.errors] for rows in self._rows_of]  # of each member, of each P
+        widths = [p.shape[1] for p in ps]
+        sizes = [sum(n * r for n, r in zip(rows, widths, strict=True)) for rows in counts]
+        parts = [
+            flat.split([n * r for n, r in zip(rows, widths, strict=True)])
+            for flat, rows in zip(self.wire.gather_in_group(pack(ps), self.purpose, sizes), counts, strict=True)
+        ]
+        whole = [torch.cat([part[i].view(-1, r) for part in parts]) for i, r in enumerate(widths)]
+        orthogonalise(whole)
+        member = self.wire.member
+        for i, p in enumerate(ps):
+            before = sum(rows[i] for rows in counts[:member])
+            p.copy_(whole[i][before : before + len(p)])
+
+    def _begin_second(self, qs: Sequence[Tensor]) -> None:
+        flat = pack(qs)
+        self.wire.sum_in_group(flat, self.purpose)
+        self._sizes = [len(share) for share in flat.tensor_split(len(self.wire.topology.group))]
+        self._share = flat.split(self._sizes)[self.wire.member].clone()
+        self.second.begin([self._share])
+
+    def _end_second(self, qs: Sequence[Tensor]) -> None:
+        self.second.end([self._share])
+        unpack_into(torch.cat(self.wire.gather_in_group(self._share, self.purpose, self._sizes)), qs)

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.comm.aggregate import Aggregator, Exact, State
+from thinwire.codecs.aggregate import Aggregator, Exact, State
+from thinwire.codecs.quantize import Rows, cut, elements
+from thinwire.codecs.quantized import Piece, pieces
 from thinwire.comm.buckets import unpack_into
-from thinwire.comm.collectives import Pending, Wire
-from thinwire.comm.largest import largest
-from thinwire.comm.quantize import Rows, cut, elements
-from thinwire.comm.quantized import Piece, pieces
+from thinwire.comm.wire import Pending, Wire
 
 
 class Sparse(Aggregator):
@@ -72,12 +71,12 @@ class Sparse(Aggregator):
     def end(self, out: Sequence[Tensor]) -> bool:
         """The weighted sum of what groups sent."""
         blocks = self._receive() if self.sparse else []
-        healthy = not any(bool(block[:, -1].any()) for block in blocks[:1] if not block.is_meta)
+        healthy = not self.wire.read(lambda: any(bool(block[:, -1].any()) for block in blocks[:1]), False)
         if self.dense:
             healthy = self.exact.end([out[i] for i in self.dense]) and healthy
         if healthy and blocks:
-            self._add_up(blocks)
-            unpack_into(self.applied, [out[i] for i in self.sparse])
+            self.wire.compute(lambda: self._add_up(blocks))
+            self.wire.compute(lambda: unpack_into(self.applied, [out[i] for i in self.sparse]))
         return healthy
 
     def _payload(self, healthy: bool) -> Tensor:
@@ -111,8 +110,6 @@ class Sparse(Aggregator):
 
     def _add_up(self, blocks: Sequence[Tensor]) -> None:
         """One group after the other, so that all workers round alike."""
-        if self.applied.is_meta:
-            return
         if not self._again:
             self.applied.zero_()
         topology = self.wire.topology
@@ -186,3 +183,38 @@ def _like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     found = [torch.empty_like(t) for t in tensors]
     unpack_into(flat, found)
     return found
+
+
+# Below this a plain top-k is fast enough.
+_SMALL = 1 << 15
+
+
+def largest(values: Tensor, count: int, scratch: Tensor | None = None) -> Tensor:
+    """Indices of the `count` values with the largest magnitude; `scratch` is memory for as many values.
+
+    On a CPU a top-k over millions costs more than a step may take. A sample gives a threshold that a few more than
+    `count` values pass; the largest of these are the largest of all.
+    """
+    if count == len(values):
+        return torch.arange(count, device=values.device)
+    if values.device.type != "cpu" or len(values) < _SMALL:
+        return values.abs().topk(count, sorted=False).indices
+    sizes = torch.abs(values, out=None if scratch is None else scratch[: len(values)])
+    stride = max(1, min(len(values) // 8192, count // 8))
+    sample = sizes[::stride]
+    wanted = min(len(sample), math.ceil(1.25 * count / stride) + 8)
+    passing = _at_least(sizes, sample.topk(wanted, sorted=True).values[-1])
+    if len(passing) < count:
+        return sizes.topk(count, sorted=False).indices
+    return passing[sizes[passing].topk(count, sorted=False).indices]
+
+
+def _at_least(sizes: Tensor, threshold: Tensor) -> Tensor:
+    """Indices of values that reach a threshold, where few do: first the columns that have any, then the values."""
+    height = 16
+    rest = len(sizes) % height
+    grid = sizes[: len(sizes) - rest].view(height, -1)
+    columns = torch.nonzero(grid.amax(0) >= threshold).flatten()
+    row, column = torch.nonzero(grid[:, columns] >= threshold, as_tuple=True)
+    last = torch.nonzero(sizes[len(sizes) - rest :] >= threshold).flatten() + len(sizes) - rest
+    return torch.cat([row * grid.shape[1] + columns[column], last])

@@ -4,14 +4,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from thinwire.comm.aggregate import Aggregator, Exact
-from thinwire.comm.collectives import Wire
-from thinwire.comm.lowrank import LowRank
-from thinwire.comm.quantize import quantizer
-from thinwire.comm.quantized import Quantized
-from thinwire.comm.sharded import ShardedWire
-from thinwire.comm.sharded_lowrank import ShardedLowRank
-from thinwire.comm.sparse import Sparse
+from thinwire.codecs.aggregate import Aggregator, Exact
+from thinwire.codecs.lowrank import LowRank, ShardedLowRank
+from thinwire.codecs.quantize import quantizer
+from thinwire.codecs.quantized import Quantized
+from thinwire.codecs.sparse import Sparse
+from thinwire.comm.wire import Wire
 from thinwire.config.codes import parse_code
 
 
@@ -21,7 +19,7 @@ def aggregator(code: str, wire: Wire, like: Sequence[Tensor], purpose: str) -> A
     if parsed.is_exact or len(wire.topology.groups) == 1:
         return Exact(wire, like, purpose, kind if kind == "bf16" else "fp32")
     if kind == "lowrank":
-        kept = ShardedLowRank if isinstance(wire, ShardedWire) else LowRank
+        kept = ShardedLowRank if wire.is_sharded else LowRank
         return kept(wire, like, purpose, int(number))
     if kind == "topk":
         return Sparse(wire, like, purpose, number)

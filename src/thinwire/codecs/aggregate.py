@@ -10,17 +10,14 @@ ledger has the bytes when they are sent, and of the time only what is waited for
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.comm.buckets import WIRES, pack_wide, size_of, unpack_into
-from thinwire.comm.collectives import Pending, Wire
-from thinwire.comm.simulated import SimulatedWire
+from thinwire.comm.buckets import WIRES, pack_wide, unpack_into
+from thinwire.comm.wire import Pending, Wire
 
 BLOCK = 256
 
@@ -120,7 +117,6 @@ class Exact(Aggregator):
         self.flagged = flagged
         """Whether it says if the sender is healthy; else non-finite values are for the caller to find."""
         self._flat = torch.empty(0)
-        self._shares: list[Tensor] = []
         self._pending: Pending | None = None
 
     def begin(self, tensors: Sequence[Tensor], *, healthy: bool = True, again: bool = False, steps: int = 0) -> None:
@@ -130,10 +126,8 @@ class Exact(Aggregator):
             self._flat = pack_wide(tensors)
             return
         self._flat = self._weigh(tensors, healthy)
-        self._shares = list(self._flat.tensor_split(topology.shares))
-        sent = topology.at_once([(topology.crossing(j), size_of(share)) for j, share in enumerate(self._shares)])
-        with hidden_behind(self.wire, steps):
-            self._pending = self.wire._begin(self._cross, self._flat, sent, self.purpose)
+        with self.wire.hidden_behind(steps):
+            self._pending = self.wire.begin_sum(self._flat, self.purpose)
 
     def _weigh(self, tensors: Sequence[Tensor], healthy: bool) -> Tensor:
         topology = self.wire.topology
@@ -152,31 +146,93 @@ class Exact(Aggregator):
         """Receive the sum and hand it around inside the group."""
         if self._pending is not None:
             self._pending.wait()
-            for j, share in enumerate(self._shares):
-                if share.numel():
-                    self.wire.broadcast_in_group([share], j, self.purpose)
-        flat, self._flat, self._pending, self._shares = self._flat, torch.empty(0), None, []
+            self.wire.share_in_group(self._flat, self.purpose)
+        flat, self._flat, self._pending = self._flat, torch.empty(0), None
         flagged = self.flagged and len(self.wire.topology.groups) > 1
-        if flagged and not flat.is_meta and bool(flat[-1]):
+        if flagged and self.wire.read(lambda: bool(flat[-1]), False):
             return False
-        unpack_into(flat[: len(flat) - flagged], out)
+        self.wire.compute(lambda: unpack_into(flat[: len(flat) - flagged], out))
         return True
 
-    def _cross(self) -> Any:
-        member = self.wire.topology.member
-        if member < len(self._shares) and self._shares[member].numel():
-            return dist.all_reduce(self._shares[member], group=self.wire._cross, async_op=True)
-        return None
+
+class Rotating(Aggregator):
+    """One member of each group carries everything, another one each time; each keeps what it left out itself."""
+
+    def __init__(self, wire: Wire, make: Callable[[], Aggregator]) -> None:
+        self.turns: list[Aggregator] = []
+        for member in range(wire.topology.shares):
+            with wire.carried_by(member):
+                self.turns.append(make())
+        super().__init__(wire, self.turns[0].like, self.turns[0].purpose)
+        self.number = -1
+
+    @property
+    def _member(self) -> int:
+        return self.number % len(self.turns)
+
+    def begin(self, tensors: Sequence[Tensor], *, healthy: bool = True, again: bool = False, steps: int = 0) -> None:
+        """Send by the member whose turn it is."""
+        self.number += 1
+        with self.wire.carried_by(self._member):
+            self.turns[self._member].begin(tensors, healthy=healthy, again=again, steps=steps)
+
+    def middle(self) -> None:
+        """Of the one under way."""
+        with self.wire.carried_by(self._member):
+            self.turns[self._member].middle()
+
+    def turn(self, steps: int) -> int | None:
+        """As of any of them."""
+        return self.turns[0].turn(steps)
+
+    def end(self, out: Sequence[Tensor]) -> bool:
+        """The mean, handed on to its group by the member that carried it."""
+        with self.wire.carried_by(self._member):
+            return self.turns[self._member].end(out)
+
+    def commit(self) -> None:
+        """Of the last one."""
+        self.turns[self._member].commit()
+
+    def forget(self) -> None:
+        """Of all of them."""
+        for each in self.turns:
+            each.forget()
+
+    def workspace(self) -> list[Tensor]:
+        """Of all of them."""
+        return [t for each in self.turns for t in each.workspace()]
+
+    def residuals(self) -> list[Tensor]:
+        """Of all of them."""
+        return [t for each in self.turns for t in each.residuals()]
+
+    def shared(self) -> State:
+        """Whose turn it is, and what all of them share."""
+        return {"number": torch.tensor(self.number), **self._numbered([each.shared() for each in self.turns])}
+
+    def local(self) -> State:
+        """Of all of them."""
+        return self._numbered([each.local() for each in self.turns])
+
+    def load(self, shared: State, local: State) -> None:
+        """Take it back."""
+        self.number = int(shared["number"])
+        for i, each in enumerate(self.turns):
+            each.load(_part(i, shared), _part(i, local))
+
+    def keep(self, shared: State, local: State) -> None:
+        """Whose turn it is must be the same in all groups."""
+        self.number = int(shared.get("number", -1))
+        for i, each in enumerate(self.turns):
+            each.keep(_part(i, shared), _part(i, local))
+
+    @staticmethod
+    def _numbered(states: Sequence[State]) -> State:
+        return {f"{i}/{name}": t for i, state in enumerate(states) for name, t in state.items()}
 
 
-@contextmanager
-def hidden_behind(wire: Wire, steps: int) -> Iterator[None]:
-    """In a simulation: nobody waits for what is sent here before so many steps are over."""
-    if not isinstance(wire, SimulatedWire):
-        yield
-        return
-    before, wire.overlap = wire.overlap, steps
-    try:
-        yield
-    finally:
-        wire.overlap = before
+def _part(number: int, states: State) -> State:
+    """The states of one of them, by their own names."""
+    start = f"{number}/"
+    return {name.removeprefix(start): t for name, t in states.items() if name.startswith(start)}
