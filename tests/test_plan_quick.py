@@ -17,7 +17,7 @@ import thinwire
 from selection import first_of, slow_but
 from thinwire.cli import main
 from thinwire.comm.simulated import SimulatedWire
-from thinwire.config.outer import Nesterov
+from thinwire.config.common import Nesterov
 from thinwire.factor.convert import Layer
 from thinwire.methods.ab import ABMethod
 from thinwire.methods.averaged import AveragedTensors

@@ -12,7 +12,7 @@ from thinwire.comm.quantized import Quantized
 from thinwire.comm.sharded import ShardedWire
 from thinwire.comm.sharded_lowrank import ShardedLowRank
 from thinwire.comm.sparse import Sparse
-from thinwire.config.codes import parse_code
+from thinwire.config.common import parse_code
 
 
 def aggregator(code: str, wire: Wire, like: Sequence[Tensor], purpose: str) -> Aggregator:

@@ -19,7 +19,7 @@ from thinwire.comm.buckets import all_finite, pack_wide, reals
 from thinwire.comm.codes import aggregator
 from thinwire.comm.collectives import Wire
 from thinwire.comm.rotating import Rotating
-from thinwire.config.outer import Nesterov, Radial
+from thinwire.config.common import Nesterov, Radial
 from thinwire.methods.merging import restored
 from thinwire.methods.notes import ChangeNotes
 

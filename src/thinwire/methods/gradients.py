@@ -28,7 +28,7 @@ from thinwire.comm.replicate import Replicated
 from thinwire.comm.sent import Ranks, Sent
 from thinwire.comm.topology import Topology
 from thinwire.comm.watch import attempt
-from thinwire.config.codes import parse_code
+from thinwire.config.common import parse_code
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.sharding.shards import whole_of
 
