@@ -18,8 +18,8 @@ import thinwire
 from thinwire.checkpoint.tensors import write_tensors
 from thinwire.cli import main
 from thinwire.factor.convert import find_layers, to_factors
-from thinwire.factor.decompose import decompose
 from thinwire.factor.export import to_plain, write
+from thinwire.factor.matrix import decompose
 from thinwire.factor.stability import Stability, basis_of, compare, similarity, stability
 from thinwire.train.models import CharGPT
 
