@@ -23,8 +23,7 @@ from measure import (
 from models import VGG16_CLASSIFIER, Shape, random_weight, vgg16_shapes, vit_b16_shapes
 from torch import Tensor
 
-from thinwire.factor.decompose import Factors, decompose, decompose_if_smaller
-from thinwire.factor.matrix import view_of
+from thinwire.factor.matrix import Factors, decompose, decompose_if_smaller, view_of
 
 CUTOFF = 0.15
 TARGETS = {

@@ -23,8 +23,7 @@ from measure import (
 from torch import Tensor, nn
 
 from thinwire.factor.convert import Layer, to_factors
-from thinwire.factor.decompose import decompose
-from thinwire.factor.matrix import view_of
+from thinwire.factor.matrix import decompose, view_of
 
 TARGET = "> 1"
 TRAINS = {"trains A": (True, False), "trains B": (False, True), "trains both": (True, True)}

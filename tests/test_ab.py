@@ -16,8 +16,7 @@ from torch import Tensor, nn
 import small
 import thinwire
 from thinwire import AB, ConfigError, Nesterov, Radial, ThinwireError
-from thinwire.factor.decompose import decompose
-from thinwire.factor.matrix import view_of
+from thinwire.factor.matrix import decompose, view_of
 from thinwire.factor.moments import recut_factors
 from thinwire.methods.rounds import Round
 

@@ -10,12 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
 
-import thinwire.factor.decompose as module
+import thinwire.factor.matrix as module
 from thinwire.factor import moments
 from thinwire.factor.convert import find_layers, to_factors, to_full
-from thinwire.factor.decompose import decompose, decompose_if_smaller, rank_of, svd
 from thinwire.factor.layers import thin_is_cheaper
-from thinwire.factor.matrix import view_of
+from thinwire.factor.matrix import decompose, decompose_if_smaller, rank_of, svd, view_of
 from thinwire.factor.optimizers import Optimizers
 
 SHAPES = [(7, 3), (3, 7), (5, 5), (8, 3, 3), (4, 6, 3, 3), (40, 2, 3, 3), (3, 2, 2, 2, 2)]

@@ -13,10 +13,9 @@ from torch import nn
 
 import gang
 import thinwire
-from thinwire.factor import decompose
-from thinwire.factor.decompose import find_basis
+from thinwire.factor import matrix
 from thinwire.factor.layers import cheapest_of_three
-from thinwire.factor.matrix import MatrixView
+from thinwire.factor.matrix import MatrixView, find_basis
 from thinwire.factor.moments import middle_from_full
 from thinwire.methods.oialr import OIALRMethod
 from worlds import adamw, batch, optimizer_values, small_model, train_step, values
@@ -464,9 +463,9 @@ def test_decompositions_are_shared_out_inside_a_node() -> None:
 def turned_bases(rank: int) -> tuple[int, int]:
     """The second worker finds other signs, as other hardware might."""
     if rank == 1:
-        honest = decompose.find_basis
+        honest = matrix.find_basis
         turn = lambda found: found._replace(u=-found.u, vt=-found.vt)  # noqa: E731
-        decompose.find_basis = lambda *args, **settings: turn(honest(*args, **settings))
+        matrix.find_basis = lambda *args, **settings: turn(honest(*args, **settings))
     replica, optimizer = attached(oialr(cutoff=0.2, layer_fraction=1.0))
     for step in range(8):
         train_step(replica, optimizer, step, rank)

@@ -16,7 +16,7 @@ import needs
 import thinwire
 from selection import first_of, slow_but
 from thinwire.cli import main
-from thinwire.config.outer import Nesterov
+from thinwire.config.common import Nesterov
 from thinwire.factor.convert import Layer
 from thinwire.methods.ab import ABMethod
 from thinwire.methods.averaged import AveragedTensors

@@ -11,7 +11,7 @@ from torch import nn
 
 from pages import data_of
 from thinwire.cli import main
-from thinwire.factor.spectrum import POINTS, spectra
+from thinwire.factor.stability import POINTS, spectra
 from thinwire.report.records import read_records
 
 RUN = ["run", "digits", "--method", "ab", "--steps", "16", "--eval-every", "8", "--no-model"]

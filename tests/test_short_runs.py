@@ -15,8 +15,8 @@ from every_method import BUILT_IN, STEPS, WAYS
 from thinwire import AB, ConfigError, DiLoCo, LocalSGD, OneBit, PowerSGD, TopK
 from thinwire.cli import main
 from thinwire.config import DASO, OIALR, PaperAB
+from thinwire.config.common import Config, Scheduled, Warmed
 from thinwire.config.settings import describe, from_strings
-from thinwire.config.timed import Timed
 from thinwire.launch.jobs import Job, method_config
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import named
@@ -28,7 +28,7 @@ REFUSED = {("ab", 8), ("ab-paper", 8)}
 
 def timed(method: str, total_steps: int) -> Any:
     config = METHODS[method].config
-    return config(total_steps=total_steps) if issubclass(config, Timed) else config()
+    return config(total_steps=total_steps) if issubclass(config, Scheduled | Warmed) else config()
 
 
 @pytest.mark.parametrize("total_steps", LENGTHS)
@@ -43,7 +43,7 @@ def test_every_method_does_its_own_thing_in_a_run_of_any_length_or_says_that_it_
     config = timed(method, total_steps)
     if method == "ab-paper":  # to the letter: a quarter of a short group phase is nothing
         assert bool(config.idle) == (not config.rebound_length)
-    elif isinstance(config, Timed):
+    elif isinstance(config, Config):
         assert not config.idle
 
 

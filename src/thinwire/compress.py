@@ -21,13 +21,20 @@ from torch.utils._pytree import tree_map
 from thinwire.base.checks import patterns
 from thinwire.base.errors import ConfigError
 from thinwire.factor import export
-from thinwire.factor.convert import Kept, Layer, find_layers, layer_of, to_factors, warn_unmatched_patterns
+from thinwire.factor.convert import (
+    Kept,
+    Layer,
+    OrderOfUse,
+    copy_of,
+    find_layers,
+    layer_of,
+    to_factors,
+    warn_unmatched_patterns,
+)
 from thinwire.factor.forms import label_of
-from thinwire.factor.hooked import copy_of
 from thinwire.factor.program import arguments
 from thinwire.factor.ranks import Part, Whole, chooser
 from thinwire.factor.reopen import Pair, to_dense
-from thinwire.factor.usage import OrderOfUse
 from thinwire.replica.replica import Replica
 
 Batches = Iterable[tuple[Any, Tensor]]

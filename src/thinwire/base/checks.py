@@ -79,9 +79,7 @@ def check_length(config: Any, name: str, value: float | None = None) -> None:
     if value is None:
         check_fraction(config, name)
         value = getattr(config, name)
-    if config.total_steps is not None:
-        check_total(config.total_steps)
-    elif 0 < value < 1:
+    if config.total_steps is None and 0 < value < 1:
         raise ConfigError(
             f"`{name}`={value!r} is a fraction of `total_steps`, which is not given; "
             "give it, or a whole number of steps"

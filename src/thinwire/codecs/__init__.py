@@ -10,7 +10,7 @@ from thinwire.codecs.quantize import quantizer
 from thinwire.codecs.quantized import Quantized
 from thinwire.codecs.sparse import Sparse
 from thinwire.comm.wire import Wire
-from thinwire.config.codes import parse_code
+from thinwire.config.common import parse_code
 
 
 def aggregator(code: str, wire: Wire, like: Sequence[Tensor], purpose: str) -> Aggregator:

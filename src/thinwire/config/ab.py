@@ -1,24 +1,12 @@
-"""AB training."""
+"""AB training, and its published cycle."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from thinwire.base.checks import (
-    check_bool,
-    check_choice,
-    check_cutoff,
-    check_fraction,
-    check_length,
-    check_whole,
-    is_number,
-    length,
-    patterns,
-)
+from thinwire.base.checks import check_cutoff, check_fraction, check_length, check_whole, is_number, length
 from thinwire.base.errors import ConfigError
-from thinwire.config.ab_paper import PaperAB
-from thinwire.config.outer import Nesterov, Radial
-from thinwire.config.timed import listed
-from thinwire.config.warmed import Averaged
+from thinwire.config.common import Averaged, Factored, GroupSize, Nesterov, Radial, Scheduled, listed
 
 _OUTER = Nesterov(lr=1.0)
 _LEAST_ROUND = 4
@@ -26,7 +14,109 @@ _LEAST_ROUND = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class AB(Averaged):
+class PaperAB(Factored, Scheduled):
+    """AB training as published: full-rank rebounds between group phases (arXiv 2405.01067).
+
+    `warmup` and `every` below 1 are fractions of `total_steps`, `rebound` and `lr_rebound`
+    below 1 are fractions of a group phase; any of them from 1 on is a whole number of steps.
+    """
+
+    warmup: float = 0.20
+    """Full-rank training by the whole world before the first group phase."""
+
+    warmup_wire: str = "fp32"
+    """The code that gradients travel in while the whole world trains: in the warm-up and in the rebounds."""
+
+    every: float = 0.0333
+    """Steps that groups train alone before a merge."""
+
+    rebound: float = 0.25
+    """Full-rank training by the whole world after a merge."""
+
+    lr_rebound: float = 0.5
+    """Steps over which the learning rate climbs back after each change of shape."""
+
+    cutoff: float = 0.15
+    """Singular values up to this share of the largest are dropped."""
+
+    group_size: GroupSize = None
+    """Workers per group: None is one group per node, "world" trains B by all workers without groups."""
+
+    merge: Literal["mean", "trained", "weighted"] = "mean"
+    """How copies are averaged: all of them, only the trained ones, or by observed loss."""
+
+    moments: Literal["reset", "average", "carry"] = "reset"
+    """What becomes of the optimizer's state at a merge."""
+
+    second_moment: Literal["group", "estimate"] = "group"
+    """What Adam divides by while groups train apart: the root of each group's own second moments, or what all-reduce
+    would divide by, as far as a group can tell."""
+
+    wire: str = "fp32"
+    """The code that merges travel in: fp32, bf16, int8, int4, int2, bit, lowrank:R or topk:D."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("warmup", "every", "rebound", "lr_rebound"):
+            check_fraction(self, name, zero_allowed=name != "every")
+        check_cutoff(self.cutoff)
+        self._check_one_cycle_fits()
+
+    @property
+    def warmup_length(self) -> int:
+        return length(self.warmup, self.total_steps)
+
+    @property
+    def group_length(self) -> int:
+        return length(self.every, self.total_steps)
+
+    @property
+    def rebound_length(self) -> int:
+        return length(self.rebound, self.group_length)
+
+    @property
+    def lr_rebound_length(self) -> int:
+        return length(self.lr_rebound, self.group_length)
+
+    @property
+    def idle(self) -> str:
+        steps = {"rebound": self.rebound_length, "lr_rebound": self.lr_rebound_length}
+        lost = {name: getattr(self, name) for name, taken in steps.items() if getattr(self, name) and not taken}
+        if not lost:
+            return ""
+        return (
+            f"group phases of {self.group_length} steps (`every`={self.every} of total_steps={self.total_steps}) make "
+            f"{listed(lost)} no step at all: use a larger `every`, or whole steps, as {next(iter(lost))}=1"
+        )
+
+    def _check_one_cycle_fits(self) -> None:
+        if self.group_length < 1:
+            least = math.floor(0.5 / self.every) + 1
+            raise ConfigError(
+                f"`total_steps`={self.total_steps} is too small for one cycle: `every`={self.every} of it is "
+                f"less than one step; use total_steps of at least {least}, or whole steps: {self._fitting}"
+            )
+        needed = self.warmup_length + self.group_length
+        if needed > self.total_steps:
+            room = self.total_steps - self.group_length
+            raise ConfigError(
+                f"`total_steps`={self.total_steps} is too small for one cycle: warm-up takes {self.warmup_length} "
+                f"steps (`warmup`={self.warmup}) and a group phase {self.group_length} "
+                f"(`every`={self.every}), together {needed}; "
+                + (f"a warm-up of at most {room} steps fits" if room >= 0 else "shorten the group phase")
+                + f"; {self._fitting}"
+            )
+
+    @property
+    def _fitting(self) -> str:
+        """Values of all fields that fit into a run of any length."""
+        quarter = self.total_steps // 4
+        fields = {"warmup": quarter, "every": max(1, quarter), "rebound": 1, "lr_rebound": 1}
+        return f"{listed(fields)} fit together"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AB(Factored, Averaged):
     """AB training: groups train alone, at full rank and then low-rank factors A·B, and average in few bits.
 
     `warmup` and `factor_at` below 1 are fractions of `total_steps`; from 1 on they are whole numbers of steps, and
@@ -85,15 +175,6 @@ class AB(Averaged):
     offload: bool = False
     """Whether what averages need (agreed values, momentum, residuals) is held on the CPU between them."""
 
-    keep_first: bool = True
-    """Leave the first layer full."""
-
-    keep_last: bool = True
-    """Leave the last layer full."""
-
-    keep: tuple[str, ...] = ()
-    """Name patterns (as in a shell) of layers to leave full."""
-
     def __post_init__(self) -> None:
         if self.factor_at not in (None, "auto"):
             check_fraction(self, "factor_at")
@@ -102,12 +183,6 @@ class AB(Averaged):
         if self.target is not None and not (is_number(self.target) and self.target > 1):
             raise ConfigError(f"`target`={self.target!r} must be above 1: how many times fewer parameters, try 5")
         check_whole(self, "redecompose", 1)
-        check_choice(self, "train", ("alternate", "split", "both"))
-        check_choice(self, "merge", ("mean", "weighted"))
-        check_choice(self, "moments", ("keep", "average"))
-        for name in ("match_rate", "offload", "keep_first", "keep_last"):
-            check_bool(self, name)
-        object.__setattr__(self, "keep", patterns(self.keep))
         if self.second_moment != "group" and self.match_rate:
             raise ConfigError("`match_rate` scales updates that `second_moment` corrects; leave out one of them")
         if self.second_moment == "shared" and self.train == "split":

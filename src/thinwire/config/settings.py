@@ -1,16 +1,14 @@
 """Configs as plain values, and from the texts that a command line has."""
 
 import dataclasses
-import types
 import typing
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 from thinwire.base.errors import ConfigError, unknown
-from thinwire.config.outer import Nesterov, Radial
-from thinwire.config.timed import Timed
+from thinwire.config.common import Config, Nesterov, Radial, alternatives
 
-Config = TypeVar("Config")
+C = TypeVar("C")
 
 
 def describe(config: Any) -> dict[str, Any]:
@@ -20,7 +18,7 @@ def describe(config: Any) -> dict[str, Any]:
 
 def in_force(config: Any, name: str) -> Any:
     """A field of a config; one that is "auto" as it is in this run."""
-    chosen = config.in_force if isinstance(config, Timed) else {}
+    chosen = config.in_force if isinstance(config, Config) else {}
     return chosen[name] if name in chosen else getattr(config, name, None)
 
 
@@ -30,7 +28,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def from_strings(cls: type[Config], given: Mapping[str, str], **defaults: Any) -> Config:
+def from_strings(cls: type[C], given: Mapping[str, str], **defaults: Any) -> C:
     """Build a config from FIELD=VALUE texts; `defaults` that `cls` has no field for are left out."""
     own = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     hints = {name: hint for name, hint in typing.get_type_hints(cls).items() if name in own}
@@ -47,7 +45,7 @@ def from_strings(cls: type[Config], given: Mapping[str, str], **defaults: Any) -
 
 
 def _parse(cls: type, name: str, text: str, hint: Any) -> Any:
-    for candidate in sorted(_alternatives(hint), key=lambda each: each is str):  # any text is a text
+    for candidate in sorted(alternatives(hint), key=lambda each: each is str):  # any text is a text
         try:
             return _parse_as(candidate, text)
         except ValueError:
@@ -57,13 +55,7 @@ def _parse(cls: type, name: str, text: str, hint: Any) -> Any:
 
 def allowed(hint: Any) -> str:
     """The values that a field of this type takes, in words."""
-    return " or ".join(_describe(candidate) for candidate in _alternatives(hint))
-
-
-def _alternatives(hint: Any) -> list[Any]:
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return [a for part in typing.get_args(hint) for a in _alternatives(part)]
-    return [hint]
+    return " or ".join(_describe(candidate) for candidate in alternatives(hint))
 
 
 def _parse_as(hint: Any, text: str) -> Any:

@@ -1,27 +1,40 @@
 """Which layers can be factored, and conversion in both directions.
 
-`find_layers` finds the weights that can be factored and gives a reason for every other. `to_factors` and `to_full`
-convert one layer; the caller replaces its parameters in the optimizer.
+`find_layers` finds the weights that can be factored and gives a reason for every other; `OrderOfUse` tells it which is
+the first and which the last. `to_factors` and `to_full` convert one layer; the caller replaces its parameters in the
+optimizer.
 """
 
+import copy
 import fnmatch
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils.hooks import RemovableHandle
 
 from thinwire.factor import layers as factored
-from thinwire.factor.hooked import why_hooked
 from thinwire.factor.matrix import MatrixView, product, view_of, wide
 
 # Their weights are looked up, not multiplied.
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 # Class tokens, position tables: parameters that do not belong to a layer, and so are neither first nor last.
 _NO_LAYER = "not a layer's weight"
+# A weight that one of these hooks computes before each forward pass is a plain attribute, and a parameter with a
+# suffixed name is what it is computed from. Such parameters are never factored.
+_HOOKS: dict[type[Any], tuple[str, str]] = {
+    WeightNorm: ("name", "normed by torch.nn.utils.weight_norm"),
+    SpectralNorm: ("name", "normed by torch.nn.utils.spectral_norm"),
+    BasePruningMethod: ("_tensor_name", "pruned by torch.nn.utils.prune"),
+}
 
 
 @dataclass(frozen=True)
@@ -135,8 +148,7 @@ def to_factors(layer: Layer, *values: Tensor) -> None:
     like = layer.parameters[0]
     trains = (True, True) if len(values) == 2 else (False, True, False)
     new = [factored.new_parameter(value, like, trains=t) for value, t in zip(values, trains, strict=True)]
-    change = factored.replace_factors if layer.is_factored else factored.factor_weight
-    change(layer.module, layer.parameter, new)
+    factored.factor_weight(layer.module, layer.parameter, new)
 
 
 def to_full(layer: Layer, factors: Sequence[Tensor] | None = None) -> None:
@@ -173,10 +185,7 @@ class _Reasons:
         self.paths = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
 
     def why_full(self, layer: Layer) -> str | None:
-        for why in (self._by_user(layer), self._by_sharing(layer), self._by_kind(layer)):
-            if why:
-                return why
-        return None
+        return self._by_user(layer) or self._by_sharing(layer) or self._by_kind(layer)
 
     def _by_user(self, layer: Layer) -> str | None:
         for pattern in self.keep:
@@ -203,7 +212,7 @@ class _Reasons:
             return "recurrent layer"
         if hasattr(module, "parametrizations") or isinstance(module, ParametrizationList):
             return "already parametrized"
-        if why := why_hooked(module, layer.parameter):
+        if why := _why_hooked(module, layer.parameter):
             return why
         if any(hasattr(module, name) for name in factored.names_of_factors(layer.parameter)):
             return "its module already uses the factors' names"
@@ -214,3 +223,59 @@ class _Reasons:
         if not layer.weight.is_floating_point():
             return f"dtype {layer.weight.dtype}"
         return None if layer.view.is_smaller(1) else "too thin to factor"
+
+
+def _why_hooked(module: nn.Module, parameter: str) -> str | None:
+    """What computes a weight from this parameter, or None."""
+    for hook in module._forward_pre_hooks.values():
+        for kind, (attribute, why) in _HOOKS.items():
+            if isinstance(hook, kind) and parameter.startswith(f"{getattr(hook, attribute)}_"):
+                return why
+    return None
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """A deep copy; tensors computed by hooks are copied as plain values, since deepcopy refuses non-leaf tensors."""
+    tensors = (t for module in model.modules() for t in vars(module).values() if isinstance(t, Tensor))
+    return copy.deepcopy(model, {id(t): t.detach().clone() for t in tensors if not t.is_leaf})
+
+
+class OrderOfUse:
+    """Names of the modules with weight matrices, in the order of a forward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.order: list[str] = []
+        self._hooks: list[RemovableHandle] = []
+
+    @property
+    def is_watching(self) -> bool:
+        return bool(self._hooks)
+
+    def watch(self) -> None:
+        """Record every module that is called from now on."""
+        for name, module in self.model.named_modules():
+            if any(p.dim() >= 2 for p in module.parameters(recurse=False)):
+                self._hooks.append(module.register_forward_pre_hook(self._recorder(name)))
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _recorder(self, name: str) -> Any:
+        def record(module: nn.Module, inputs: Any) -> None:
+            if name not in self.order:
+                self.order.append(name)
+
+        record.is_watch = True  # type: ignore[attr-defined]
+        return record
+
+
+def forget_watch(model: nn.Module) -> None:
+    """Remove the hooks from a copy of a watched model."""
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if getattr(hook, "is_watch", False):
+                del module._forward_pre_hooks[key]

@@ -8,6 +8,8 @@ whichever costs the fewest operations; every other class, MultiheadAttention inc
 multiplies out.
 """
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,16 +36,15 @@ def names_of_factors(name: str) -> list[str]:
 
 
 def factor_weight(module: nn.Module, name: str, factors: Sequence[nn.Parameter]) -> None:
-    """Replace the parameter `name` of `module` by factors."""
+    """Replace the parameter `name` of `module`, or the factors that it has become, by factors."""
+    names = factored_names(module)
+    new = {f"{name}_{suffix}": p for suffix, p in zip(FORMS[len(factors)], factors, strict=True)}
+    if name in names:
+        _exchange(module, _factor_names(module, name), new)
+        return
     view = view_of(module._parameters[name])  # type: ignore[arg-type]
-    names = {**factored_names(module), name: view}
-    _exchange(module, [name], _named(name, factors))
-    _set_factored(module, names)
-
-
-def replace_factors(module: nn.Module, name: str, factors: Sequence[nn.Parameter]) -> None:
-    """Replace the factors of a factored weight."""
-    _exchange(module, _factor_names(module, name), _named(name, factors))
+    _exchange(module, [name], new)
+    _set_factored(module, {**names, name: view})
 
 
 def unfactor_weight(module: nn.Module, name: str, weight: nn.Parameter) -> None:
@@ -52,10 +53,6 @@ def unfactor_weight(module: nn.Module, name: str, weight: nn.Parameter) -> None:
     del names[name]
     _set_factored(module, names)
     _exchange(module, _factor_names(module, name), {name: weight})
-
-
-def _named(name: str, factors: Sequence[nn.Parameter]) -> dict[str, nn.Parameter]:
-    return {f"{name}_{suffix}": p for suffix, p in zip(FORMS[len(factors)], factors, strict=True)}
 
 
 def _factor_names(module: nn.Module, name: str) -> list[str]:
@@ -123,7 +120,7 @@ def is_conv1d_of_transformers(cls: type) -> bool:
 
 
 def _set_factored(module: nn.Module, names: dict[str, MatrixView]) -> None:
-    dense = dense_class(module)
+    dense: Any = dense_class(module)
     module.__class__ = _factored_class(dense, tuple(names)) if names else dense
     if names:
         module._factored = names  # type: ignore[assignment]
@@ -141,16 +138,8 @@ def like_factored(module: nn.Module, dense: type[nn.Module]) -> nn.Module:
 
 
 # Cached per dense class and set of names: torch.compile guards on the class, so it must not change every cycle.
-_classes: dict[tuple[Any, tuple[str, ...]], type[nn.Module]] = {}
-
-
-def _factored_class(dense: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    if (dense, names) not in _classes:
-        _classes[dense, names] = _make_class(dense, names)
-    return _classes[dense, names]
-
-
-def _make_class(dense: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+@functools.cache
+def _factored_class(dense: Any, names: tuple[str, ...]) -> type[nn.Module]:
     body: dict[str, Any] = {name: _product(name) for name in names}
     body["_dense_class"] = dense
     body["extra_repr"] = _extra_repr
@@ -180,7 +169,7 @@ def _reduce(self: nn.Module) -> tuple[Any, ...]:
     return _rebuild_empty, (dense_class(self), tuple(factored_names(self))), self.__dict__
 
 
-def _rebuild_empty(dense: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+def _rebuild_empty(dense: Any, names: tuple[str, ...]) -> nn.Module:
     cls = _factored_class(dense, names)
     return cls.__new__(cls)
 
@@ -250,24 +239,14 @@ def _conv1d_forward(self: Any, input: Tensor) -> Tensor:
 
 def _conv_forward(self: Any, input: Tensor) -> Tensor:
     shape = self._factored["weight"].shape
-    positions = input.numel() // max(1, self.in_channels) // _stride_product(self)
+    positions = input.numel() // max(1, self.in_channels) // math.prod(self.stride)
+    convolution = next(f for cls, f in _CONVOLUTIONS.items() if isinstance(self, cls))
     *points, right = _chain(self, positions)  # (out, k), …, (k, in·kernel)
     hidden = self._conv_forward(input, right.reshape(-1, *shape[1:]), None if points else self.bias)
     for i in reversed(range(len(points))):
         point = points[i].reshape(*points[i].shape, *(1 for _ in shape[2:]))  # (out, k, 1, …)
-        hidden = _convolution(self)(hidden, point, None if i else self.bias)
+        hidden = convolution(hidden, point, None if i else self.bias)
     return hidden
-
-
-def _stride_product(conv: Any) -> int:
-    product = 1
-    for stride in conv.stride:
-        product *= stride
-    return product
-
-
-def _convolution(conv: nn.Module) -> Callable[..., Tensor]:
-    return next(f for cls, f in _CONVOLUTIONS.items() if isinstance(conv, cls))
 
 
 def new_parameter(values: Tensor, like: nn.Parameter, *, trains: bool = True) -> nn.Parameter:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from thinwire.base.errors import ConfigError
 from thinwire.base.files import on_file
-from thinwire.factor.hooked import copy_of
+from thinwire.factor.convert import copy_of
 
 log = logging.getLogger("thinwire")
 

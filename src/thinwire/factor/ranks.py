@@ -11,7 +11,7 @@ import torch
 from thinwire.base.checks import check_cutoff, is_number
 from thinwire.base.errors import ConfigError
 from thinwire.factor.convert import Layer
-from thinwire.factor.decompose import Factors, decompose, rank_of
+from thinwire.factor.matrix import Factors, decompose, rank_of
 
 _POINTS = 101
 """Number of cutoffs from 0 to 1 at which the model's size is computed."""

@@ -1,4 +1,4 @@
-"""How far the bases of a model's weights move: stability and similarity (dissertation, Eq. 4.6 and 4.7).
+"""Singular values of a model's weights, and how far the bases of these move (dissertation, Eq. 4.6 and 4.7).
 
 A tall weight W (m, n) of rank r is P H with P = U Vᵀ from its compact SVD, the orthogonal factor of its polar
 decomposition, and Q R with R (n, n) upper triangular. P is the basis, R mixes.
@@ -26,11 +26,14 @@ from thinwire.base.checks import check_whole, patterns
 from thinwire.base.errors import ConfigError
 from thinwire.base.files import memory
 from thinwire.factor.convert import warn_unmatched_patterns
-from thinwire.factor.forms import Chain, Layers, Source, bare, label_of, read, shape_of, tall
+from thinwire.factor.forms import Chain, Layers, Source, bare, label_of, read, shape_of
 
-Matrix = Tensor | Sequence[Tensor]
-"""A matrix, or factors whose product it is."""
 Measures = dict[str, float]
+
+
+POINTS = 33
+"""Singular values kept of each layer, evenly spaced from the largest to the smallest."""
+_DIGITS = 4
 
 
 class Basis(NamedTuple):
@@ -47,26 +50,33 @@ class Basis(NamedTuple):
         return Basis(self.polar.float().cpu(), self.mixing.float().cpu(), self.rank)
 
 
-def basis_of(matrix: Matrix) -> Basis:
-    """The basis of a matrix, computed in fp64.
+def basis_of(chain: Chain) -> Basis:
+    """The basis of a tall product of matrices, computed in fp64.
 
-    For factors, only the QR of the first one is as tall as the matrix. Singular values up to eps·max(m, n)·σ₁ count as
+    Only the QR of the first one is as tall as the matrix. Singular values up to eps·max(m, n)·σ₁ count as
     zero, with the eps of fp32 unless the matrix is fp64; so rank-k factors have rank k at most.
     """
-    chain = tall((matrix,) if isinstance(matrix, Tensor) else tuple(matrix))
     m, n = shape_of(chain)
-    first, *rest = (f.detach().double() for f in chain)
-    if not all(torch.isfinite(f).all() for f in (first, *rest)):
-        return Basis(first.new_full((m, n), torch.nan), first.new_full((n, n), torch.nan), n)
-    q, core = torch.linalg.qr(first)
-    for factor in rest:
-        core = core @ factor  # (k, n)
+    q, core = _reduced(chain)
+    if core is None:
+        return Basis(q.new_full((m, n), torch.nan), q.new_full((n, n), torch.nan), n)
     # On a GPU an SVD of this size takes several times as long.
     u, sigma, vt = (t.to(core.device) for t in torch.linalg.svd(core.cpu(), full_matrices=False))
     eps = torch.finfo(torch.float64 if chain[0].dtype == torch.float64 else torch.float32).eps
     rank = int((sigma > eps * max(m, n) * sigma[0]).sum())
     polar = q @ (u[:, :rank] @ vt[:rank])  # (m, k) @ (k, n)
     return Basis(polar, _mixing(core), rank)
+
+
+def _reduced(chain: Chain, mode: str = "reduced") -> tuple[Tensor, Tensor | None]:
+    """Q (m, k) and C (k, n) in fp64 whose product is that of a chain, without Q in mode "r"; no C if not finite."""
+    first, *rest = (factor.detach().double() for factor in chain)
+    if not all(torch.isfinite(factor).all() for factor in (first, *rest)):
+        return first, None
+    q, core = torch.linalg.qr(first, mode=mode)
+    for factor in rest:
+        core = core @ factor  # (k, n)
+    return q, core
 
 
 def _mixing(core: Tensor) -> Tensor:
@@ -76,26 +86,8 @@ def _mixing(core: Tensor) -> Tensor:
     return mixing
 
 
-def stability(before: Matrix, after: Matrix, *, printed: bool = False) -> float:
-    """Similarity of two matrices' bases, −1 to 1 (Eq. 4.6 by ranks); `printed` divides by m instead."""
-    found = _measure(*_bases(before, after))
-    return found["stability_printed" if printed else "stability"]
-
-
-def similarity(before: Matrix, after: Matrix) -> float:
-    """Similarity of the mixing matrices R, at most 1 (Eq. 4.7)."""
-    return _measure(*_bases(before, after))["similarity"]
-
-
-def _bases(before: Matrix, after: Matrix) -> tuple[Basis, Basis]:
-    one, other = basis_of(before), basis_of(after)
-    if one.polar.shape != other.polar.shape:
-        shapes = f"{tuple(one.polar.shape)} and {tuple(other.polar.shape)}"
-        raise ConfigError(f"matrices of different shapes, {shapes}, cannot be compared; compare a layer with itself")
-    return one, other
-
-
-def _measure(before: Basis, after: Basis) -> Measures:
+def measure(before: Basis, after: Basis) -> Measures:
+    """Both measures of two matrices of one shape, stability by ranks and as printed."""
     trace = (before.polar.double() * after.polar.double()).sum()
     rank = min(before.rank, after.rank)
     # A zero matrix has no basis: it is similar only to another zero matrix.
@@ -119,7 +111,7 @@ def compare(before: Source, after: Source) -> dict[str, Measures]:
     ours, theirs = ({k: c for k, c in side.chains().items() if k not in left_out} for side in (one, other))
     _check_alike(ours, theirs)
     order = theirs if other.ordered and not one.ordered else ours
-    return {label_of(key): _measure(basis_of(ours[key]), basis_of(theirs[key])) for key in order}
+    return {label_of(key): measure(basis_of(ours[key]), basis_of(theirs[key])) for key in order}
 
 
 def _join(layers: Layers, others: dict[str, Chain]) -> None:
@@ -147,6 +139,28 @@ def _check_alike(ours: dict[str, Chain], theirs: dict[str, Chain]) -> None:
         more = f" and {len(wrong) - 6} more" if len(wrong) > 6 else ""
         listed = ", ".join(wrong[:6]) + more
         raise ConfigError(f"the two have different architectures: {listed}; compare two states of one model")
+
+
+@torch.no_grad()
+def spectra(model: nn.Module) -> dict[str, list[float]]:
+    """Of each weight of two dimensions or more its singular values as shares of the largest, by the layer's name.
+
+    A factored layer's values behind its rank are 0. A layer with values that are not finite is left out, and so are
+    embeddings. Nothing is sent, and training is not affected.
+    """
+    found = {label_of(key): _shares(chain) for key, chain in read(model).chains().items()}
+    return {label: shares for label, shares in found.items() if shares}
+
+
+def _shares(chain: Chain) -> list[float]:
+    _, core = _reduced(chain, "r")
+    if core is None:
+        return []
+    sigma = torch.linalg.svdvals(core.cpu())
+    values = torch.zeros(shape_of(chain)[1], dtype=sigma.dtype)
+    values[: len(sigma)] = sigma / sigma[0].clamp(min=torch.finfo(sigma.dtype).tiny)
+    places = torch.linspace(0, len(values) - 1, min(POINTS, len(values))).round().long()
+    return [float(f"{value:.{_DIGITS}g}") for value in values[places].tolist()]
 
 
 class Stability:
@@ -186,7 +200,7 @@ class Stability:
         if len(self.snapshots) == self.back:
             earlier, then = self.snapshots[0]
             both = [label for label in now if label in then and now[label].polar.shape == then[label].polar.shape]
-            layers = {label: _measure(then[label], now[label]) for label in both}
+            layers = {label: measure(then[label], now[label]) for label in both}
             record = {"step": step, "before": earlier, "layers": layers}
         self.snapshots.append((step, now))
         return record

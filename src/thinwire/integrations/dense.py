@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from thinwire.factor.hooked import copy_of
+from thinwire.factor.convert import copy_of
 from thinwire.factor.layers import dense_class, is_conv1d_of_transformers
 from thinwire.factor.reopen import to_dense
 

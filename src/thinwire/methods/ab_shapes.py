@@ -10,7 +10,7 @@ from thinwire.base.errors import ConfigError
 from thinwire.config import AB
 from thinwire.factor import moments
 from thinwire.factor.convert import Layer
-from thinwire.factor.decompose import decompose
+from thinwire.factor.matrix import decompose
 from thinwire.factor.ranks import smallest_size
 from thinwire.methods.context import MethodContext
 from thinwire.methods.factoring import Factoring

@@ -10,7 +10,7 @@ from thinwire.base.errors import DivergedError
 from thinwire.comm.buckets import all_finite
 from thinwire.comm.topology import Topology
 from thinwire.comm.wire import Wire
-from thinwire.factor import decompose
+from thinwire.factor import matrix
 from thinwire.factor.convert import Layer
 from thinwire.sharding.shards import local
 
@@ -65,11 +65,11 @@ def find_basis(layer: Layer, cutoff: float, max_shrink: float) -> Factors:
     An update may drop `max_shrink` of the layer's ranks at most.
     """
     if not layer.is_factored:
-        u, s, vt, _ = decompose.find_basis(layer.matrix(), cutoff)
+        u, s, vt, _ = matrix.find_basis(layer.matrix(), cutoff)
     else:
         old_u, old_s, old_vt = (p.detach().double() for p in layer.factors)
         least = math.ceil((1 - max_shrink) * len(old_s))
-        u, s, vt, _ = decompose.find_basis(old_s, cutoff, least=max(1, least))
+        u, s, vt, _ = matrix.find_basis(old_s, cutoff, least=max(1, least))
         u, vt = old_u @ u, vt @ old_vt
     dtype = layer.parameters[0].dtype
     return tuple(t.to(dtype).contiguous() for t in (u, s, vt))
@@ -80,8 +80,8 @@ def find_factors(layer: Layer, cutoff: float | None) -> Factors | None:
     if cutoff is None:
         m, n = layer.view.tall
         rank = min((m * n - 1) // (m + n), layer.rank or n)
-        return decompose.decompose(layer.matrix(), 0.0, rank=rank)[:2] if rank else None
-    factors = decompose.decompose_if_smaller(layer.matrix(), cutoff)
+        return matrix.decompose(layer.matrix(), 0.0, rank=rank)[:2] if rank else None
+    factors = matrix.decompose_if_smaller(layer.matrix(), cutoff)
     return (factors.a, factors.b) if factors is not None else None
 
 

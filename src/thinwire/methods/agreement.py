@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm.wire import Wire
-from thinwire.config.outer import Radial
+from thinwire.config.common import Radial
 from thinwire.methods.averaged import AveragedTensors
 from thinwire.methods.sketch import SIZE
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thinwire.comm.topology import Topology
 from thinwire.config import DiLoCo, LocalSGD
-from thinwire.config.outer import Nesterov, Radial
+from thinwire.config.common import Nesterov, Radial
 from thinwire.methods.agreement import Agreement
 from thinwire.methods.averaged import AveragedTensors, all_restored, not_finite
 from thinwire.methods.base import Method

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from thinwire.base.errors import ConfigError
-from thinwire.config.warmed import Averaged
+from thinwire.config.common import Averaged
 from thinwire.methods.averaged import AveragedTensors
 from thinwire.methods.context import MethodContext
 from thinwire.methods.diverged import Fault, diverged, find_faults

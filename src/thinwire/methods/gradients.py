@@ -27,7 +27,7 @@ from thinwire.comm.sent import Ranks, Sent
 from thinwire.comm.topology import Topology
 from thinwire.comm.watch import attempt
 from thinwire.comm.wire import Wire
-from thinwire.config.codes import parse_code
+from thinwire.config.common import parse_code
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.sharding.shards import whole_of
 

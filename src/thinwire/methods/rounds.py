@@ -3,7 +3,7 @@
 from typing import Any
 
 from thinwire.comm.wire import Wire
-from thinwire.config.warmed import Averaged
+from thinwire.config.common import Averaged
 from thinwire.factor.optimizers import Optimizers
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from thinwire.config.outer import Nesterov, Radial
+from thinwire.config.common import Nesterov, Radial
 
 _LEAST = 1e-12
 

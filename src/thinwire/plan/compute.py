@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.base.errors import ConfigError, ThinwireError
-from thinwire.factor.decompose import decompose_if_smaller
+from thinwire.factor.matrix import decompose_if_smaller
 from thinwire.plan.workload import Workload, copy_with
 from thinwire.train.first_step import kept_for_backward
 from thinwire.train.run import own_device

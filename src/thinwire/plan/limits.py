@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from thinwire.config import AB, AllReduce, LocalSGD, OneBit, PowerSGD, TopK
-from thinwire.config.warmed import Averaged
+from thinwire.config.common import Averaged
 from thinwire.methods.registry import METHODS
 from thinwire.plan.workload import Workload
 

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from thinwire.base.errors import ConfigError
+from thinwire.factor.convert import OrderOfUse
 from thinwire.factor.layers import factored_names, factors_of, mark_as_read, weight_was_read
-from thinwire.factor.usage import OrderOfUse
 from thinwire.methods.registry import name_of
 
 # A shape that no optimizer's state has for any other reason.

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from thinwire.base import units
-from thinwire.config.timed import Timed
+from thinwire.config.common import Config
 from thinwire.factor.convert import Kept
 from thinwire.methods.base import Method
 
@@ -42,7 +42,7 @@ def log_attached(method: Method, trained: int) -> None:
     if method.layers:
         text += f", {units.count(len(method.layers), 'weight')} to factor{_full(method.kept)}"
     log.info(text)
-    if isinstance(method.config, Timed):
+    if isinstance(method.config, Config):
         if method.config.chosen:
             log.info(method.config.chosen)
         if method.config.idle:

@@ -16,7 +16,7 @@ from thinwire.comm import fsdp
 from thinwire.comm.sharded import like_whole, own_part
 from thinwire.comm.wire import Wire
 from thinwire.config import AB, AllReduce, LocalSGD, Radial
-from thinwire.config.codes import parse_code
+from thinwire.config.common import parse_code
 from thinwire.factor.convert import Layer
 from thinwire.factor.export import plain_layer, to_plain
 from thinwire.factor.layers import dense_class, factored_names, like_factored

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm.topology import join
-from thinwire.factor.usage import OrderOfUse
+from thinwire.factor.convert import OrderOfUse
 from thinwire.train.batcher import Batch
 from thinwire.train.length import passes
 from thinwire.train.loop import train_step

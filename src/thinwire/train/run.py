@@ -22,8 +22,7 @@ from thinwire.base.files import read_json
 from thinwire.checkpoint.manifest import verify
 from thinwire.checkpoint.saves import Save, newest
 from thinwire.comm.topology import place
-from thinwire.factor.spectrum import spectra
-from thinwire.factor.stability import Stability
+from thinwire.factor.stability import Stability, spectra
 from thinwire.replica.attaching import attach
 from thinwire.replica.replica import Replica
 from thinwire.train import checkpoint, folder

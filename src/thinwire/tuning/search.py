@@ -17,7 +17,7 @@ from typing import Any
 
 from thinwire.base.errors import ConfigError
 from thinwire.base.files import read_json, write_json
-from thinwire.config.outer import Nesterov
+from thinwire.config.common import Nesterov
 from thinwire.config.settings import in_force
 from thinwire.launch.jobs import Job
 from thinwire.plan.links import Links

@@ -1,7 +1,12 @@
-"""Fields that methods share: a warm-up, and averages of parameters every so often."""
+"""What configs share: fields, the codes of the slow link, outer steps, and checks of values by a field's type."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+import functools
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from thinwire.base.checks import (
     check_bool,
@@ -9,19 +14,186 @@ from thinwire.base.checks import (
     check_group_size,
     check_length,
     check_share,
+    check_total,
     check_whole,
     is_number,
     length,
+    patterns,
 )
 from thinwire.base.errors import ConfigError
-from thinwire.config.codes import check_code
-from thinwire.config.groups import GroupSize
-from thinwire.config.outer import Nesterov, Radial
-from thinwire.config.timed import Timed
+
+GroupSize = int | Literal["world"] | None
+"""Workers per group: None is one group per node."""
+
+EXACT = ("fp32", "bf16")
+QUANTIZED = ("int8", "int4", "int2", "bit")
+
+
+class Code(NamedTuple):
+    """A code, with the rank or the density where it has one."""
+
+    kind: str
+    number: float = 0.0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it only rounds numbers, and needs no error feedback."""
+        return self.kind in EXACT
+
+
+def parse_code(text: Any) -> Code:
+    """What a name such as "int4" or "lowrank:16" stands for."""
+    kind, _, number = text.partition(":") if isinstance(text, str) else ("", "", "")
+    if kind in (*EXACT, *QUANTIZED) and not number:
+        return Code(kind)
+    if kind == "lowrank" and number.isdecimal() and int(number):
+        return Code(kind, int(number))
+    if kind == "topk" and (density := _share(number)):
+        return Code(kind, density)
+    raise ConfigError(
+        f"{text!r} is not a code for the wire, choose from: {', '.join((*EXACT, *QUANTIZED))}, lowrank:R, topk:D, with "
+        "a rank R such as lowrank:16, or the share D of the values that are sent, such as topk:0.01"
+    )
+
+
+def _share(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 < value <= 1 else None
+
+
+@dataclass(frozen=True)
+class Nesterov:
+    """An outer step of SGD with Nesterov momentum, whose gradient is minus the mean change of groups."""
+
+    lr: float = 1.0
+
+    momentum: float | None = None
+    """None is 1 − 1/√G for G groups. Where gradients are mostly noise, the step of an adaptive optimizer in a group is
+    √G times too short, since it divides by the noise of a smaller batch; this momentum makes up for it."""
+
+    def __post_init__(self) -> None:
+        if not (is_number(self.lr) and self.lr > 0):
+            raise ConfigError(f"`outer.lr`={self.lr!r} must be a number above 0, such as 1.0; DiLoCo's paper has 0.7")
+        if self.momentum is not None:
+            check_share(self, "momentum", "None fits it to the number of groups; DiLoCo's paper has 0.9")
+
+    def among(self, groups: int) -> "Nesterov":
+        """The same with a momentum for so many groups, if it has none of its own."""
+        return self if self.momentum is not None else replace(self, momentum=1 - 1 / math.sqrt(groups))
+
+
+@dataclass(frozen=True)
+class Radial:
+    """The mean change of groups, made longer: a mean of changes that partly cancel is shorter than they are.
+
+    Each tensor's mean change is multiplied by mean‖Δᵢ‖ / ‖mean Δ‖.
+    """
+
+    most: float | None = None
+    """The largest factor; None is √G for G groups, which is what unrelated changes give."""
+
+    def __post_init__(self) -> None:
+        if self.most is not None and not (is_number(self.most) and self.most >= 1):
+            raise ConfigError(f"`outer.most`={self.most!r} must be a number from 1 on, or None for √groups")
+
+
+def alternatives(hint: Any) -> list[Any]:
+    """The types of a field that may have several."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return [a for part in typing.get_args(hint) for a in alternatives(part)]
+    return [hint]
+
+
+@functools.cache
+def _types(cls: type) -> dict[str, list[Any]]:
+    return {name: alternatives(hint) for name, hint in typing.get_type_hints(cls).items()}
+
+
+def _check_code(config: Any, name: str) -> None:
+    try:
+        parse_code(getattr(config, name))
+    except ConfigError as error:
+        raise ConfigError(f"`{name}`={error}") from None
+
+
+class Config:
+    """The base of every method's config, which checks what a field's type or name says; the rest is the method's."""
+
+    usual: ClassVar[Mapping[str, Any]] = {}
+    """What fields are that are "auto", in a run that is long enough."""
+
+    def __post_init__(self) -> None:
+        for name, kinds in _types(type(self)).items():  # type: ignore[arg-type]  # mypy finds classes unhashable
+            if type(None) in kinds and getattr(self, name) is None:
+                continue
+            if bool in kinds:
+                check_bool(self, name)
+            elif typing.get_origin(kinds[0]) is Literal:
+                check_choice(self, name, typing.get_args(kinds[0]))
+            elif name in ("wire", "warmup_wire"):
+                _check_code(self, name)
+            elif name == "group_size":
+                check_group_size(getattr(self, name))
+            elif name == "total_steps":
+                check_total(getattr(self, name))
+
+    @property
+    def in_force(self) -> dict[str, Any]:
+        """What fields are that are "auto", in this run."""
+        return {}
+
+    @property
+    def chosen(self) -> str:
+        """Which fields differ from the usual ones since the run is short; for the log."""
+        chosen = {name: value for name, value in self.in_force.items() if value != self.usual[name]}
+        if not chosen:
+            return ""
+        usual = {name: self.usual[name] for name in chosen}
+        total = getattr(self, "total_steps", None)
+        return f"total_steps={total} is short for {listed(usual)}: {listed(chosen)} instead"
+
+    @property
+    def idle(self) -> str:
+        """What the method never does in so few steps, and why; for the log."""
+        return ""
+
+
+def listed(fields: Mapping[str, Any]) -> str:
+    """Fields and values, as one would write them."""
+    return ", ".join(f"{name}={value}" for name, value in fields.items())
 
 
 @dataclass(frozen=True, kw_only=True)
-class Warmed(Timed):
+class Scheduled(Config):
+    """What methods share whose schedule needs the length of the run."""
+
+    total_steps: int
+    """Optimizer steps of the whole run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factored(Config):
+    """What methods share that factor weights: which of them stay full."""
+
+    keep_first: bool = True
+    """Leave the first layer full."""
+
+    keep_last: bool = True
+    """Leave the last layer full."""
+
+    keep: tuple[str, ...] = ()
+    """Name patterns (as in a shell) of layers to leave full."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "keep", patterns(self.keep))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warmed(Config):
     """What methods with a warm-up share."""
 
     warmup: float = 0
@@ -39,9 +211,8 @@ class Warmed(Timed):
     """Workers per group, which averages its gradients exactly at every step: None is one group per node."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_length(self, "warmup")
-        check_code(self, "warmup_wire")
-        check_group_size(self.group_size)
 
     @property
     def warmup_length(self) -> int:
@@ -52,25 +223,6 @@ class Warmed(Timed):
         if self.total_steps is None or self.warmup_length < self.total_steps:
             return ""
         return f"the warm-up (`warmup`={self.warmup}) is all of total_steps={self.total_steps}: shorten it"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Coded(Warmed):
-    """What methods share that code every gradient after a warm-up, for any optimizer."""
-
-    freeze_second_moment: bool = False
-    """Whether Adam's second moments stay as the warm-up left them, as in 1-bit Adam (arXiv 2102.02888): those of coded
-    gradients are too large where gradients are small."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_bool(self, "freeze_second_moment")
-        if self.freeze_second_moment and not self.warmup_length:
-            steps = f", which is no step of total_steps={self.total_steps}" if self.warmup else ""
-            raise ConfigError(
-                f"freeze_second_moment=True needs a warm-up, which makes the second moments, not `warmup`="
-                f"{self.warmup}{steps}; use 0.1 of `total_steps`, or at least one step"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,12 +284,9 @@ class Averaged(Warmed):
         if self.every != "auto":
             check_whole(self, "every", 1)
         check_whole(self, "overlap", 0)
-        check_code(self, "wire")
         check_share(self, "mix", "0 takes the average as it is")
-        check_choice(self, "second_moment", ("group", "estimate", "shared"))
         check_choice(self, "moments_wire", ("fp32", "bf16", "int8", "int4", "int2"))
-        check_choice(self, "rows", ("mean", "seen"))
-        self._check_left_out()
+        self._check_screening()
         if self.second_moment == "shared" and self.overlap:
             raise ConfigError(
                 f"second_moment='shared' is for averages that are waited for, not for `overlap`={self.overlap}: groups "
@@ -193,11 +342,9 @@ class Averaged(Warmed):
         """Whether some groups may count less than others in an average, or not at all."""
         return self.diverged != "stop" or self.outliers != "keep"
 
-    def _check_left_out(self) -> None:
+    def _check_screening(self) -> None:
         if self.checksum_every is not None:
             check_whole(self, "checksum_every", 1)
-        check_choice(self, "diverged", ("stop", "leave_out"))
-        check_choice(self, "outliers", ("keep", "clip", "leave_out"))
         if not (is_number(self.outlier_limit) and self.outlier_limit > 1):
             raise ConfigError(
                 f"`outlier_limit`={self.outlier_limit!r} must be a number above 1: how many times as long as the "
