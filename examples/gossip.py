@@ -5,22 +5,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from thinwire import Method, register
-from thinwire.base.checks import check_group_size, check_whole
-from thinwire.comm.buckets import pack_wide, unpack_into
-from thinwire.methods.merging import average_model, restored
+from thinwire.extend import Config, Method, average_model, check_whole, pack_wide, register, restored, unpack_into
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gossip:
+class Gossip(Config):
     every: int = 8
     """Steps between two averages."""
     group_size: int | str | None = None
     """Workers per group: None is one group per node."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_whole(self, "every", 1)
-        check_group_size(self.group_size)
 
 
 @register("gossip", Gossip, example=lambda **more: Gossip(**{"every": 4, **more}))
@@ -35,9 +32,13 @@ class GossipMethod(Method):
         random.Random(self.step).shuffle(order)  # all groups draw the same pairs
         place = order.index(self.topology.group_index) ^ 1
         if self.step % self.config.every == 0 and place < len(order):  # of an odd number one is left out
+            partner = order[place]
             trained = [p for p in self.model.parameters() if p.requires_grad]
             own = pack_wide(trained)
-            unpack_into((own + self.wire.swap(own, order[place], "merge")) / 2, trained)
+            others = self.wire.swap(own, partner, "merge")
+            mine, theirs = (float(group not in self.absent) for group in (self.topology.group_index, partner))
+            if mine or theirs:  # in join() a group may have trained nothing
+                unpack_into((mine * own + theirs * others) / (mine + theirs), trained)
 
     @property
     def in_sync(self) -> bool:

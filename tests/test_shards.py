@@ -148,7 +148,7 @@ def test_what_needs_whole_weights_is_refused() -> None:
         "world": "the model is sharded over all 4 workers, so there are no groups to train apart",
         "both": "the model is sharded over 2 dimensions of 1 meshes",
         "Muon": "Muon orthogonalises whole weights",
-        "join": "join() is not for sharded models so far; give all workers equally many batches",
+        "join": "join() is not for sharded models; give all workers equally many batches",
         "EMA": "EMA is not for sharded models",
         "diverged": "is not finite at step 1",
     }

@@ -84,6 +84,7 @@ def without_one_group(name: str, situation: str) -> list[dict[str, Any]]:
     """One case, by group, of those that live to the end."""
     found = Launchers(_survive, SITUATIONS[situation].workers, 1, name, situation).collect()
     for seen in found.values():
+        assert isinstance(seen, dict), seen  # or it is why a worker ended
         seen.pop("slow_bytes", None)  # how often groups ask one another depends on when each learns of the loss
     return [found[seat] for seat in sorted(found)]
 

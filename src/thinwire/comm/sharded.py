@@ -70,6 +70,11 @@ class ShardedWire(ProcessGroupWire):
             sent = self.topology.all_reduce(column, size_of(flat))
             self._timed(lambda: dist.all_reduce(flat, group=self._cross), sent, purpose)
 
+    def swap(self, flat: Tensor, partner: int, purpose: str) -> Tensor:
+        """Its own shard with the member of that group who holds the same one."""
+        with self._columns():
+            return super().swap(flat, partner, purpose)
+
     def broadcast(
         self, tensors: Sequence[Tensor], purpose: str, members: Ranks | None = None, root: int | None = None
     ) -> None:

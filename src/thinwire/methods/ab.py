@@ -28,10 +28,11 @@ from thinwire.methods.ab_sides import Sides
 from thinwire.methods.agree import empty_factors
 from thinwire.methods.averaged import AveragedTensors
 from thinwire.methods.averaging import LocalTraining
+from thinwire.methods.base import Cycle
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.diverged import find_faults, refuse_diverged
+from thinwire.methods.features import Feature, joins_not
 from thinwire.methods.merging import average_moments
-from thinwire.methods.planned import Cycle
 from thinwire.methods.registry import register
 from thinwire.sharding.shards import part_of
 
@@ -60,6 +61,21 @@ class ABMethod(ABShapes, LocalTraining):
         self.sides = Sides(config.train, self.topology)
         self._losses: list[float] | None = None
         context.on_release.append(self._unfreeze)
+
+    @classmethod
+    def refuses(cls, config: AB, feature: Feature) -> str | None:
+        if feature is Feature.FAULTS and config.overlap:
+            return (
+                f"`overlap`={config.overlap} of AB with faults=… is not supported: if a group is lost while the "
+                "average of a factor is under way, groups would go on with different ones; use overlap=0"
+            )
+        if feature is Feature.SHARDS and config.match_rate:
+            return "`match_rate`=True measures whole factors, and the model is sharded: leave it out"
+        if feature is Feature.JOIN and config.merge == "weighted":
+            return joins_not("merge='weighted'")
+        if feature is Feature.JOIN and config.train == "split":
+            return joins_not("train='split'")
+        return super().refuses(config, feature)
 
     @classmethod
     def role(cls, config: AB, topology: Topology) -> Hashable:

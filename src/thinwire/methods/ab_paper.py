@@ -29,6 +29,7 @@ from thinwire.methods.averaged import AveragedTensors, all_restored, not_finite
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.diverged import refuse_diverged
 from thinwire.methods.factoring import Factoring
+from thinwire.methods.features import Feature, joins_not, needs_whole_weights
 from thinwire.methods.merging import average_buffers, average_moments
 from thinwire.methods.registry import register
 from thinwire.methods.second_moment import SecondMoment
@@ -65,6 +66,15 @@ class PaperABMethod(Factoring):
         """The tensors that a merge averages, while groups train apart."""
         self.second_moment = SecondMoment(context, config.second_moment, self.weight, lambda: not self.in_sync)
         context.lr_factor = self._lr_factor
+
+    @classmethod
+    def refuses(cls, config: PaperAB, feature: Feature) -> str | None:
+        """A merge counts all groups by their workers, whatever they have trained."""
+        if feature is Feature.SHARDS:
+            return needs_whole_weights(config)
+        if feature is Feature.JOIN:
+            return joins_not("PaperAB, whose merges count groups that have trained nothing")
+        return super().refuses(config, feature)
 
     @classmethod
     def role(cls, config: PaperAB, topology: Topology) -> Hashable:

@@ -16,7 +16,7 @@ from thinwire.methods.context import MethodContext
 from thinwire.methods.factoring import Factoring
 from thinwire.methods.gathered import agreed_in_turn, gathered, gathered_state
 from thinwire.methods.rates import RateMatching
-from thinwire.sharding.shards import cut_like, whole_of
+from thinwire.sharding.shards import cut_like, refuse_reshaping, whole_of
 
 Factors = tuple[Tensor, ...]
 
@@ -29,6 +29,8 @@ class ABShapes(Factoring):
     def __init__(self, config: AB, context: MethodContext) -> None:
         super().__init__(config, context)
         self.must_factor = config.factor_at is not None
+        if self.must_factor and self.wire.is_sharded:
+            refuse_reshaping(context.model)
         self.full_size = sum(p.numel() for p in whole_of(context.model).parameters())
         self.rates = RateMatching(context, self._scales)
 

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from thinwire.comm.topology import Topology
 from thinwire.config import AllReduce
 from thinwire.methods.base import Method
+from thinwire.methods.features import Feature, refuses_code
 from thinwire.methods.registry import register
 
 
@@ -20,6 +21,10 @@ class AllReduceMethod(Method):
     def role(cls, config: AllReduce, topology: Topology) -> Hashable:
         """All workers do the same."""
         return None
+
+    @classmethod
+    def refuses(cls, config: AllReduce, feature: Feature) -> str | None:
+        return super().refuses(config, feature) or refuses_code(config, "wire", feature)
 
     def attach(self) -> None:
         self.gradients.together(self.config.wire)

@@ -22,14 +22,14 @@ from thinwire.config import DiLoCo, LocalSGD
 from thinwire.config.common import Nesterov, Radial
 from thinwire.methods.agreement import Agreement
 from thinwire.methods.averaged import AveragedTensors, all_restored, not_finite
-from thinwire.methods.base import Method
+from thinwire.methods.base import Cycle, Method
 from thinwire.methods.change_scales import ChangeScales
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.contributions import Contributions
 from thinwire.methods.diverged import refuse_diverged
+from thinwire.methods.features import Feature, joins_not, refuses_code
 from thinwire.methods.fragments import fragments_of
 from thinwire.methods.merging import average_buffers, average_moments
-from thinwire.methods.planned import Cycle
 from thinwire.methods.rounds import Round
 from thinwire.methods.same_bits import Named, SameBits
 from thinwire.methods.statistics import OuterStatistics
@@ -51,9 +51,21 @@ class LocalTraining(Method):
         self.scales = ChangeScales(config, context, self.weight, lambda: not self.in_sync)
         self.outer = self._outer()
         self.statistics = OuterStatistics(self.model, self.outer)
-        self.agreement = Agreement(self.model, self.wire, self.round.is_annealing)
-        self.contributions = Contributions(config, context, self.events)
+        self.agreement: Agreement = Agreement(self.model, self.wire, self.round.is_annealing)
+        self.contributions = Contributions(config, context, self.events, lambda: self.absent)
         self.same_bits = SameBits(self.wire, config.checksum_every)
+
+    @classmethod
+    def refuses(cls, config: Any, feature: Feature) -> str | None:
+        if feature is Feature.SHARDS:
+            if why := _refuses_shards(config):
+                return why
+        elif feature is Feature.JOIN:
+            for name, value in (("second_moment", "shared"), ("rows", "seen")):
+                if getattr(config, name) == value:
+                    return joins_not(f"{name}={value!r}")
+        codes = (refuses_code(config, name, feature) for name in ("wire", "warmup_wire"))
+        return next(filter(None, codes), None) or super().refuses(config, feature)
 
     @classmethod
     def role(cls, config: Any, topology: Topology) -> Hashable:
@@ -100,6 +112,23 @@ class LocalTraining(Method):
         ahead += [due for f in self.fragments if (due := f.due) is not None]
         ahead += [turn for f in self.fragments if (turn := f.turn) is not None and turn > self.step]
         return min(ahead, default=sys.maxsize)
+
+    @property
+    def leaves_out_diverged(self) -> bool:
+        return self.config.diverged == "leave_out"
+
+    @property
+    def averages_moments(self) -> bool:
+        return self.config.moments == "average"
+
+    @property
+    def averaged_tensors(self) -> Sequence[AveragedTensors]:
+        return self.fragments
+
+    @property
+    def last_average(self) -> int:
+        """Each fragment has a turn in every round."""
+        return self.step + 1 - self.round.period
 
     @property
     def missed(self) -> str:
@@ -410,3 +439,14 @@ class LocalTraining(Method):
         self.round.start += steps
         for fragment in self.fragments:
             fragment.shift(steps)
+
+
+def _refuses_shards(config: Any) -> str | None:
+    """What is not averaged shard by shard."""
+    usual = {"moments": "keep", "second_moment": "group", "rows": "mean", "diverged": "stop", "outliers": "keep"}
+    for name, value in usual.items():
+        if getattr(config, name) != value:
+            return f"`{name}`={getattr(config, name)!r} is not for sharded models: leave it out, it is {value!r} then"
+    if isinstance(config.outer, Radial):
+        return "`outer`=Radial(…) measures whole weights, and the model is sharded: use Nesterov(…) or None"
+    return None

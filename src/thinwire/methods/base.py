@@ -15,25 +15,40 @@ around updates, it adds to its context. `register` makes it known; docs/extendin
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from thinwire.base.errors import ThinwireError
 from thinwire.comm import process_groups
 from thinwire.comm.topology import Topology
-from thinwire.factor.convert import Kept, Layer, find_layers, to_factors, to_full
+from thinwire.factor.convert import Kept, Layer, OrderOfUse, find_layers, to_factors, to_full
 from thinwire.methods.agree import agreed_factors
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.counters import Counters
+from thinwire.methods.features import Feature
 from thinwire.methods.gathered import agreed_in_turn, gathered_layer
 from thinwire.methods.gradients import GradientAveraging
 from thinwire.methods.masters import Masters
 from thinwire.methods.untraced import untraced
 from thinwire.methods.waits import Waits
 from thinwire.sharding.shards import shard_again, with_modules
+
+if TYPE_CHECKING:
+    from thinwire.methods.agreement import Agreement
+    from thinwire.methods.averaged import AveragedTensors
+
+
+class Cycle(NamedTuple):
+    """A place in a cycle of steps, for plans: equal steps from equal places send the same."""
+
+    place: Hashable
+    """Counted from the present step."""
+    end: int
+    """The step at which this stops being true."""
 
 
 class Method(ABC):
@@ -43,6 +58,14 @@ class Method(ABC):
     """Every name that `phase` may have, the first one first."""
     only_gradients: ClassVar[bool] = False
     """Whether the optimizer alone changes parameters: they are never averaged, and keep their shapes."""
+    cuts_at_end: ClassVar[bool] = False
+    """Whether `finish` cuts at the config's `cutoff` where none is given."""
+    must_factor = False
+    """Whether a model without layers to factor is refused."""
+    usage: OrderOfUse | None = None
+    """Watches the order in which layers are used, where the first and the last stay full."""
+    agreement: "Agreement | None" = None
+    """How far groups agreed at averages, where that is measured."""
 
     def __init__(self, config: Any, context: MethodContext) -> None:
         self.config = config
@@ -54,6 +77,8 @@ class Method(ABC):
         self.step = 0
         self.forwards = 0
         self.waits = Waits()
+        self.absent: frozenset[int] = frozenset()
+        """Groups that have trained nothing since the last average, and have no weight in the next one: in `join()`."""
         self.observed = torch.zeros(2, dtype=torch.float64)  # sum of losses, how many
         self.events: list[dict[str, Any]] = []
         """Decisions during the run, as plain values with their steps, for the summary."""
@@ -70,6 +95,14 @@ class Method(ABC):
     def topology(self) -> Topology:
         """The layout, as it is now."""
         return self.wire.topology
+
+    @classmethod
+    def refuses(cls, config: Any, feature: Feature) -> str | None:
+        """Why a run by this config cannot use a feature, and what to do instead; None if it can.
+
+        It is asked before there are workers to talk to. Each class answers for what it adds.
+        """
+        return None
 
     # The contract.
 
@@ -92,9 +125,19 @@ class Method(ABC):
         return self.in_sync
 
     @property
+    def trains_apart(self) -> bool:
+        """Whether groups train apart in some phase."""
+        return not self.only_gradients
+
+    @property
+    def leaves_out_diverged(self) -> bool:
+        """Whether a group whose values are not finite is left out of averages; else the run stops."""
+        return False
+
+    @property
     def averages_moments(self) -> bool:
         """Whether groups average their optimizers' state."""
-        return getattr(self.config, "moments", None) == "average"
+        return False
 
     @property
     def next_event(self) -> int:
@@ -108,6 +151,11 @@ class Method(ABC):
         Where groups may be lost, all of them do it or none.
         """
         return self.next_event <= self.step + 1
+
+    @property
+    def last_average(self) -> int | None:
+        """The step of the last average of what the end of the next step averages; None is when groups last met."""
+        return None
 
     @property
     def missed(self) -> str:
@@ -172,6 +220,35 @@ class Method(ABC):
         self.observed = torch.tensor(local["observed"], dtype=torch.float64)
         saved.load_values()
         self.gradients.load_state_dict(saved)
+
+    def factor_now(self) -> None:
+        """Make factors of the weights at the next average; collective."""
+        raise ThinwireError(f"factor_now() is for thinwire.AB, not for {type(self.config).__name__}")
+
+    # What plans ask; the defaults are slow and exact.
+
+    @classmethod
+    def role(cls, config: Any, topology: Topology) -> Hashable:
+        """The same for workers that do the same, where their groups have the same size; by default each is unlike."""
+        return len(topology.groups), topology.group_index
+
+    @property
+    def cycle(self) -> Cycle | None:
+        """The place in a cycle of steps that repeats, if there is one."""
+        return None
+
+    def shift(self, steps: int) -> None:  # noqa: B027
+        """Be as if everything so far had happened so many steps later."""
+
+    @property
+    def assumes(self) -> str:
+        """What has to be true for a run to send what a plan says, in words."""
+        return ""
+
+    @property
+    def averaged_tensors(self) -> "Sequence[AveragedTensors]":
+        """What is averaged between groups, for the memory it takes."""
+        return ()
 
     # What the replica calls, the same for all methods.
 

@@ -13,6 +13,7 @@ from thinwire.comm.topology import Topology
 from thinwire.comm.wire import Wire
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext
+from thinwire.methods.features import Feature, joins_not, needs_whole_weights
 from thinwire.methods.frozen import FrozenSecondMoment
 
 
@@ -26,6 +27,15 @@ class CodedGradients(Method):
     def role(cls, config: Any, topology: Topology) -> Hashable:
         """All workers do the same."""
         return None
+
+    @classmethod
+    def refuses(cls, config: Any, feature: Feature) -> str | None:
+        """Codes here are of whole weights; a worker without batches does not know when moments were frozen."""
+        if feature is Feature.SHARDS:
+            return needs_whole_weights(config)
+        if feature is Feature.JOIN and getattr(config, "freeze_second_moment", False):
+            return joins_not("freeze_second_moment=True")
+        return super().refuses(config, feature)
 
     @staticmethod
     @abstractmethod

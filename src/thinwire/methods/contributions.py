@@ -8,7 +8,7 @@ and has no weight. It takes the others' result, and starts again without moments
 import logging
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -28,14 +28,20 @@ _LEAST = 3
 class Contributions:
     """Which groups count in the average under way."""
 
-    def __init__(self, config: Averaged, context: MethodContext, events: list[dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        config: Averaged,
+        context: MethodContext,
+        events: list[dict[str, Any]],
+        absent: Callable[[], frozenset[int]],
+    ) -> None:
+        """Groups that are `absent` have nothing new, and do not count either."""
         self.config = config
         self.model, self.wire = context.model, context.wire
         self.events = events
+        self._absent = absent
         self.left_out: frozenset[int] = frozenset()
         """Groups that do not count now, and start again from the others' result."""
-        self.absent: frozenset[int] = frozenset()
-        """Groups that have nothing new, and do not count either."""
         self.gain = 1.0
         """What this group's change is multiplied by; 0 if it is left out."""
         groups = len(self.wire.topology.groups)
@@ -60,14 +66,14 @@ class Contributions:
     def share(self) -> float:
         """This group's share in a mean over the workers that count."""
         topology = self.wire.topology
-        if not (self.left_out or self.absent):
+        if not (self.left_out or self._absent()):
             return len(topology.group) / topology.world_size
         return self.weight([float(len(group)) for group in topology.groups]) or 0.0
 
     def weight(self, weights: Sequence[float] | None) -> float | None:
         """This group's of all groups' weights, by default of their workers, among those that count."""
         topology = self.wire.topology
-        out = self.left_out | self.absent
+        out = self.left_out | self._absent()
         if weights is None and not out:
             return None
         sizes = [float(len(group)) for group in topology.groups] if weights is None else weights

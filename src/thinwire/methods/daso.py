@@ -29,11 +29,11 @@ from thinwire.comm.topology import Topology
 from thinwire.comm.wire import Pending
 from thinwire.config import DASO
 from thinwire.methods.averaged import AveragedTensors, all_restored, not_finite
-from thinwire.methods.base import Method
+from thinwire.methods.base import Cycle, Method
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.diverged import refuse_diverged
+from thinwire.methods.features import Feature, joins_not, needs_whole_weights
 from thinwire.methods.merging import average_buffers
-from thinwire.methods.planned import Cycle
 from thinwire.methods.plateau import Plateau
 from thinwire.methods.registry import register
 from thinwire.methods.second_moment import SecondMoment
@@ -66,6 +66,15 @@ class DASOMethod(Method):
         self._warned = False
         if config.plateau_patience is not None:
             context.on_epoch_end.append(self._epoch_end)
+
+    @classmethod
+    def refuses(cls, config: DASO, feature: Feature) -> str | None:
+        """One member carries all of a node's parameters, and an average counts every node."""
+        if feature is Feature.SHARDS:
+            return needs_whole_weights(config)
+        if feature is Feature.JOIN:
+            return joins_not("DASO, whose averages count nodes that have trained nothing")
+        return super().refuses(config, feature)
 
     @classmethod
     def role(cls, config: DASO, topology: Topology) -> Hashable:

@@ -26,7 +26,7 @@ class Factoring(Method):
 
     def __init__(self, config: Any, context: MethodContext) -> None:
         super().__init__(config, context)
-        self.usage = OrderOfUse(context.model)
+        self.usage: OrderOfUse = OrderOfUse(context.model)
         context.on_release.append(self.usage.stop)
         self.found_by: list[str] = []
         """The order of use by which the present layers were found; it may become known only later."""

@@ -25,6 +25,7 @@ from thinwire.factor.matrix import product, wide
 from thinwire.methods.agree import agreed_factors, empty_factors
 from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.factoring import Factoring
+from thinwire.methods.features import Feature, needs_whole_weights
 from thinwire.methods.rates import RateMatching
 from thinwire.methods.registry import register
 
@@ -47,6 +48,14 @@ class OIALRMethod(Factoring):
         super().__init__(config, context)
         self.updates = 0
         self.rates = RateMatching(context, self._scales)
+
+    @classmethod
+    def refuses(cls, config: OIALR, feature: Feature) -> str | None:
+        return needs_whole_weights(config) if feature is Feature.SHARDS else super().refuses(config, feature)
+
+    @property
+    def trains_apart(self) -> bool:
+        return False
 
     def attach(self) -> None:
         """Begin at full rank, or at low rank at once."""

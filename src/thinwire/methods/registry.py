@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from thinwire.base.errors import ConfigError
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext
+from thinwire.methods.features import Feature
 
 log = logging.getLogger("thinwire")
 M = TypeVar("M", bound=type[Method])
@@ -59,6 +60,12 @@ def name_of(given: Any) -> str:
             return name
     known = ", ".join(entry.config.__name__ for entry in METHODS.values())
     raise ConfigError(f"{given!r} is not the config of a method, choose from: {known}")
+
+
+def refuse(given: Any, feature: Feature) -> None:
+    """Refuse a feature that the method of a config cannot have."""
+    if (why := METHODS[name_of(given)].method.refuses(given, feature)) is not None:
+        raise ConfigError(why)
 
 
 def make(given: Any, context: MethodContext) -> Method:

@@ -23,6 +23,7 @@ from thinwire.comm.wire import Wire
 from thinwire.config import TopK
 from thinwire.methods.coding import CodedGradients
 from thinwire.methods.context import MethodContext, Saved
+from thinwire.methods.features import Feature, joins_not
 from thinwire.methods.handover import MomentumHandover, Settings, with_momentum
 from thinwire.methods.registry import register
 
@@ -43,6 +44,13 @@ class TopKMethod(CodedGradients):
         if config.clip is not None and len(self.topology.groups) > 1:
             context.clips = True
             self.gradients.prepare = self._clip
+
+    @classmethod
+    def refuses(cls, config: TopK, feature: Feature) -> str | None:
+        """A worker without batches would go on sending its momentum."""
+        if feature is Feature.JOIN:
+            return joins_not("TopK, whose workers have momentum of their own")
+        return super().refuses(config, feature)
 
     @staticmethod
     def code_of(config: TopK) -> str:

@@ -148,7 +148,7 @@ def simulate_views(
     """A simulation for each of these workers, of one layout or several; one is run for all that do the same."""
     alike: dict[Hashable, list[int]] = defaultdict(list)
     for i, view in enumerate(views):
-        alike[kind(view), decomposers(view), _role(config, view)].append(i)
+        alike[kind(view), decomposers(view), METHODS[name_of(config)].method.role(config, view)].append(i)
     found: dict[int, Simulation] = {}
     for places in alike.values():
         together = simulate_together(workload, config, [views[i] for i in places], predict, shapes=shapes)
@@ -171,9 +171,3 @@ def _size(sent: Sent) -> int:
 def _views(nodes: int, most: int) -> list[int]:
     """Nodes to simulate: all, or one from each half if there are many; those near a tree's root send more."""
     return list(range(nodes)) if nodes <= most else [nodes // 4, nodes - 1]
-
-
-def _role(config: Any, view: Topology) -> Hashable:
-    """The same for workers that do the same; for a method without `role`, each group is different."""
-    method: Any = METHODS[name_of(config)].method
-    return method.role(config, view) if hasattr(method, "role") else (len(view.groups), view.group_index)

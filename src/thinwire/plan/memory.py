@@ -80,13 +80,8 @@ def memory_of(method: Method, known: tuple[int, int]) -> Memory:
     held = held_by(method)
     sizes = {name: sum(size_of(t) for t in tensors) for name, tensors in sorted(held.items())}
     moved = sum(size_of(t) for t in offloaded_by(method)) if getattr(method.config, "offload", False) else 0
-    passing = max((size_of(fragment.scratch) for fragment in _averages(method)), default=0)
+    passing = max((size_of(fragment.scratch) for fragment in method.averaged_tensors), default=0)
     return Memory(*known, {name: size for name, size in sizes.items() if size}, moved, passing)
-
-
-def _averages(method: Method) -> list[AveragedTensors]:
-    """What the method averages between groups."""
-    return [each for each in getattr(method, "fragments", []) if isinstance(each, AveragedTensors)]
 
 
 def model_and_optimizer(method: Method) -> tuple[int, int]:
@@ -110,7 +105,7 @@ def held_by(method: Method) -> dict[str, list[Tensor]]:
 def offloaded_by(method: Method) -> list[Tensor]:
     """Of these, what the CPU would hold between averages."""
     found: list[Tensor] = []
-    for fragment in _averages(method):
+    for fragment in method.averaged_tensors:
         found += [t for t in (fragment.agreed, fragment.momentum, fragment.scratch) if t is not None]
         sums = _walk([(_OTHER, getattr(fragment.aggregator, "sum", None))])  # others stay where they are
         found += [t for tensors in sums.values() for t in tensors]

@@ -17,8 +17,7 @@ from torch import nn
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.topology import Topology
 from thinwire.methods.agree import decomposers
-from thinwire.methods.base import Method
-from thinwire.methods.planned import Cycle
+from thinwire.methods.base import Cycle, Method
 from thinwire.plan.memory import Memory, memory_of, model_and_optimizer
 from thinwire.plan.ranks import RankPredictor
 from thinwire.plan.shapes_only import ShapesOnly
@@ -217,7 +216,7 @@ class _Simulator:
         self.found.steps[self.replica.phase] += steps
         self._skip(steps)
         if steps:
-            self.method.shift(steps)  # type: ignore[attr-defined]
+            self.method.shift(steps)
 
     def _count(self, taken: _Taken, times: int) -> None:
         """Count a turn's results once more, so many times."""
@@ -231,7 +230,7 @@ class _Simulator:
     def _cycle(self) -> Cycle | None:
         """The method's place in the cycle that it repeats, if it has one; rounds that grow repeat nothing."""
         changes = self.workload.rate is not None and grows(self.method.config)
-        return None if changes else getattr(self.method, "cycle", None)
+        return None if changes else self.method.cycle
 
     @property
     def _place(self) -> _Place | None:
@@ -273,7 +272,7 @@ class _Simulator:
         model = self.replica.module
         model.__dict__.pop("forward", None)
         if self.workload.has_inputs:
-            self.workload.show(model, getattr(self.method, "usage", None))
+            self.workload.show(model, self.method.usage)
         model.forward = lambda *args, **kwargs: None
 
     def _step(self, times: int) -> None:

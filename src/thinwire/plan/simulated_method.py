@@ -139,8 +139,8 @@ def grows(config: Any) -> bool:
 
 def assumed(workload: Workload, method: Method, predict: RankPredictor) -> Iterator[str]:
     """What has to be true for a run to send what is simulated."""
-    if own := getattr(method, "assumes", ""):
-        yield own
+    if method.assumes:
+        yield method.assumes
     if getattr(method.config, "target", None) is not None and not isinstance(predict, Recorded):
         yield "every layer keeps the same share of its ranks"
     if grows(method.config) and workload.rate is None:

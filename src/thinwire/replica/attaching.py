@@ -16,14 +16,14 @@ from thinwire.comm.sharded import ShardedWire, group_size_of
 from thinwire.comm.times import Clock
 from thinwire.comm.topology import join
 from thinwire.comm.wire import Wire
-from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, OneBit, PaperAB, PowerSGD, TopK
 from thinwire.config.faults import Faults
 from thinwire.elastic.membership import Membership
 from thinwire.elastic.recovery import Recovery
 from thinwire.elastic.stopping import handle_signals, release_signals
 from thinwire.elastic.store import meeting
 from thinwire.methods.context import MethodContext
-from thinwire.methods.registry import make, name_of
+from thinwire.methods.features import Feature
+from thinwire.methods.registry import make, name_of, refuse
 from thinwire.replica.guards import refuse_attached, refuse_switching
 from thinwire.replica.notices import ensure_logging, log_attached
 from thinwire.replica.preflight import (
@@ -39,8 +39,6 @@ from thinwire.replica.replica import Replica
 from thinwire.sharding.shards import ShardedModel, is_sharded, refuse_on_shards
 
 log = logging.getLogger("thinwire")
-
-_SURVIVING: tuple[type, ...] = (AB, PaperAB, LocalSGD, DiLoCo, DASO, AllReduce, PowerSGD, OneBit, TopK, OIALR)
 
 
 def attach(
@@ -72,7 +70,9 @@ def attach(
     if faults is None:
         join()
         if is_sharded(model):
-            refuse_on_shards(config, model, optimizers, scaler=scaler, compile=compile, ddp=ddp)
+            refuse(config, Feature.SHARDS)
+            if refuse_on_shards(optimizers, scaler=scaler, compile=compile, ddp=ddp):
+                refuse(config, Feature.COLUMNS)
             wire: Wire = ShardedWire.open(_size_of_groups(model, config), repr(config), device, ledger)
         else:
             wire = ProcessGroupWire.open(config.group_size, repr(config), device, ledger)
@@ -126,17 +126,7 @@ def _met(
             f"`group_size`={config.group_size} with faults=…: there each launcher's workers are a group; leave "
             "`group_size` out"
         )
-    if not isinstance(config, _SURVIVING):
-        names = ", ".join(kind.__name__ for kind in _SURVIVING)
-        raise ConfigError(
-            f"faults=… is for {names} so far, not for {type(config).__name__}; leave it out, and resume from a "
-            "checkpoint"
-        )
-    if isinstance(config, AB) and config.overlap:
-        raise ConfigError(
-            f"`overlap`={config.overlap} of AB with faults=… is not supported: if a group is lost while the average of "
-            "a factor is under way, groups would go on with different ones; use overlap=0"
-        )
+    refuse(config, Feature.FAULTS)
     membership = Membership(meeting(faults.timeout), faults, about)
     if faults.on_term == "leave":
         handle_signals(membership)

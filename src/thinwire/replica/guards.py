@@ -170,7 +170,7 @@ def _named(odd: Sequence[int]) -> str:
 
 def _can_go_on(method: Method, bad: set[int]) -> bool:
     """Whether groups that diverged are left out of the next average, and there are others."""
-    leaves_out = getattr(method.config, "diverged", "stop") == "leave_out" and not method.in_sync
+    leaves_out = method.leaves_out_diverged and not method.in_sync
     return leaves_out and any(not bad.intersection(group) for group in method.topology.groups)
 
 

@@ -75,7 +75,7 @@ def log_finished(method: Method, sizes: tuple[int, int], ranks: Collection[int],
         text += units.size(usual_bytes)
     log.info(text)
     if method.layers and not method.decompositions:
-        if getattr(method, "must_factor", False):
+        if method.must_factor:
             log.warning("%s ended before it factored anything, so the model stays full; finish(cutoff=…) cuts it", name)
     elif method.step and method.missed:
         log.warning("%s %s: the run was too short for its settings", name, method.missed)

@@ -591,7 +591,7 @@ class Replica(nn.Module):
     @property
     def agreement(self) -> Agreement | None:
         """How far groups agreed at the last average, where they average parameters."""
-        return getattr(self._method, "agreement", None)
+        return self._method.agreement
 
     @property
     def waits(self) -> Waits:
@@ -605,10 +605,7 @@ class Replica(nn.Module):
 
     def factor_now(self) -> None:
         """Make factors of the weights at the next average, for AB runs whose length is not known; collective."""
-        factor = getattr(self._method, "factor_now", None)
-        if factor is None:
-            raise ThinwireError(f"factor_now() is for thinwire.AB, not for {type(self._method.config).__name__}")
-        self._together(factor, "factor_now()")
+        self._together(self._method.factor_now, "factor_now()")
 
     def ranks(self) -> dict[str, int]:
         """The rank of each layer that is factored now, by its label."""

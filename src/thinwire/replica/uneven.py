@@ -19,13 +19,11 @@ from torch.optim import Optimizer
 
 from thinwire.base.errors import ConfigError, DisagreementError
 from thinwire.comm import process_groups
-from thinwire.config import AB, AllReduce, DiLoCo, LocalSGD, OneBit, PowerSGD
 from thinwire.elastic.handover import load_values, pack, unpack, values_of
-from thinwire.methods.ab import ABMethod
-from thinwire.methods.averaging import LocalTraining
 from thinwire.methods.base import Method
+from thinwire.methods.features import Feature, joins_not
+from thinwire.methods.registry import refuse
 
-_JOINING: tuple[type, ...] = (AllReduce, PowerSGD, OneBit, LocalSGD, DiLoCo, AB)
 _OVER, _PASS, _STEP = 0, 1, 2
 
 
@@ -53,6 +51,8 @@ class Joining:
         self.trained = self.known = method.step
         self._rates: tuple[float, ...] = ()
         self._own: list[Any] = []
+        self._met = 0
+        """The last step at whose end this worker met others."""
 
     # A worker that has batches.
 
@@ -82,10 +82,11 @@ class Joining:
     def end_step(self) -> None:
         """A step of this worker's own."""
         self.trained = self.method.step + 1
-        if self._meets:
+        if meets := self._meets:
             self._prepare(self._say(_STEP))
         self.method.end_step()
         self.known = self.method.step
+        self._met = self.method.step if meets else self._met
         self._clear()
 
     # A worker that has none.
@@ -114,7 +115,7 @@ class Joining:
         self.method.counters.idle += 1
         self.method.gradients.note_update()  # what its code left out is sent with the others' next gradients
         self.method.end_step()
-        self.known = self.method.step
+        self.known = self._met = self.method.step
         self._drop_gradients()
         self._clear()
 
@@ -132,8 +133,7 @@ class Joining:
     @property
     def _meets(self) -> bool:
         """Whether the end of the next step is collective."""
-        watches = isinstance(self.method, ABMethod) and self.method.usage.is_watching
-        return self._is_together or watches or self.method.next_event <= self.method.step + 1
+        return self._is_together or self.method.meets_next
 
     def _say(self, kind: int) -> list[Said]:
         method, at = self.method, self.known if kind == _OVER else self.method.step
@@ -156,19 +156,17 @@ class Joining:
         there = [rank for rank, each in enumerate(said) if each.next != _OVER]
         replicated = self.method.gradients.replicated
         replicated.buffers_from = there[0] if self._is_together else None
-        if isinstance(self.method, LocalTraining):
-            if self._is_together and self.method.next_event <= self.method.step + 1:
-                self._give(there[0], [rank for rank in range(len(said)) if rank not in there])
-            elif not self._is_together:
-                since = self.method.step + 1 - self.method.round.period
-                groups = enumerate(self.method.topology.groups)
-                absent = {i for i, group in groups if all(said[rank].trained <= since for rank in group)}
-                self.method.contributions.absent = frozenset(absent)
+        if self._is_together and not self.method.only_gradients and self.method.next_event <= self.method.step + 1:
+            self._give(there[0], [rank for rank in range(len(said)) if rank not in there])
+        elif not self._is_together:
+            since = self._met if self.method.last_average is None else self.method.last_average
+            groups = enumerate(self.method.topology.groups)
+            absent = {i for i, group in groups if all(said[rank].trained <= since for rank in group)}
+            self.method.absent = frozenset(absent)
 
     def _clear(self) -> None:
         self.method.gradients.replicated.buffers_from = None
-        if isinstance(self.method, LocalTraining):
-            self.method.contributions.absent = frozenset()
+        self.method.absent = frozenset()
 
     def _adopt_batches(self, said: list[Said]) -> None:
         """Counters are compared at averages; this worker's stand still."""
@@ -203,28 +201,20 @@ class Joining:
 
 def refuse_joining(method: Method, *, has_scaler: bool, has_faults: bool) -> None:
     """What `join()` cannot do, in one sentence."""
-    config, kind = method.config, type(method.config).__name__
-    if not isinstance(config, _JOINING):
-        names = ", ".join(each.__name__ for each in _JOINING)
-        raise ConfigError(f"join() is for {names} so far, not for {kind}; give all workers equally many batches")
-    apart = isinstance(method, LocalTraining)
-    settings = {
+    refuse(method.config, Feature.JOIN)
+    groups = method.topology.groups
+    uses = {
         "a GradScaler": has_scaler,
         "faults=…": has_faults,
         "sharded models": method.wire.is_sharded,  # members of a group gather parameters in every pass
         "SyncBatchNorm": any(isinstance(m, nn.SyncBatchNorm) for m in method.model.modules()),
-        "freeze_second_moment=True": getattr(config, "freeze_second_moment", False),
-        "groups of several workers that train apart": apart
-        and len(method.topology.groups) > 1
-        and any(len(group) > 1 for group in method.topology.groups),
-        "second_moment='shared'": getattr(config, "second_moment", "") == "shared",
-        "rows='seen'": getattr(config, "rows", "") == "seen",
-        "merge='weighted'": getattr(config, "merge", "") == "weighted",
-        "train='split'": getattr(config, "train", "") == "split",
+        "groups of several workers that train apart": method.trains_apart
+        and len(groups) > 1
+        and any(len(group) > 1 for group in groups),
     }
-    for what, is_used in settings.items():
+    for what, is_used in uses.items():
         if is_used:
-            raise ConfigError(f"join() is not for {what} so far; give all workers equally many batches")
+            raise ConfigError(joins_not(what))
 
 
 def _rates(method: Method) -> list[float | None]:

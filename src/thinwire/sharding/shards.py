@@ -15,8 +15,6 @@ from thinwire.base.errors import ConfigError
 from thinwire.comm import fsdp
 from thinwire.comm.sharded import like_whole, own_part
 from thinwire.comm.wire import Wire
-from thinwire.config import AB, AllReduce, LocalSGD, Radial
-from thinwire.config.common import parse_code
 from thinwire.factor.convert import Layer
 from thinwire.factor.export import plain_layer, to_plain
 from thinwire.factor.layers import dense_class, factored_names, like_factored
@@ -164,48 +162,25 @@ def reshard(model: nn.Module) -> None:
 
 def _dimension(p: Any) -> int:
     """The dimension along which a parameter is sharded; FSDP's own choice is rows."""
-    return p.placements[0].dim if hasattr(p, "placements") else 0
+    return getattr(p.placements[0], "dim", 0) if hasattr(p, "placements") else 0
 
 
-def refuse_on_shards(config: Any, model: nn.Module, optimizers: Optimizers, **given: Any) -> None:
-    """What needs whole weights, or what other workers of the group have, in one sentence."""
+def refuse_on_shards(optimizers: Optimizers, **given: Any) -> bool:
+    """Refuse what needs whole weights, or what other workers of the group have; whether shards are columns."""
     if torch.__version__ < _OLDEST:  # DiLoCo's outer step came out wrong with 2.7
         raise ConfigError(f"sharded models need torch {_OLDEST} or later, and this is {torch.__version__}: upgrade it")
-    kind = type(config).__name__
-    if not isinstance(config, AllReduce | LocalSGD | AB):
-        raise ConfigError(
-            f"{kind} needs whole weights on a worker, and the model is sharded: use AllReduce, LocalSGD, DiLoCo or AB, "
-            "or a model that is not sharded"
-        )
-    if isinstance(config, AB) and config.match_rate:
-        raise ConfigError("`match_rate`=True measures whole factors, and the model is sharded: leave it out")
-    if isinstance(config, AB) and config.factor_at is not None:
-        fsdp.refuse_unknown(model)
     used = [name for name, value in given.items() if value is not None]
     if used:
         raise ConfigError(f"`{used[0]}` is not for sharded models: leave it out")
-    for name in ("wire", "warmup_wire"):
-        code = getattr(config, name, "fp32")
-        if parse_code(code).kind == "topk":
-            raise ConfigError(
-                f"`{name}`={code!r} looks at whole weights, and the model is sharded: use 'int8' or 'int2'"
-            )
-        if parse_code(code).kind == "lowrank" and any(_dimension(p) for p in optimizers.parameters):
-            raise ConfigError(
-                f"`{name}`={code!r} is for models sharded by rows, and shard_placement_fn chose another dimension: "
-                "leave it out of fully_shard(), or use 'int8'"
-            )
-    usual = {"moments": "keep", "second_moment": "group", "rows": "mean", "diverged": "stop", "outliers": "keep"}
-    for name, value in usual.items():
-        if getattr(config, name, value) != value:
-            raise ConfigError(
-                f"`{name}`={getattr(config, name)!r} is not for sharded models: leave it out, it is {value!r} then"
-            )
-    if isinstance(getattr(config, "outer", None), Radial):
-        raise ConfigError("`outer`=Radial(…) measures whole weights, and the model is sharded: use Nesterov(…) or None")
     for optimizer in optimizers:
         if type(optimizer).__name__ == "Muon":
             raise ConfigError("Muon orthogonalises whole weights, and the model is sharded: use AdamW")
+    return any(_dimension(p) for p in optimizers.parameters)
+
+
+def refuse_reshaping(model: nn.Module) -> None:
+    """Raise if shards cannot be given other shapes in this version of torch."""
+    fsdp.refuse_unknown(whole_of(model))
 
 
 def to_plain_shards(model: ShardedModel, wire: Wire) -> nn.Module:

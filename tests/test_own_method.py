@@ -1,0 +1,81 @@
+"""A method that nobody here wrote has every feature, unless it refuses it: examples/gossip.py, and one that refuses."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.optim import SGD
+
+import gang
+import small
+import thinwire
+from thinwire import ConfigError, Faults
+from thinwire.extend import Config, Feature, Method, register
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+import gossip
+
+BATCHES, SLOPES = (8, 2), (1.0, 4.0)
+
+
+def uneven(rank: int) -> tuple[int, float]:
+    """Steps, and the only weight, of a worker whose loss has a slope of its own."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    replica = thinwire.attach(model, optimizer, gossip.Gossip(every=4, group_size=1))
+    with replica.join():
+        for _ in range(BATCHES[rank]):
+            optimizer.zero_grad()
+            (SLOPES[rank] * replica(model.weight.new_ones(1, 1))).sum().backward()
+            optimizer.step()
+    weight = float(model.weight)
+    replica.detach()
+    return replica.step, weight
+
+
+def test_a_group_that_has_trained_nothing_has_no_weight() -> None:
+    """After 4 steps the mean of −4 and of −8; after 8 the second has nothing new, and takes what the first has."""
+    assert gang.run(uneven, 2) == [(8, -10.0), (8, -10.0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aloof(Config):
+    group_size: int | None = None
+
+
+class AloofMethod(Method):
+    """It is here to refuse."""
+
+    def attach(self) -> None:
+        self.gradients.apart()
+
+    def after_step(self) -> None:
+        """Nothing more."""
+
+    @classmethod
+    def refuses(cls, config: Any, feature: Feature) -> str | None:
+        return f"Aloof has no {feature.value}"
+
+
+def refused(rank: int) -> list[str]:
+    """What each feature is refused with, before anybody is waited for."""
+    register("aloof", Aloof, example=Aloof)(AloofMethod)
+    said = []
+    with pytest.raises(ConfigError) as caught:
+        model = small.net()
+        thinwire.attach(model, small.sgd(model), Aloof(), faults=Faults())
+    said.append(str(caught.value))
+    replica = thinwire.attach(model, small.sgd(model), Aloof())
+    with pytest.raises(ConfigError) as caught, replica.join():
+        pass
+    replica.detach()
+    return [*said, str(caught.value)]
+
+
+def test_what_a_method_refuses_is_refused_in_its_own_words() -> None:
+    for said in gang.run(refused, 2, fresh=True):
+        assert said == ["Aloof has no faults=…", "Aloof has no join()"]
