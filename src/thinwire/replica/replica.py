@@ -36,8 +36,8 @@ from thinwire.config.settings import describe as describe_config
 from thinwire.elastic.recovery import Recovery
 from thinwire.elastic.stopping import Stop, handle_signals, release_signals
 from thinwire.elastic.stopping_groups import ElasticStop
-from thinwire.factor.export import to_plain
 from thinwire.factor.layers import mark_as_read, weight_was_read
+from thinwire.factor.plain import to_plain
 from thinwire.methods.agreement import Agreement
 from thinwire.methods.base import Method
 from thinwire.methods.registry import name_of

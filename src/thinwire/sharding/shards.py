@@ -18,9 +18,9 @@ from thinwire.comm.sharded import like_whole, own_part
 from thinwire.config import AB, AllReduce, LocalSGD, Radial
 from thinwire.config.common import parse_code
 from thinwire.factor.convert import Layer
-from thinwire.factor.export import plain_layer, to_plain
 from thinwire.factor.layers import dense_class, factored_names, like_factored
 from thinwire.factor.optimizers import Optimizers
+from thinwire.factor.plain import plain_layer, to_plain
 
 
 def is_sharded(model: nn.Module) -> bool:
