@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from thinwire.base.errors import ConfigError
+from thinwire.comm.fsdp import part_of
 from thinwire.comm.topology import Topology
 from thinwire.config import AB
 from thinwire.factor.convert import Kept
@@ -30,7 +31,6 @@ from thinwire.methods.diverged import find_faults, refuse_diverged
 from thinwire.methods.merging import average_moments
 from thinwire.methods.planned import Cycle
 from thinwire.methods.registry import register
-from thinwire.sharding.shards import part_of
 
 
 def _example(**more: Any) -> AB:

@@ -10,10 +10,10 @@ from torch import Tensor
 from thinwire.base.errors import DivergedError
 from thinwire.comm.buckets import all_finite
 from thinwire.comm.collectives import Wire
+from thinwire.comm.fsdp import local
 from thinwire.comm.topology import Topology
 from thinwire.factor import matrix
 from thinwire.factor.convert import Layer
-from thinwire.sharding.shards import local
 
 Factors = tuple[Tensor, ...]
 

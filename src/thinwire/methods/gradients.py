@@ -24,13 +24,13 @@ from thinwire.comm.aggregate import Aggregator, State
 from thinwire.comm.background import EarlyBuckets
 from thinwire.comm.codes import aggregator
 from thinwire.comm.collectives import Wire
+from thinwire.comm.fsdp import whole_of
 from thinwire.comm.replicate import Replicated
 from thinwire.comm.sent import Ranks, Sent
 from thinwire.comm.topology import Topology
 from thinwire.comm.watch import attempt
 from thinwire.config.common import parse_code
 from thinwire.methods.context import MethodContext, Saved
-from thinwire.sharding.shards import whole_of
 
 Make = Callable[[Wire, Sequence[Tensor]], Aggregator]
 """Builds an aggregator for parameters like these."""

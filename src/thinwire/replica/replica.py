@@ -29,6 +29,7 @@ from thinwire.checkpoint.also import Also
 from thinwire.checkpoint.loads import Loads
 from thinwire.checkpoint.saves import Files, Save
 from thinwire.comm.collectives import Wire
+from thinwire.comm.fsdp import ShardedModel, to_plain_shards, whole_of
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.process_groups import next_number
 from thinwire.comm.topology import Topology
@@ -63,7 +64,6 @@ from thinwire.replica.scaling import SharedScale
 from thinwire.replica.stepping import Stepping
 from thinwire.replica.steps import iterate, rescue
 from thinwire.replica.uneven import Joining, refuse_joining
-from thinwire.sharding.shards import ShardedModel, to_plain_shards, whole_of
 
 log = logging.getLogger("thinwire")
 
