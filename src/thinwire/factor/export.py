@@ -95,7 +95,7 @@ def _distinct(model: nn.Module) -> dict[str, Tensor]:
 def _describe(module: Any) -> dict[str, Any] | None:
     """How `load.py` builds a low-rank layer; None for any other."""
     if is_pair(module):
-        return {"kind": "sequential", "parts": [_arguments(part) for part in module]}
+        return {"kind": "sequential", "parts": [_plain_layer(part) for part in module]}
     if not parametrize.is_parametrized(module):
         return None
     lists = module.parametrizations.items()
@@ -103,7 +103,8 @@ def _describe(module: Any) -> dict[str, Any] | None:
     return {"kind": "parametrized", "weights": weights} if weights else None
 
 
-def _arguments(layer: Any) -> dict[str, Any]:
+def _plain_layer(layer: Any) -> dict[str, Any]:
+    """The class and the arguments that `load.py` builds it with."""
     linear, convolution = ("in_features", "out_features"), ("in_channels", "out_channels", "kernel_size", *SETTINGS)
     given = {key: getattr(layer, key) for key in (linear if isinstance(layer, nn.Linear) else convolution)}
     return {"class": type(layer).__name__, "arguments": {**given, "bias": layer.bias is not None}}
@@ -142,7 +143,7 @@ def write_programs(model: nn.Module, folder: Path, example: Any, *, onnx: bool) 
     with on_file(folder / "program.pt2"):
         (folder / "program.pt2").write_bytes(content.getbuffer())
     if onnx:
-        write_onnx(program, folder / "model.onnx")
+        _write_onnx(program, folder / "model.onnx")
 
 
 def _prepared(model: nn.Module) -> nn.Module:
@@ -176,7 +177,7 @@ def _shape(value: Any) -> Any:
     return {0: torch.export.Dim.AUTO} if isinstance(value, Tensor) and value.dim() else None
 
 
-def write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
+def _write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
     """Write a program as ONNX."""
     try:
         with _quiet():
