@@ -12,7 +12,7 @@ import gang
 import needs
 import small
 import thinwire
-from thinwire.factor.export import to_plain
+from thinwire.factor.plain import to_plain
 
 CYCLES = 2
 STEPS = 3 + 6 * CYCLES

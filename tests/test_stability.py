@@ -18,9 +18,10 @@ import thinwire
 from thinwire.checkpoint.tensors import write_tensors
 from thinwire.cli import main
 from thinwire.factor.convert import find_layers, to_factors
-from thinwire.factor.export import to_plain, write
+from thinwire.factor.export import write
 from thinwire.factor.forms import tall
 from thinwire.factor.matrix import decompose
+from thinwire.factor.plain import to_plain
 from thinwire.factor.stability import Basis, Stability, basis_of, compare, measure
 from thinwire.train.models import CharGPT
 

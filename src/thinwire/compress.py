@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_map
 
 from thinwire.base.checks import patterns
 from thinwire.base.errors import ConfigError
-from thinwire.factor import export
 from thinwire.factor.convert import (
     Kept,
     Layer,
@@ -31,10 +30,10 @@ from thinwire.factor.convert import (
     to_factors,
     warn_unmatched_patterns,
 )
+from thinwire.factor.export import arguments, write
 from thinwire.factor.forms import label_of
-from thinwire.factor.program import arguments
+from thinwire.factor.plain import Pair, to_dense, to_plain
 from thinwire.factor.ranks import Part, Whole, chooser
-from thinwire.factor.reopen import Pair, to_dense
 from thinwire.replica.replica import Replica
 
 Batches = Iterable[tuple[Any, Tensor]]
@@ -84,7 +83,7 @@ class Compressed:
 
     def save(self, folder: Path | str, *, onnx: bool = False) -> Path:
         """Write the small model so that it loads without Thinwire; see `thinwire.factor.export.write`."""
-        return export.write(self.model, folder, example_input=self.example, onnx=onnx)
+        return write(self.model, folder, example_input=self.example, onnx=onnx)
 
 
 def compress(
@@ -221,7 +220,7 @@ def _cut(
         trial(model)  # records whose weights other code reads
     made = {layer.label: layer.rank or 0 for layer in cut.values()}
     frozen = [layer.name for layer in cut.values() if not layer.factors[0].requires_grad]
-    plain = export.to_plain(model)
+    plain = to_plain(model)
     for name in frozen:
         plain.get_submodule(name).requires_grad_(False)
     return plain, made, full

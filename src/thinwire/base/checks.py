@@ -27,6 +27,11 @@ def is_number(value: Any) -> bool:
         return False
 
 
+def is_whole(value: Any, least: int) -> bool:
+    """Whether it is a whole number from `least` on, and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def patterns(keep: Any) -> tuple[str, ...]:
     """Name patterns as a tuple."""
     if isinstance(keep, str):
@@ -48,22 +53,16 @@ def check_choice(config: Any, name: str, allowed: tuple[str, ...]) -> None:
 
 
 def check_group_size(group_size: Any) -> None:
-    whole = isinstance(group_size, int) and not isinstance(group_size, bool) and group_size >= 1
-    if not (whole or group_size in (None, "world")):
+    if not (is_whole(group_size, 1) or group_size in (None, "world")):
         raise ConfigError(
             f"`group_size`={group_size!r} must be a whole number of workers from 1 on, "
             '"world", or None for one group per node'
         )
 
 
-def check_bool(config: Any, name: str) -> None:
-    if not isinstance(getattr(config, name), bool):
-        raise ConfigError(f"`{name}`={getattr(config, name)!r} must be True or False")
-
-
 def check_whole(config: Any, name: str, least: int) -> None:
     value = getattr(config, name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not is_whole(value, least):
         raise ConfigError(f"`{name}`={value!r} must be a whole number from {least} on")
 
 
@@ -93,8 +92,3 @@ def check_fraction(config: Any, name: str, *, zero_allowed: bool = True) -> None
     if not (is_number(value) and value >= least and (value < 1 or value == int(value))):
         lowest = "from 0" if zero_allowed else "above 0"
         raise ConfigError(f"`{name}`={value!r} must be a fraction {lowest} to below 1, or a whole number of steps")
-
-
-def check_total(total: Any) -> None:
-    if not isinstance(total, int) or isinstance(total, bool) or total < 1:
-        raise ConfigError(f"`total_steps`={total!r} must be a whole number from 1 on: the optimizer steps of the run")

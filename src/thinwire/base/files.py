@@ -5,6 +5,7 @@ suggests; see docs/files-from-elsewhere.md.
 """
 
 import errno
+import io
 import json
 import os
 import re
@@ -114,21 +115,12 @@ def read_json(path: Path, remedy: str = REMEDY, schema: Any = None) -> dict[str,
 
 def lines_of(path: Path, remedy: str = REMEDY) -> Iterator[str]:
     """The lines of a text, with their ends; the last one may be cut off."""
-    return (line.decode("utf-8", errors="replace") for line in raw_lines_of(path, remedy))
-
-
-def raw_lines_of(path: Path, remedy: str = REMEDY) -> Iterator[bytes]:
-    """The same as they are in the file, for those who look at few of them more closely."""
-    check_file(path, remedy, _LARGEST_LINES)
-    with path.open("rb") as file:
-        while line := file.readline(_LONGEST_LINE):
-            if len(line) == _LONGEST_LINE:
-                raise DamagedError(f"`{path}` is damaged, a line has more than {_LONGEST_LINE:,} bytes; {remedy}")
-            yield line
+    for block in raw_blocks_of(path, remedy):
+        yield from (line.decode("utf-8", errors="replace") for line in io.BytesIO(block))
 
 
 def raw_blocks_of(path: Path, remedy: str = REMEDY) -> Iterator[bytes]:
-    """The same lines, many at a time: each block ends with a line, but for a last one that is cut off."""
+    """The same lines as bytes, many at a time: each block ends with a line, but for a last one that is cut off."""
     check_file(path, remedy, _LARGEST_LINES)
     rest = b""
     with path.open("rb") as file:

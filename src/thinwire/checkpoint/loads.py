@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 
 from thinwire.base.errors import ThinwireError
 from thinwire.comm.buckets import checksum
+from thinwire.comm.fsdp import local, whole_of
 from thinwire.factor.convert import Layer
 from thinwire.factor.layers import names_of_factors
 from thinwire.factor.moments import LINEAR, QUADRATIC
 from thinwire.methods.base import Method
-from thinwire.sharding.shards import local, whole_of
 
 _loads: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Loads]]" = weakref.WeakKeyDictionary()
 """By references to both: a value that holds its key would keep a model, and its replica, for good."""

@@ -12,11 +12,11 @@ from thinwire.base.files import json_text, read_json
 from thinwire.checkpoint.saved_state import OPTIMIZERS, check_complete, check_settings, check_state
 from thinwire.checkpoint.saves import Files
 from thinwire.checkpoint.tensors import apart, copied, like, read_tensors, together
+from thinwire.comm.fsdp import local, whole_of
 from thinwire.comm.sharded import like_whole
 from thinwire.factor.moments import LINEAR, QUADRATIC
 from thinwire.factor.optimizers import Optimizers
 from thinwire.methods.base import Method
-from thinwire.sharding.shards import local, whole_of
 
 _NESTED = "nested."
 """Begins the names of tensors that are in lists of an optimizer's state, as SOAP's and Shampoo's matrices."""

@@ -1,21 +1,216 @@
-"""Parameters of a model that FSDP2 shards, exchanged for others.
+"""Models that groups shard with FSDP2's `fully_shard`.
 
-FSDP2 has no public way to do that, so this uses its own parts: each call of `fully_shard` has made groups of
-`FSDPParam`, one for each parameter, which are gathered together. One leaves its group, and new ones take its place.
-Everything else that the group does stays as the user chose it: when it gathers, in which dtype, and over which mesh.
+Inside a group FSDP gathers parameters and averages gradients, as it does without Thinwire. Between groups a method
+averages shards: worker i of a group with worker i of all others. A method sees this worker's shards as the parameters
+of a model, and needs to know nothing of FSDP.
+
+FSDP2 has no public way to exchange a parameter for others, so `_exchange` uses its own parts: each call of
+`fully_shard` has made groups of `FSDPParam`, one for each parameter, which are gathered together. One leaves its group,
+and new ones take its place. Everything else that the group does stays as the user chose it: when it gathers, in which
+dtype, and over which mesh.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire.base.errors import ConfigError
+from thinwire.comm.sharded import like_whole, own_part
+from thinwire.comm.wire import Wire
+from thinwire.factor.convert import Layer
+from thinwire.factor.layers import dense_class, factored_names, like_factored
+from thinwire.factor.optimizers import Optimizers
+from thinwire.factor.plain import plain_layer, to_plain
+
+_OF_PARAMETER = ("sharded_param", "mesh_info", "post_forward_mesh_info", "device", "_post_load_hook_handle")
+_SIGNATURE = "param module_info mesh_info post_forward_mesh_info device shard_placement_fn mp_policy offload_policy"
+_OLDEST = "2.11"
+"""The oldest torch with which sharded groups were found to train as others do."""
 
 
-def exchange(model: nn.Module, old: Sequence[nn.Parameter], new: Sequence[tuple[nn.Module, str]]) -> None:
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a parameter is part of a larger one."""
+    return any(is_part(p) for p in model.parameters())
+
+
+def is_part(t: Tensor) -> bool:
+    """Whether this worker holds a part of it: a DTensor."""
+    return hasattr(t, "device_mesh")
+
+
+class Shard(nn.Parameter):
+    """This worker's part of a parameter: the same memory, and the same gradient."""
+
+    whole: Any
+
+    def __new__(cls, whole: Any) -> "Shard":
+        shard = torch.Tensor._make_subclass(cls, local(whole.detach()), whole.requires_grad)
+        shard.whole = whole
+        return shard
+
+    @property
+    def requires_grad(self) -> bool:
+        """As the whole is trained now."""
+        return self.whole.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.whole.requires_grad = value
+
+    @property
+    def grad(self) -> Tensor | None:
+        found = self.whole.grad
+        return None if found is None else local(found)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self.whole.grad = None if value is None else like_whole(value, self.whole)
+
+
+def local(value: Tensor) -> Tensor:
+    """This worker's part of a tensor, which shares its memory; any other tensor as it is."""
+    part: Any = value
+    return part.to_local() if is_part(value) else value
+
+
+def whole_of(p: Any) -> Any:
+    """The parameter or the model that this is a worker's part of; itself if it is whole."""
+    return getattr(p, "whole", p)
+
+
+class ShardedModel(nn.Module):
+    """What a method sees of a sharded model."""
+
+    def __init__(self, whole: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["whole"] = whole  # no submodule
+        self.shards: dict[str, Shard] = {}
+        self.update()
+        # A forward pass without a backward pass leaves parameters gathered. They may have been averaged since.
+        self.fresh = whole.register_forward_pre_hook(lambda module, inputs: _reshard(whole), prepend=True)
+
+    whole: nn.Module
+
+    def update(self) -> None:
+        """See the parameters that there are now; those that were there before are seen as the same objects."""
+        known = {id(shard.whole): shard for shard in self.shards.values()}
+        named = self.whole.named_parameters()
+        self.shards = {name: known[id(p)] if id(p) in known else Shard(p) for name, p in named}
+        own, all_ = (sum(p.numel() for p in each) for each in (self.shards.values(), self.whole.parameters()))
+        self.share = own / all_
+        """Of all values, those that this worker holds."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.whole(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self.shards.items()
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        yield from self.whole.named_buffers()
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        yield from self.whole.named_modules()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """This worker's part of it."""
+        return {name: local(t) for name, t in self.whole.state_dict().items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Into the memory of this worker's part."""
+        with torch.no_grad():
+            for name, t in self.state_dict().items():
+                t.copy_(state_dict[name])
+
+
+def part_of(model: nn.Module, p: nn.Parameter) -> nn.Parameter:
+    """What a method sees of a parameter that is in a module or an optimizer; itself if it is whole."""
+    if not isinstance(model, ShardedModel):
+        return p
+    return next(shard for shard in model.shards.values() if shard.whole is p)
+
+
+def with_modules(model: nn.Module) -> nn.Module:
+    """The model that modules and optimizers know the parameters of; a sharded one with nothing gathered."""
+    if isinstance(model, ShardedModel):
+        _reshard(model.whole)
+    return whole_of(model)
+
+
+def shard_again(model: nn.Module, layer: Layer, old: Sequence[nn.Parameter]) -> None:
+    """Shard a layer's parameters, which took the place of `old`, as those were; nothing if the model is not sharded."""
+    if isinstance(model, ShardedModel):
+        own = {id(p) for p in layer.parameters}
+        new = [(layer.module, name) for name, p in layer.module._parameters.items() if id(p) in own]
+        _exchange(model.whole, old, new)
+        model.update()
+
+
+def cut_like(value: Any, p: Any) -> Any:
+    """State of a parameter, as a worker holds it that has a part of the parameter; anything else as it is."""
+    if not is_part(p) or not isinstance(value, Tensor) or value.shape != p.shape:
+        return value
+    return like_whole(own_part(value, p), p)
+
+
+def _reshard(model: nn.Module) -> None:
+    """Free what was gathered of all shards."""
+    for module in model.modules():
+        if (free := getattr(module, "reshard", None)) is not None:
+            free()
+
+
+def refuse_on_shards(optimizers: Optimizers, **given: Any) -> bool:
+    """Refuse what needs whole weights, or what other workers of the group have; whether shards are columns."""
+    if torch.__version__ < _OLDEST:  # DiLoCo's outer step came out wrong with 2.7
+        raise ConfigError(f"sharded models need torch {_OLDEST} or later, and this is {torch.__version__}: upgrade it")
+    used = [name for name, value in given.items() if value is not None]
+    if used:
+        raise ConfigError(f"`{used[0]}` is not for sharded models: leave it out")
+    for optimizer in optimizers:
+        if type(optimizer).__name__ == "Muon":
+            raise ConfigError("Muon orthogonalises whole weights, and the model is sharded: use AdamW")
+    # FSDP's own choice is dimension 0, the rows.
+    return any(getattr(p.placements[0], "dim", 0) for p in optimizers.parameters if hasattr(p, "placements"))
+
+
+def refuse_reshaping(model: nn.Module) -> None:
+    """Raise if shards cannot be given other shapes in this version of torch."""
+    _refuse_unknown(whole_of(model))
+
+
+def to_plain_shards(model: ShardedModel, wire: Wire) -> nn.Module:
+    """Replace every factored layer, gathering one at a time; collective inside a group.
+
+    A layer becomes the plain one in place, since FSDP may have its hooks on it.
+    """
+
+    def plain(module: nn.Module, *, in_place: bool) -> nn.Module:
+        old = [p for p in module._parameters.values() if p is not None]
+        whole = like_factored(module, _class_without(dense_class(module)))
+        for name, p in module._parameters.items():
+            all_of_it = None if p is None else nn.Parameter(wire.gathered(p.detach(), "decomposition"))
+            whole.register_parameter(name, all_of_it)
+        found = plain_layer(whole, in_place=in_place)
+        _become(module, found)
+        del module._factored
+        if getattr(found, "low_rank", False):
+            module.low_rank = True  # type: ignore[assignment]
+        held = [(part, name, p) for part in module.modules() for name, p in part._parameters.items() if p is not None]
+        _exchange(model.whole, old, [(part, name) for part, name, p in held if not is_part(p)])
+        return module
+
+    with_modules(model)
+    if any(factored_names(module) for module in model.whole.modules()):
+        to_plain(model.whole, plain)
+        model.update()
+    return model.whole
+
+
+def _exchange(model: nn.Module, old: Sequence[nn.Parameter], new: Sequence[tuple[nn.Module, str]]) -> None:
     """Shard whole parameters, each the one of this name of a module, as those are sharded that they replace.
 
     `old` are in one group, and no longer in any module. All members of the group call it, with the same values, while
@@ -38,12 +233,8 @@ def exchange(model: nn.Module, old: Sequence[nn.Parameter], new: Sequence[tuple[
     group.fsdp_params[:] = [*kept[:place], *made, *kept[place:]]
 
 
-_OF_PARAMETER = ("sharded_param", "mesh_info", "post_forward_mesh_info", "device", "_post_load_hook_handle")
-_SIGNATURE = "param module_info mesh_info post_forward_mesh_info device shard_placement_fn mp_policy offload_policy"
-
-
-def refuse_unknown(model: nn.Module) -> None:
-    """Raise if this version of torch shards in a way that `exchange` does not know: now, not when it is due."""
+def _refuse_unknown(model: nn.Module) -> None:
+    """Raise if this version of torch shards in a way that `_exchange` does not know: now, not when it is due."""
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
 
@@ -73,14 +264,14 @@ def _groups(model: nn.Module) -> Iterator[Any]:
             yield from getattr(found, "_fsdp_param_groups", None) or filter(None, [found._fsdp_param_group])
 
 
-def class_without(cls: Any) -> Any:
+def _class_without(cls: Any) -> Any:
     """The class that a module had before `fully_shard` was called on it."""
     from torch.distributed.fsdp import FSDPModule
 
     return next(each for each in cls.__mro__ if not issubclass(each, FSDPModule))
 
 
-def become(module: nn.Module, other: nn.Module) -> None:
+def _become(module: nn.Module, other: nn.Module) -> None:
     """Give a module the class, the parameters and the modules of another, and leave FSDP's hooks on it."""
     from torch.distributed.fsdp import FSDPModule
 

@@ -22,8 +22,7 @@ from thinwire.commands import options
 from thinwire.commands.doing import Doing
 from thinwire.commands.sources import Found, finished, of_function, unfinished
 from thinwire.compress import Compressed, compress
-from thinwire.factor.export import describe_inputs, write, write_loader
-from thinwire.factor.program import refuse_onnx, write_programs
+from thinwire.factor.export import describe_inputs, refuse_onnx, write, write_loader, write_programs
 from thinwire.factor.ranks import chooser
 from thinwire.recipes import installed
 from thinwire.report import read_run

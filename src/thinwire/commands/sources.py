@@ -18,11 +18,11 @@ from thinwire.base.schema import COUNT, FLAG, POSITIVE, TEXT, Kind, wrong
 from thinwire.checkpoint import snapshot
 from thinwire.checkpoint.tensors import read_tensors
 from thinwire.commands import merged_save
+from thinwire.factor.export import arguments
 from thinwire.factor.forms import LISTING
 from thinwire.factor.layers import FORMS
 from thinwire.factor.load_exported import fill, load
 from thinwire.factor.matrix import view_of
-from thinwire.factor.program import arguments
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, call_model, installed, named
 from thinwire.report import read_run

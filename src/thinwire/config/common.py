@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from thinwire.base.checks import (
-    check_bool,
     check_choice,
     check_group_size,
     check_length,
     check_share,
-    check_total,
     check_whole,
     is_number,
+    is_whole,
     length,
     patterns,
 )
@@ -112,9 +111,9 @@ def _types(cls: type) -> dict[str, list[Any]]:
     return {name: alternatives(hint) for name, hint in typing.get_type_hints(cls).items()}
 
 
-def _check_code(config: Any, name: str) -> None:
+def _check_code(name: str, value: Any) -> None:
     try:
-        parse_code(getattr(config, name))
+        parse_code(value)
     except ConfigError as error:
         raise ConfigError(f"`{name}`={error}") from None
 
@@ -127,18 +126,21 @@ class Config:
 
     def __post_init__(self) -> None:
         for name, kinds in _types(type(self)).items():  # type: ignore[arg-type]  # mypy finds classes unhashable
-            if type(None) in kinds and getattr(self, name) is None:
+            value = getattr(self, name)
+            if value is None and type(None) in kinds:
                 continue
-            if bool in kinds:
-                check_bool(self, name)
-            elif typing.get_origin(kinds[0]) is Literal:
+            if bool in kinds and not isinstance(value, bool):
+                raise ConfigError(f"`{name}`={value!r} must be True or False")
+            if typing.get_origin(kinds[0]) is Literal:
                 check_choice(self, name, typing.get_args(kinds[0]))
-            elif name in ("wire", "warmup_wire"):
-                _check_code(self, name)
-            elif name == "group_size":
-                check_group_size(getattr(self, name))
-            elif name == "total_steps":
-                check_total(getattr(self, name))
+            if name in ("wire", "warmup_wire"):
+                _check_code(name, value)
+            if name == "group_size":
+                check_group_size(value)
+            if name == "total_steps" and not is_whole(value, 1):
+                raise ConfigError(
+                    f"`total_steps`={value!r} must be a whole number from 1 on: the optimizer steps of the run"
+                )
 
     @property
     def in_force(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from thinwire.factor import layers as factored
 from thinwire.factor.matrix import MatrixView, product, view_of, wide
 
 # Their weights are looked up, not multiplied.
-_TABLES = (nn.Embedding, nn.EmbeddingBag)
+TABLES = (nn.Embedding, nn.EmbeddingBag)
 # Class tokens, position tables: parameters that do not belong to a layer, and so are neither first nor last.
 _NO_LAYER = "not a layer's weight"
 # A weight that one of these hooks computes before each forward pass is a plain attribute, and a parameter with a
@@ -206,7 +206,7 @@ class _Reasons:
         module = layer.module
         if isinstance(module, torch.jit.ScriptModule):
             return "script module"
-        if isinstance(module, _TABLES):
+        if isinstance(module, TABLES):
             return "embedding"
         if isinstance(module, nn.RNNBase | nn.RNNCellBase):
             return "recurrent layer"

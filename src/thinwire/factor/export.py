@@ -1,13 +1,12 @@
-"""Convert a factored model to plain torch.nn layers, and write it so that it loads without Thinwire.
+"""Write a finished model so that it loads without Thinwire: its weights, and as a program that needs no source."""
 
-Linear and convolutions become two layers in an `nn.Sequential`. Where other code reads `.weight` itself
-(MultiheadAttention, TransformerEncoderLayer, unknown classes), the weight is parametrized by an `nn.Linear`: stored
-as factors, multiplied out when read.
-"""
-
-import json
+import io
+import logging
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,108 +14,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_map
 
-from thinwire.base.files import on_file, refuse_link
-from thinwire.factor.layers import (
-    dense_class,
-    factored_names,
-    factors_of,
-    forget_reading,
-    is_conv1d_of_transformers,
-    unfactor_weight,
-    weight_was_read,
-)
-from thinwire.factor.matrix import product
-from thinwire.factor.program import arguments, refuse_onnx, write_programs
+from thinwire.base.errors import ConfigError
+from thinwire.base.files import on_file, refuse_link, write_json
+from thinwire.factor.convert import copy_of
+from thinwire.factor.plain import SETTINGS, is_pair
 
-Plain = Callable[..., nn.Module]
-_READS_WEIGHTS_OF_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+log = logging.getLogger("thinwire")
 
-
-def to_plain(model: nn.Module, plain: Plain | None = None) -> nn.Module:
-    """Replace every factored layer in `model`; the root may be a different module afterwards.
-
-    `plain` makes a plain layer of a factored one, where that takes more than `plain_layer`.
-    """
-    plain = plain or plain_layer
-    for module in list(model.modules()):
-        parent_reads = isinstance(module, _READS_WEIGHTS_OF_CHILDREN)
-        for name, child in list(module.named_children()):
-            if factored_names(child):
-                setattr(module, name, plain(child, in_place=parent_reads))
-    found = plain(model, in_place=False) if factored_names(model) else model
-    for module in found.modules():
-        forget_reading(module)
-    return found
-
-
-def plain_layer(module: nn.Module, *, in_place: bool) -> nn.Module:
-    """A factored layer in plain ones; `in_place` it is the same module, and computes its weight when it is read."""
-    dense = dense_class(module)
-    if not (in_place or weight_was_read(module)) and tuple(factored_names(module)) == ("weight",):
-        if dense is nn.Linear:
-            return _two_linears(module)
-        if dense in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
-            return _two_convolutions(module, dense)
-        if is_conv1d_of_transformers(dense):
-            return _two_linears(module, weight_is_transposed=True)
-    # Restore all weights before parametrizing any: both change the module's class.
-    found = {name: (*_sides(module, name), view.shape) for name, view in factored_names(module).items()}
-    for name, (left, _, _) in found.items():
-        unfactor_weight(module, name, nn.Parameter(left.clone(memory_format=torch.contiguous_format)))
-    for name, (_, right, shape) in found.items():
-        _parametrize(module, name, right, shape)
-    return module
-
-
-def _sides(module: nn.Module, name: str = "weight") -> tuple[Tensor, Tensor]:
-    """(rows, k) and (k, columns) of the flattened weight."""
-    first, *rest = (p.detach() for p in factors_of(module, name))
-    left, right = factored_names(module)[name].sides(first, product(rest))
-    return left, right
-
-
-def _two_linears(module: Any, *, weight_is_transposed: bool = False) -> nn.Sequential:
-    left, right = _sides(module)
-    if weight_is_transposed:
-        left, right = right.t(), left.t()  # (out, k), (k, in)
-    first = nn.Linear(right.shape[1], right.shape[0], bias=False)
-    second = nn.Linear(left.shape[1], left.shape[0], bias=module.bias is not None)
-    _fill(first, right)
-    _fill(second, left, module.bias)
-    return _marked(nn.Sequential(first, second).train(module.training))
-
-
-def _two_convolutions(module: Any, dense: type[Any]) -> nn.Sequential:
-    left, right = _sides(module)
-    rank = left.shape[1]
-    settings = {key: getattr(module, key) for key in ("stride", "padding", "dilation", "padding_mode")}
-    first = dense(module.in_channels, rank, module.kernel_size, bias=False, **settings)
-    second = dense(rank, module.out_channels, 1, bias=module.bias is not None)
-    _fill(first, right)
-    _fill(second, left, module.bias)
-    return _marked(nn.Sequential(first, second).train(module.training))
-
-
-def _fill(layer: Any, weight: Tensor, bias: Tensor | None = None) -> None:
-    layer.weight = nn.Parameter(weight.reshape(layer.weight.shape).clone(memory_format=torch.contiguous_format))
-    if bias is not None:
-        layer.bias = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
-
-
-def _parametrize(module: nn.Module, name: str, right: Tensor, shape: tuple[int, ...]) -> None:
-    """The weight as Linear(left): left (rows, k) times the Linear's weight (columns, k) transposed."""
-    spread: nn.Module = nn.Linear(right.shape[0], right.shape[1], bias=False)
-    _fill(spread, right.t())
-    if len(shape) > 2:
-        spread = nn.Sequential(spread, nn.Unflatten(1, shape[1:]))
-    parametrize.register_parametrization(module, name, _marked(spread), unsafe=True)
-
-
-def _marked(module: Any) -> Any:
-    """Mark it, to distinguish it from the user's own Sequentials and parametrizations."""
-    module.low_rank = True
-    return module
+_LARGEST_CONSTANT = 64
+"""Largest result of constant folding in ONNX: folds shapes, but never the product of two factors."""
 
 
 def write(
@@ -144,8 +52,7 @@ def write(
     layers = {name: about for name, module in model.named_modules() if (about := _describe(module)) is not None}
     parameters = sum(p.numel() for p in model.parameters())
     about = {**describe_inputs(example_input, views), "parameters": parameters, "layers": layers}
-    with on_file(folder / "layers.json"):
-        (folder / "layers.json").write_text(json.dumps(about, indent=1) + "\n")
+    write_json(folder / "layers.json", about)
     shutil.copymode(folder / "layers.json", folder / "model.safetensors")  # else readable by the owner only
     write_loader(folder)
     if example_input is not None:
@@ -185,32 +92,130 @@ def _distinct(model: nn.Module) -> dict[str, Tensor]:
     return {name: state[name].detach().cpu().contiguous().clone() for name in first.values()}
 
 
-def _describe(module: nn.Module) -> dict[str, Any] | None:
+def _describe(module: Any) -> dict[str, Any] | None:
     """How `load.py` builds a low-rank layer; None for any other."""
-    if isinstance(module, nn.Sequential) and getattr(module, "low_rank", False) and not _is_spread(module):
-        return {"kind": "sequential", "parts": [_arguments(part) for part in module]}
+    if is_pair(module):
+        return {"kind": "sequential", "parts": [_plain_layer(part) for part in module]}
     if not parametrize.is_parametrized(module):
         return None
-    lists = module.parametrizations.items()  # type: ignore[union-attr,operator]
+    lists = module.parametrizations.items()
     weights = {name: list(found.original.shape) for name, found in lists if getattr(found[0], "low_rank", False)}
     return {"kind": "parametrized", "weights": weights} if weights else None
 
 
-def _is_spread(module: nn.Sequential) -> bool:
-    return isinstance(module[-1], nn.Unflatten)
-
-
-def _arguments(layer: Any) -> dict[str, Any]:
-    keys: tuple[str, ...] = (
-        "in_channels",
-        "out_channels",
-        "kernel_size",
-        "stride",
-        "padding",
-        "dilation",
-        "padding_mode",
-    )
-    if isinstance(layer, nn.Linear):
-        keys = ("in_features", "out_features")
-    given = {key: getattr(layer, key) for key in keys}
+def _plain_layer(layer: Any) -> dict[str, Any]:
+    """The class and the arguments that `load.py` builds it with."""
+    linear, convolution = ("in_features", "out_features"), ("in_channels", "out_channels", "kernel_size", *SETTINGS)
+    given = {key: getattr(layer, key) for key in (linear if isinstance(layer, nn.Linear) else convolution)}
     return {"class": type(layer).__name__, "arguments": {**given, "bias": layer.bias is not None}}
+
+
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments from inputs: a tensor, a tuple, or a mapping by name."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
+
+
+def refuse_onnx(example: Any) -> None:
+    """Raise if ONNX cannot be written, before any file is."""
+    missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"writing ONNX needs the package {' and '.join(missing)}: pip install 'thinwire[onnx]'")
+    if example is None:
+        raise ConfigError("writing ONNX needs an example input of the model; give one")
+
+
+def write_programs(model: nn.Module, folder: Path, example: Any, *, onnx: bool) -> None:
+    """Trace the model on `example` and write the program, for any batch size.
+
+    If a model cannot be traced, it warns and writes no program.
+    """
+    content = io.BytesIO()  # torch.export.save into a file aborts the process if the disk is full
+    try:
+        program = _trace(_prepared(model), example)
+        torch.export.save(program, content)
+    except Exception as error:  # any: torch.export runs the model's own code
+        if onnx:
+            raise _no_onnx(error) from error
+        log.warning("no program.pt2: torch.export cannot trace this model (%s)", _cause(error))
+        return
+    with on_file(folder / "program.pt2"):
+        (folder / "program.pt2").write_bytes(content.getbuffer())
+    if onnx:
+        _write_onnx(program, folder / "model.onnx")
+
+
+def _prepared(model: nn.Module) -> nn.Module:
+    """A copy that returns plain tensors: transformers' models return output objects with a cache."""
+    model = copy_of(model).cpu().eval()
+    config = getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False  # type: ignore[union-attr]
+    model.register_forward_hook(lambda module, given, found: getattr(found, "to_tuple", lambda: found)())
+    return model
+
+
+def _trace(model: nn.Module, example: Any) -> torch.export.ExportedProgram:
+    args, keywords = arguments(tree_map(_batch, example))
+    shapes: Any = tree_map(_shape, keywords) if keywords else tree_map(_shape, args)
+    with warnings.catch_warnings():
+        # A weight computed by a hook is such an attribute; the program computes it too.
+        warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export")
+        return torch.export.export(model, args, keywords, dynamic_shapes=shapes)
+
+
+def _batch(value: Any) -> Any:
+    """On the CPU, with at least two examples: a batch size of 1 would be specialised as a constant."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    value = value.detach().cpu()
+    return torch.cat([value, value])[: max(2, len(value))]
+
+
+def _shape(value: Any) -> Any:
+    return {0: torch.export.Dim.AUTO} if isinstance(value, Tensor) and value.dim() else None
+
+
+def _write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
+    """Write a program as ONNX."""
+    try:
+        with _quiet():
+            found = torch.onnx.export(program, (), dynamo=True, verbose=False, optimize=False)
+            assert found is not None
+            _optimize(found.model)
+    except Exception as error:  # any: the exporter has no common error class
+        raise _no_onnx(error) from error
+    found.save(path)  # weights over 2 GB go to a separate file
+
+
+def _optimize(model: Any) -> None:
+    from onnxscript.optimizer import optimize
+
+    optimize(model, output_size_limit=_LARGEST_CONSTANT)
+    for node in model.graph.all_nodes():
+        node.metadata_props.clear()  # source lines and paths, a third of a small file
+
+
+def _no_onnx(error: BaseException) -> ConfigError:
+    return ConfigError(f"the model cannot be written as ONNX: {_cause(error)}; leave it out to get the other files")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence deprecation warnings and notices of torch.onnx."""
+    notices = logging.getLogger("torch.onnx")
+    level = notices.level
+    notices.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+    notices.setLevel(level)
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of the original error."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

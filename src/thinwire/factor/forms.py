@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from thinwire.base.errors import ConfigError
 from thinwire.base.files import read_json, read_safetensors
 from thinwire.base.schema import TEXT
+from thinwire.factor.convert import TABLES
 
 Chain = tuple[Tensor, ...]
 Source = nn.Module | Mapping[str, Tensor] | str | Path
@@ -34,8 +35,6 @@ _FACTORS = (("_a", "_b"), ("_u", "_s", "_vt"))
 _WRAPPERS = ("module", "_orig_mod")
 LISTING = {"layers": {str: {"kind": TEXT}}}
 """What every `layers.json` has."""
-# Their weights are looked up, not multiplied.
-_TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 @dataclass
@@ -139,7 +138,7 @@ def read(source: Source) -> Layers:
 
 
 def _of_model(model: nn.Module) -> Layers:
-    tables = {id(p) for m in model.modules() if isinstance(m, _TABLES) for p in m.parameters(recurse=False)}
+    tables = {id(p) for m in model.modules() if isinstance(m, TABLES) for p in m.parameters(recurse=False)}
     # Leave a tied weight out under all its names.
     left_out = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in tables}
     sequentials = {name for name, module in model.named_modules() if getattr(module, "low_rank", False)}

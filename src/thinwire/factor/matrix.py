@@ -135,12 +135,10 @@ def find_basis(matrix: Tensor, cutoff: float, *, least: int = 1) -> Basis:
 def decompose(matrix: Tensor, cutoff: float, *, rank: int | None = None) -> Factors:
     """Factors of a tall matrix, truncated at singular values of `cutoff` × the largest, or at `rank`."""
     found = _eigen(matrix)
-    if found is not None:
-        sigma, vectors = found
-        factors = _factors(matrix, sigma, vectors[:, : rank or rank_of(sigma, cutoff)])
-        if factors is not None:
-            return factors
-    return svd(matrix, cutoff, rank=rank)
+    if found is None:
+        return svd(matrix, cutoff, rank=rank)
+    sigma, vectors = found
+    return _factors(matrix, sigma, vectors[:, : rank or rank_of(sigma, cutoff)]) or svd(matrix, cutoff, rank=rank)
 
 
 def decompose_if_smaller(matrix: Tensor, cutoff: float) -> Factors | None:

@@ -50,10 +50,6 @@ class Part:
         m, n = self.layer.view.tall
         return rank * (m + n) if self.layer.view.is_smaller(rank) else m * n
 
-    def rank_at(self, cutoff: float) -> int:
-        """The rank at a cutoff."""
-        return rank_of(self.factors.sigma, cutoff)
-
 
 @dataclass(frozen=True)
 class Whole:
@@ -71,7 +67,7 @@ class Whole:
 
     def ranks_at(self, cutoff: float) -> list[int]:
         """The ranks at a cutoff."""
-        return [part.rank_at(cutoff) for part in self.parts]
+        return [rank_of(part.factors.sigma, cutoff) for part in self.parts]
 
     def size_at(self, cutoff: float) -> int:
         """The model's size at this cutoff."""

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from thinwire.factor.convert import copy_of
 from thinwire.factor.layers import dense_class, is_conv1d_of_transformers
-from thinwire.factor.reopen import to_dense
+from thinwire.factor.plain import to_dense
 
 
 def transposed_layers(model: nn.Module) -> list[str]:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from thinwire.base.errors import ConfigError
+from thinwire.comm.fsdp import part_of
 from thinwire.comm.topology import Topology
 from thinwire.config import AB
 from thinwire.factor.convert import Kept
@@ -34,7 +35,6 @@ from thinwire.methods.diverged import find_faults, refuse_diverged
 from thinwire.methods.features import Feature, joins_not
 from thinwire.methods.merging import average_moments
 from thinwire.methods.registry import register
-from thinwire.sharding.shards import part_of
 
 
 def _example(**more: Any) -> AB:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from torch import Tensor, nn
 
 from thinwire.base.errors import ConfigError
+from thinwire.comm.fsdp import cut_like, refuse_reshaping, whole_of
 from thinwire.config import AB
 from thinwire.factor import moments
 from thinwire.factor.convert import Layer
@@ -16,7 +17,6 @@ from thinwire.methods.context import MethodContext
 from thinwire.methods.factoring import Factoring
 from thinwire.methods.gathered import agreed_in_turn, gathered, gathered_state
 from thinwire.methods.rates import RateMatching
-from thinwire.sharding.shards import cut_like, refuse_reshaping, whole_of
 
 Factors = tuple[Tensor, ...]
 

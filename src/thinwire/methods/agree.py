@@ -8,11 +8,11 @@ from torch import Tensor
 
 from thinwire.base.errors import DivergedError
 from thinwire.comm.buckets import all_finite
+from thinwire.comm.fsdp import local
 from thinwire.comm.topology import Topology
 from thinwire.comm.wire import Wire
 from thinwire.factor import matrix
 from thinwire.factor.convert import Layer
-from thinwire.sharding.shards import local
 
 Factors = tuple[Tensor, ...]
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from thinwire.base.errors import ThinwireError
 from thinwire.comm import process_groups
+from thinwire.comm.fsdp import shard_again, with_modules
 from thinwire.comm.topology import Topology
 from thinwire.factor.convert import Kept, Layer, OrderOfUse, find_layers, to_factors, to_full
 from thinwire.methods.agree import agreed_factors
@@ -35,7 +36,6 @@ from thinwire.methods.gradients import GradientAveraging
 from thinwire.methods.masters import Masters
 from thinwire.methods.untraced import untraced
 from thinwire.methods.waits import Waits
-from thinwire.sharding.shards import shard_again, with_modules
 
 if TYPE_CHECKING:
     from thinwire.methods.agreement import Agreement

@@ -7,13 +7,13 @@ from typing import Any
 
 from thinwire.base import units
 from thinwire.base.errors import ConfigError
+from thinwire.comm.fsdp import with_modules
 from thinwire.comm.topology import Topology
 from thinwire.factor.convert import Layer, OrderOfUse, find_layers, warn_unmatched_patterns
 from thinwire.factor.matrix import smallest_cutoff
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext
 from thinwire.methods.gathered import gathered_layer
-from thinwire.sharding.shards import with_modules
 
 log = logging.getLogger("thinwire")
 

@@ -3,7 +3,7 @@
 from torch import nn
 
 from thinwire.base.errors import ConfigError
-from thinwire.sharding.shards import whole_of
+from thinwire.comm.fsdp import whole_of
 
 
 def fragments_of(model: nn.Module, count: int) -> list[list[nn.Parameter]]:

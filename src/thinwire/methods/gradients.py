@@ -23,13 +23,13 @@ from thinwire.base.errors import CollectiveError, ConfigError, DivergedError
 from thinwire.codecs import aggregator
 from thinwire.codecs.aggregate import Aggregator, State
 from thinwire.comm.background import EarlyBuckets
+from thinwire.comm.fsdp import whole_of
 from thinwire.comm.sent import Ranks, Sent
 from thinwire.comm.topology import Topology
 from thinwire.comm.watch import attempt
 from thinwire.comm.wire import Wire
 from thinwire.config.common import parse_code
 from thinwire.methods.context import MethodContext, Saved
-from thinwire.sharding.shards import whole_of
 
 Make = Callable[[Wire, Sequence[Tensor]], Aggregator]
 """Builds an aggregator for parameters like these."""

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.comm.buckets import checksum
+from thinwire.comm.fsdp import local, whole_of
 from thinwire.factor.optimizers import Optimizers, State
-from thinwire.sharding.shards import local, whole_of
 
 
 class Masters:

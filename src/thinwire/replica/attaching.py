@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from thinwire.base.errors import ConfigError
 from thinwire.comm.collectives import ProcessGroupWire
 from thinwire.comm.counters import watched
+from thinwire.comm.fsdp import ShardedModel, is_sharded, refuse_on_shards
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.sharded import ShardedWire, group_size_of
 from thinwire.comm.times import Clock
@@ -36,7 +37,6 @@ from thinwire.replica.preflight import (
     given_optimizers,
 )
 from thinwire.replica.replica import Replica
-from thinwire.sharding.shards import ShardedModel, is_sharded, refuse_on_shards
 
 log = logging.getLogger("thinwire")
 

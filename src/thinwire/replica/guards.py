@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from thinwire.base.errors import ConfigError, DisagreementError, DivergedError, ThinwireError
 from thinwire.comm.buckets import all_finite
+from thinwire.comm.fsdp import local, whole_of
 from thinwire.comm.wrappers import wrapper_around, wrapper_inside
 from thinwire.methods.base import Method
 from thinwire.methods.merging import average_buffers
-from thinwire.sharding.shards import local, whole_of
 
 log = logging.getLogger("thinwire")
 

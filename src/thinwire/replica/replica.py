@@ -28,6 +28,7 @@ from thinwire.checkpoint import saves, snapshot
 from thinwire.checkpoint.also import Also
 from thinwire.checkpoint.loads import Loads
 from thinwire.checkpoint.saves import Files, Save
+from thinwire.comm.fsdp import ShardedModel, to_plain_shards, whole_of
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.process_groups import next_number
 from thinwire.comm.topology import Topology
@@ -36,8 +37,8 @@ from thinwire.config.settings import describe as describe_config
 from thinwire.elastic.recovery import Recovery
 from thinwire.elastic.stopping import Stop, handle_signals, release_signals
 from thinwire.elastic.stopping_groups import ElasticStop
-from thinwire.factor.export import to_plain
 from thinwire.factor.layers import mark_as_read, weight_was_read
+from thinwire.factor.plain import to_plain
 from thinwire.methods.agreement import Agreement
 from thinwire.methods.base import Method
 from thinwire.methods.registry import name_of
@@ -63,7 +64,6 @@ from thinwire.replica.scaling import SharedScale
 from thinwire.replica.stepping import Stepping
 from thinwire.replica.steps import iterate, rescue
 from thinwire.replica.uneven import Joining, refuse_joining
-from thinwire.sharding.shards import ShardedModel, to_plain_shards, whole_of
 
 log = logging.getLogger("thinwire")
 

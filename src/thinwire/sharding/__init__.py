@@ -1,1 +1,0 @@
-"""Groups that share a model between their workers with FSDP2."""
