@@ -18,7 +18,7 @@ from thinwire.plan.planner import Stopwatch, make_plan
 from thinwire.plan.workloads import of_recipe
 from thinwire.recipes import named
 from thinwire.report.plots import blank, colours, dress
-from thinwire.report.records import Run, read_run
+from thinwire.report.runs import Run, read_run
 from thinwire.train.data import Source
 from thinwire.train.models.initial import without_values
 

@@ -23,7 +23,7 @@ from thinwire.launch.launcher import HostSpec, inside_job, launch, workers_per_h
 from thinwire.loggers import chosen
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, model_without_values, named
-from thinwire.report.records import read_run
+from thinwire.report.runs import read_run
 from thinwire.train import checkpoint, fit
 from thinwire.train.data.source import check_share
 from thinwire.train.first_step import FIRST_STEP, first_step

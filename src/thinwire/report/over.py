@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.base.errors import ConfigError, unknown
 from thinwire.base.files import refuse_link
-from thinwire.report.metrics import spread
+from thinwire.report.comparison import grouped, share_of_baseline, spread
 from thinwire.report.plots import blank, dress, strokes
-from thinwire.report.records import Run, grouped, is_measured_baseline, share_of_baseline
+from thinwire.report.runs import Run, is_measured_baseline
 from thinwire.report.tables import figure as in_words
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import numpy as np
 from thinwire.base.errors import ConfigError
 from thinwire.base.files import refuse_link
 from thinwire.base.units import time
-from thinwire.report.records import BASELINE, Run, grouped
+from thinwire.report.comparison import grouped
+from thinwire.report.runs import BASELINE, Run
 from thinwire.report.tables import examples, ratio
 
 if TYPE_CHECKING:

@@ -1,17 +1,136 @@
-"""Find runs in folders: finished, unfinished and damaged ones, each with what its files say."""
+"""Find runs in folders and read their summaries: finished, unfinished and damaged ones."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.base.errors import ConfigError, one_line
+from thinwire.base.errors import ConfigError, DamagedError, one_line
 from thinwire.base.files import check_file, parse_json, read_json
-from thinwire.base.schema import COUNT, TEXT, wrong
-from thinwire.report.records import Run, grouped, is_measured_baseline, read_run, share_of_baseline
+from thinwire.base.schema import ANY, COUNT, FIGURE, NUMBER, POSITIVE, TEXT, wrong
+from thinwire.report.records import read_records
+
+_SENT = {"slow_bytes": NUMBER, "by_purpose": {str: {"slow_bytes?": NUMBER}}}
+SUMMARY = {
+    **dict.fromkeys(("recipe?", "method?", "metric?", "split?"), TEXT),
+    **dict.fromkeys(("optimizer?", "usual_optimizer?", "link?"), (None, TEXT)),
+    **dict.fromkeys(("seed?", "steps?", "trainable_full?", "split_size?"), COUNT),
+    **dict.fromkeys(("world_size?", "parameters_full?", "parameters_final?"), POSITIVE),
+    **dict.fromkeys(("traffic_vs_allreduce_fp32?", "traffic_vs_ideal_fp32?", "wall_s?"), (None, NUMBER)),
+    **dict.fromkeys(("compression?", "trainable_share?"), (None, NUMBER)),
+    "config?": {str: ANY},
+    "identity?": {str: ANY},
+    "traffic?": _SENT,
+    "spent?": {str: NUMBER},
+    "best_epoch?": (None, {"step": COUNT, "ended_at": {"step": COUNT}}),
+}
+"""Older summaries have fewer names; a missing one is reported when it is looked up."""
+_REMEDY = "restore it, or run again with `--overwrite`"
+_LONGEST_LABEL = 500
+UNDER_WAY = "under_way"
+"""In the summary of a run that has not finished, made from its records."""
+BASELINE = "allreduce"
+"""The method that others are compared with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A finished run, or for a live page one as far as it is."""
+
+    folder: Path
+    """The run's folder."""
+    summary: dict[str, Any]
+    """Its `summary.json`."""
+
+    @property
+    def metric(self) -> str:
+        """The name of the run's metric."""
+        return self.summary["metric"]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the summary is that of the whole run."""
+        return UNDER_WAY not in self.summary
+
+    @property
+    def split(self) -> str:
+        """The part of the data that the figure is of."""
+        return self.summary.get("split", "test")
+
+    @property
+    def counted_bytes(self) -> float:
+        """Slow-link bytes without evaluation."""
+        traffic = self.summary["traffic"]
+        return traffic["slow_bytes"] - traffic["by_purpose"].get("evaluate", {}).get("slow_bytes", 0)
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Evaluation records during training, in order, each with its `counted_bytes`."""
+        path = self.folder / "records.jsonl"
+        points = [r for r in read_records(path, "evaluation") if r["model"] != "finished"]
+        point = {self.metric: FIGURE, "slow_bytes": NUMBER, "evaluate_bytes": NUMBER, "wall_s": NUMBER}
+        if what := next((w for r in points if (w := wrong(r, point))), None):
+            raise DamagedError(f"`{path}` is damaged, {what}; {_REMEDY}")
+        return [r | {"counted_bytes": r["slow_bytes"] - r["evaluate_bytes"]} for r in points]
+
+
+def read_run(folder: Path) -> Run:
+    """The finished run in `folder`."""
+    path = folder / "summary.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"no `summary.json` in `{folder}`: there is no finished run; train one with `thinwire run`, "
+            "or resume an unfinished one with `thinwire run … --resume`"
+        )
+    summary = read_json(path, _REMEDY, SUMMARY)
+    metric = summary.get("metric", "")
+    if what := wrong(summary, {f"{metric}?": FIGURE, f"{metric}_before_truncation?": (None, FIGURE)}):
+        raise DamagedError(f"`{path}` is damaged, {what}; {_REMEDY}")
+    return Run(folder=folder, summary=summary)
+
+
+def read_runs(folder: Path) -> list[Run]:
+    """The finished run in `folder`, or all in its direct subfolders, the baseline first."""
+    if (folder / "summary.json").is_file():
+        return [read_run(folder)]
+    found = [read_run(path.parent) for path in sorted(folder.glob("*/summary.json"))]
+    if not found:
+        raise ConfigError(f"no finished run in `{folder}`: looked for summary.json there and one folder below")
+    return sorted(found, key=baseline_first)
+
+
+def baseline_first(run: Run) -> tuple[Any, ...]:
+    """Sort key of runs in tables and legends."""
+    method, config = run.summary["method"], run.summary["config"]
+    settings = [(name, *_in_order(value)) for name, value in sorted(config.items())]
+    return method != BASELINE, method, not is_measured_baseline(run), settings, run.summary["seed"]
+
+
+def _in_order(value: Any) -> tuple[float, str]:
+    """Sort key: numbers by value, everything else by text."""
+    return (value, "") if isinstance(value, int | float) else (0, show(value))
+
+
+def show(value: Any) -> str:
+    """A setting as written on the command line; escaped and cut off where no command line would have it."""
+    text = _written(value)
+    return (text if text.isprintable() else ascii(text))[:_LONGEST_LABEL]
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, list):
+        return "+".join(show(part) for part in value)
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
+
+
+def is_measured_baseline(run: Run) -> bool:
+    """Whether others are compared with its bytes."""
+    return run.summary["method"] == BASELINE and run.summary["config"].get("wire", "fp32") == "fp32"
+
 
 FINISHED, UNFINISHED, DAMAGED = "finished", "unfinished", "damaged"
 _MARKS = ("summary.json", "records.jsonl", "trial.json")
@@ -143,30 +262,3 @@ def _last_step(folder: Path) -> int | None:
         if wrong(record, {"step": COUNT}) is None:
             return record["step"]
     return None
-
-
-def comparable(runs: Iterable[Run]) -> list[list[Run]]:
-    """Runs that can be compared with each other: of one recipe, metric and split."""
-    found: dict[tuple[str, str, str], list[Run]] = {}
-    for run in runs:
-        found.setdefault((run.summary["recipe"], run.metric, run.split), []).append(run)
-    return list(found.values())
-
-
-def labels(runs: Iterable[Run]) -> dict[Path, str]:
-    """By folder: the method with the settings in which it differs from others that it can be compared with."""
-    return {run.folder: label for alike in comparable(runs) for label, same in grouped(alike).items() for run in same}
-
-
-def shares(runs: list[Run]) -> dict[Path, float | None]:
-    """By folder: slow-link bytes as a share of all-reduce's, as the table of a comparison has them.
-
-    Only runs that lie side by side are compared with each other: elsewhere there may be another version, or other data.
-    """
-    measured: dict[tuple[Path, str], list[Run]] = {}
-    for run in runs:
-        if is_measured_baseline(run):
-            measured.setdefault((run.folder.parent, run.summary["recipe"]), []).append(run)
-    return {
-        run.folder: share_of_baseline(run, measured.get((run.folder.parent, run.summary["recipe"]), [])) for run in runs
-    }
