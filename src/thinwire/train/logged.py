@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from thinwire.loggers import Logger, Loggers
-from thinwire.loggers.own_loop import begin
+from thinwire.loggers.log import begin
 from thinwire.train.run import Run
 
 
