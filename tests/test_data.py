@@ -9,8 +9,8 @@ import torch
 
 from thinwire.base.errors import ConfigError
 from thinwire.train import data
-from thinwire.train.data import Batches, Prefetcher, share
-from thinwire.train.data.source import read_whole
+from thinwire.train.batcher import Prefetcher
+from thinwire.train.data import Batches, read_whole, share
 from thinwire.train.step_rng import StepRNG
 
 

@@ -17,7 +17,8 @@ import small
 import thinwire
 from thinwire.experiments.models import GPT, VGG16, VGG16BN, ResNet18, ResNet50, ViT, library
 from thinwire.experiments.models.vit import DropPath
-from thinwire.train.models import CharGPT, DigitNet, initial
+from thinwire.train import initial
+from thinwire.train.models import CharGPT, DigitNet
 
 MINI_VIT = {"image": 32, "patch": 8, "depth": 6, "heads": 6, "qkv_bias": False, "drop_path": 0.2}
 SMALL_VIT = {"classes": 7, "image": 16, "patch": 4, "width": 24, "depth": 2, "heads": 3}

@@ -18,7 +18,7 @@ from thinwire.recipes import Recipe, installed, named
 from thinwire.train.batcher import Batcher
 from thinwire.train.data import Images
 from thinwire.train.step_rng import StepRNG
-from thinwire.train.transform import AsIs
+from thinwire.train.task import AsIs
 
 PLAIN = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 FILL = torch.tensor([10.0, 20.0, 30.0]).view(1, 3, 1, 1)

@@ -23,8 +23,7 @@ from thinwire.launch.jobs import Job, variants
 from thinwire.methods.ab_timetable import timetable
 from thinwire.recipes import installed, named
 from thinwire.train.data import Source
-from thinwire.train.task import describe_optimizer
-from thinwire.train.transform import AsIs
+from thinwire.train.task import AsIs, describe_optimizer
 
 
 def test_halving_begins_with_the_third_epoch() -> None:

@@ -13,7 +13,7 @@ from thinwire.config import Nesterov
 from thinwire.experiments import data, models, tables
 from thinwire.experiments.pictures import CIFAR10, CIFAR100, Pictures
 from thinwire.recipes.sizes import checked, for_images
-from thinwire.train.models import initial
+from thinwire.train import initial
 from thinwire.train.schedule import Cosine
 from thinwire.train.task import Classify, MethodOverrides, Recipe
 

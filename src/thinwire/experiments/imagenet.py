@@ -12,8 +12,8 @@ from torch.optim import AdamW
 from thinwire.experiments import data, models, tables
 from thinwire.experiments.pictures import IMAGENET, Pictures
 from thinwire.recipes.sizes import checked, for_images
+from thinwire.train import initial
 from thinwire.train.data import Source
-from thinwire.train.models import initial
 from thinwire.train.schedule import Cosine
 from thinwire.train.task import Classify, MethodOverrides, Recipe
 

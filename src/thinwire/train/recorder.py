@@ -17,7 +17,6 @@ from thinwire.loggers.log import Arriving, Loggers
 
 log = logging.getLogger("thinwire")
 _A_STEP = '{"kind": "step", '
-
 _ADDED = "for loggers"
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from thinwire.base.errors import ConfigError
 from thinwire.comm.topology import place
 from thinwire.experiments.data.fetch import how_to_fill
-from thinwire.train.data.source import rows_on, unpacked_text
+from thinwire.train.data import rows_on, unpacked_text
 from thinwire.train.step_rng import StepRNG
 
 COLUMNS = ("HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT")

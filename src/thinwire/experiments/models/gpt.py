@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from thinwire.train.models.gpt import Decoder
+from thinwire.train.models import Decoder
 
 
 class GPT(Decoder):

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from thinwire.base.errors import ThinwireError
 
 M = TypeVar("M", bound=nn.Module)
-
 _LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _STD = 0.02
