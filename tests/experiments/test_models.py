@@ -15,8 +15,10 @@ import gang
 import needs
 import small
 import thinwire
-from thinwire.experiments.models import GPT, VGG16, VGG16BN, ResNet18, ResNet50, ViT, library
-from thinwire.experiments.models.vit import DropPath
+from thinwire.experiments.models import VGG16, VGG16BN, ResNet18, ResNet50, ViT
+from thinwire.experiments.models import vision as library
+from thinwire.experiments.models.vision import DropPath
+from thinwire.experiments.text import GPT
 from thinwire.train import initial
 from thinwire.train.models import CharGPT, DigitNet
 

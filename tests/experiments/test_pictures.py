@@ -11,9 +11,8 @@ from torch import Tensor
 import needs
 from standins import folder_for, pixels
 from thinwire.base.errors import ConfigError
+from thinwire.experiments.augmentation import CIFAR10, IMAGENET, OPERATIONS, Pictures, _move, _recolour, rand_augment
 from thinwire.experiments.data import image_folder
-from thinwire.experiments.pictures import CIFAR10, IMAGENET, Pictures
-from thinwire.experiments.randaugment import OPERATIONS, _move, _recolour, rand_augment
 from thinwire.recipes import Recipe, installed, named
 from thinwire.train.batcher import Batcher
 from thinwire.train.data import Images

@@ -15,8 +15,8 @@ from test_schedules import rates, timm
 from thinwire import config
 from thinwire.base.errors import ConfigError
 from thinwire.cli import main
+from thinwire.experiments.augmentation import Pictures
 from thinwire.experiments.data import Folder
-from thinwire.experiments.pictures import Pictures
 from thinwire.experiments.series import Forecast, Halving
 from thinwire.experiments.tables import RESNET50, VGG16, VIT_B16, nearest
 from thinwire.launch.jobs import Job, variants

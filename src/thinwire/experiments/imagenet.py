@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from thinwire.experiments import data, models, tables
-from thinwire.experiments.pictures import IMAGENET, Pictures
+from thinwire.experiments.augmentation import IMAGENET, Pictures
 from thinwire.recipes.sizes import checked, for_images
 from thinwire.train import initial
 from thinwire.train.data import Source
@@ -123,11 +123,11 @@ def _scaling(
 
 
 def _vit(sizes: dict[str, Any], source: Source) -> nn.Module:
-    return models.library.vit(**for_images(models.ViT, {**_classes(source), **sizes}, source))
+    return models.vision.vit(**for_images(models.ViT, {**_classes(source), **sizes}, source))
 
 
 def _resnet(sizes: dict[str, Any], source: Source) -> nn.Module:
-    return models.library.resnet50(**for_images(models.ResNet50, {**_classes(source), **sizes}, source))
+    return models.vision.resnet50(**for_images(models.ResNet50, {**_classes(source), **sizes}, source))
 
 
 def _classes(source: Source) -> dict[str, int]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import shlex
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -323,3 +324,10 @@ def shakespeare(folder: Path | None = None, *, block: int = 64, heldout: int = 3
     number = {c: i for i, c in enumerate(characters)}
     ids = torch.tensor([number[c] for c in text], dtype=torch.uint8)
     return Text(train_ids=ids[:-heldout], heldout_ids=ids[-heldout:], block=block, tokens=characters)
+
+
+def how_to_fill(folder: Path | None, addresses: Mapping[str, str]) -> str:
+    """The commands that download files into a folder, and what to type then."""
+    target = shlex.quote(str(folder)) if folder is not None else "DIR"
+    fetch = (f"curl -fL --create-dirs -o {target}/{name} {address}" for name, address in addresses.items())
+    return f"To fill the folder: {' && '.join(fetch)}; then give `--data {target}`"
