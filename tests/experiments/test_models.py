@@ -286,7 +286,7 @@ def test_what_no_library_has_is_ours() -> None:
 @pytest.mark.parametrize("name", NARROW)
 def test_orthogonal_first_values(name: str) -> None:
     torch.manual_seed(3)
-    model = initial.orthogonal(varied(NARROW[name]()))
+    model = initial.orthogonal_values(varied(NARROW[name]()))
     for module in model.modules():
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
         if isinstance(module, nn.Embedding) or (name == "GPT" and module is model.head):
@@ -375,7 +375,7 @@ def test_orthogonal_values_follow_names_and_not_the_order_of_construction() -> N
     states = []
     for order in (("a", "b"), ("b", "a")):
         torch.manual_seed(0)
-        states.append(initial.orthogonal(nn.ModuleDict({name: nn.Linear(4, 4) for name in order})).state_dict())
+        states.append(initial.orthogonal_values(nn.ModuleDict({name: nn.Linear(4, 4) for name in order})).state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 

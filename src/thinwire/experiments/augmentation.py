@@ -50,7 +50,9 @@ class Pictures:
         if self.scale is not None:
             x = _resized_crop(x.float(), rng, self.scale)
         for _ in range(0 if self.rand_augment is None else 2):
-            x = rand_augment(x.float(), rng, self.rand_augment or 0.0, fill=_channels(self._grey, x.device))
+            red, green, blue = self.statistics[0]
+            grey = _channels((255 * red, 255 * green, 255 * blue), x.device)
+            x = rand_augment(x.float(), rng, self.rand_augment or 0.0, fill=grey)
         x = self.heldout(x)
         if self.erase:
             x = _erase(x, rng, self.erase)
@@ -60,19 +62,10 @@ class Pictures:
     def heldout(self, x: Tensor) -> Tensor:
         # GPUs are faster with channels last; layers follow their input.
         layout = torch.channels_last if x.is_cuda else torch.contiguous_format
-        shift, scale = (_channels(values, x.device) for values in self._of_bytes)
-        return torch.addcmul(shift, x.to(torch.float32, memory_format=layout), scale)
-
-    @property
-    def _of_bytes(self) -> tuple[Channels, Channels]:
-        """Offset and factor of each channel, for bytes."""
         (red, green, blue), (r, g, b) = self.statistics
-        return (-red / r, -green / g, -blue / b), (1 / (255 * r), 1 / (255 * g), 1 / (255 * b))
-
-    @property
-    def _grey(self) -> Channels:
-        red, green, blue = self.statistics[0]
-        return 255 * red, 255 * green, 255 * blue
+        shift = _channels((-red / r, -green / g, -blue / b), x.device)
+        scale = _channels((1 / (255 * r), 1 / (255 * g), 1 / (255 * b)), x.device)
+        return torch.addcmul(shift, x.to(torch.float32, memory_format=layout), scale)
 
 
 @cache

@@ -6,13 +6,12 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
 from torch.optim import AdamW
 
 from thinwire.config import Nesterov
 from thinwire.experiments import data
 from thinwire.recipes.sizes import checked
-from thinwire.train.data import Source, Text
+from thinwire.train.data import Text
 from thinwire.train.models import Decoder
 from thinwire.train.schedule import Cosine
 from thinwire.train.task import PREDICT, MethodOverrides, Recipe
@@ -83,7 +82,7 @@ def _wikitext2(name: str, summary: str, sizes: dict[str, Any], *, lr: float, epo
         summary=summary,
         task=PREDICT,
         source=partial(data.words, block=sizes["block"]),
-        model=lambda source: _model(source, sizes),
+        model=lambda source: GPT(vocabulary=cast(Text, source).vocabulary, **sizes),
         optimizer=partial(AdamW, lr=lr, betas=(0.9, 0.95), weight_decay=0.1),
         steps=steps,
         epochs=epochs,
@@ -103,7 +102,3 @@ def _wikitext2(name: str, summary: str, sizes: dict[str, Any], *, lr: float, epo
             "onebit": MethodOverrides({"warmup": 0.05}),
         },
     )
-
-
-def _model(source: Source, sizes: dict[str, Any]) -> nn.Module:
-    return GPT(vocabulary=cast(Text, source).vocabulary, **sizes)

@@ -163,21 +163,16 @@ def _row(label: str, runs: list[Run], measured: list[Run]) -> dict[str, Any]:
         "seeds": [run.summary["seed"] for run in runs],
         f"{metric}_mean": fmean(figures),
         f"{metric}_std": spread(figures),
-        f"{metric}_before_truncation_mean": _mean(runs, f"{metric}_before_truncation"),
+        f"{metric}_before_truncation_mean": _mean([run.summary.get(f"{metric}_before_truncation") for run in runs]),
         "slow_bytes_mean": fmean(run.counted_bytes for run in runs),
         "evaluate_bytes_mean": fmean(run.summary["traffic"]["slow_bytes"] - run.counted_bytes for run in runs),
-        "traffic_vs_allreduce_fp32": _mean_ratio(runs, measured),
-        "traffic_vs_ideal_fp32": _mean(runs, "traffic_vs_ideal_fp32"),
-        "compression_mean": _mean(runs, "compression"),
-        "trainable_share_mean": _mean(runs, "trainable_share"),
-        "wall_s_mean": _mean(runs, "wall_s"),
+        "traffic_vs_allreduce_fp32": _mean([share_of_baseline(run, measured) for run in runs]),
+        "traffic_vs_ideal_fp32": _mean([run.summary.get("traffic_vs_ideal_fp32") for run in runs]),
+        "compression_mean": _mean([run.summary.get("compression") for run in runs]),
+        "trainable_share_mean": _mean([run.summary.get("trainable_share") for run in runs]),
+        "wall_s_mean": _mean([run.summary.get("wall_s") for run in runs]),
         "link": runs[0].summary.get("link"),
     }
-
-
-def _mean_ratio(runs: list[Run], measured: list[Run]) -> float | None:
-    ratios = [share_of_baseline(run, measured) for run in runs]
-    return None if None in ratios else fmean(ratio for ratio in ratios if ratio is not None)
 
 
 def share_of_baseline(run: Run, measured: list[Run]) -> float | None:
@@ -199,8 +194,8 @@ def _same(run: Run, other: Run, field: str) -> bool:
     return run.summary.get(field) == other.summary.get(field)
 
 
-def _mean(runs: list[Run], field: str) -> float | None:
-    values = [run.summary.get(field) for run in runs]
+def _mean(values: list[float | None]) -> float | None:
+    """None where one is not known."""
     return None if None in values else fmean(v for v in values if v is not None)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from thinwire.base.errors import DamagedError
 from thinwire.base.files import refuse_link
-from thinwire.report.plots import blank, dress, two_panels
+from thinwire.report.plots import blank, dress, shades, two_panels
 from thinwire.report.records import read_records
 from thinwire.report.runs import Run
 
@@ -42,13 +42,10 @@ def draw_ranks(run: Run) -> Path | None:
 
 
 def _ranks(axes: Axes, found: list[dict[str, Any]], end: int) -> None:
-    from matplotlib import colormaps
-
     labels = list(dict.fromkeys(label for record in found for label in record["ranks"]))
-    for i, label in enumerate(labels):
+    for colour, label in zip(shades(len(labels)), labels, strict=True):
         own = [(r["step"], r["ranks"][label]) for r in found if label in r["ranks"]]
         steps, ranks = [*(step for step, _ in own), end], [*(rank for _, rank in own), own[-1][1]]
-        colour = colormaps["viridis"](i / max(1, len(labels) - 1))
         axes.step(steps, ranks, where="post", color=colour, linewidth=1.4, label=label)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:g}")
@@ -217,11 +214,7 @@ def draw_spectra(
 
 
 def _spectra(axes: Axes, spectra: Mapping[str, Sequence[float]], ranks: Mapping[str, int]) -> None:
-    from matplotlib import colormaps
-
-    shades = colormaps["viridis"]
-    for i, (label, sigma) in enumerate(spectra.items()):
-        colour = shades(i / max(1, len(spectra) - 1))
+    for colour, (label, sigma) in zip(shades(len(spectra)), spectra.items(), strict=True):
         places = [(place + 1) / len(sigma) for place in range(len(sigma))]
         shares = [value / (sigma[0] or 1.0) for value in sigma]
         rank = ranks.get(label)

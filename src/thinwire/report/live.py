@@ -94,7 +94,10 @@ def _figures(progress: Progress) -> list[tuple[str, str]]:
     loss, value, sent, share = progress.loss, progress.figure, progress.sent, progress.share
     speed, samples, waiting, rank = progress.steps_per_s, progress.samples_per_s, progress.waiting, progress.mean_rank
     metric = progress.metric or "metric"
-    of_usual = "" if share is None else f", {_percent(share)} of fp32 DDP"
+    of_usual = ""
+    if share is not None:
+        shown = f"less than {percent(_LEAST_SHARE)}" if 0 < share < _LEAST_SHARE else percent(share)
+        of_usual = f", {shown} of fp32 DDP"
     found = [
         ("loss", "" if loss is None else f"{loss:.4f}"),
         (metric, "" if value is None else f"{figure(metric, value)} at step {progress.evaluation['step']:,}"),
@@ -152,10 +155,6 @@ def _left(progress: Progress) -> str:
 
 def _rounded(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def _percent(share: float) -> str:
-    return percent(share) if share >= _LEAST_SHARE or share == 0 else f"less than {percent(_LEAST_SHARE)}"
 
 
 # Runs that are followed through their files.
@@ -245,12 +244,9 @@ class Followed:
         if [run.folder for run in runs] == self._folders:
             return True
         newest = max(last_written(run.folder) for run in runs)
-        return time.time() - newest > NEXT_S or self._is_compared(newest)
-
-    def _is_compared(self, newest: float) -> bool:
-        """A comparison ends with its table."""
-        tables = [folder / "comparison.json" for folder in self._folders]
-        return all(table.is_file() and table.stat().st_mtime >= newest for table in tables)
+        tables = [folder / "comparison.json" for folder in self._folders]  # with which a comparison ends
+        is_compared = all(table.is_file() and table.stat().st_mtime >= newest for table in tables)
+        return is_compared or time.time() - newest > NEXT_S
 
 
 # Shown while they go on.

@@ -225,17 +225,17 @@ def _unfinished(folder: Path) -> dict[str, Any]:
     if (folder / "trial.json").is_file():
         trial = read_json(folder / "trial.json", "remove its folder", {"status?": TEXT, "reason?": TEXT})
         status, note = trial.get("status", UNFINISHED), trial.get("reason", "")
-    start = _start(folder)
-    about = {"recipe": start.get("recipe"), "method": start.get("method")}
-    return {"status": status, "note": note, "last_step": _last_step(folder), **about, "seed": start.get("seed")}
-
-
-def _start(folder: Path) -> dict[str, Any]:
-    """The first record, if it says what the run trains."""
+    about: dict[str, Any] = {"status": status, "note": note}
     path = folder / "records.jsonl"
-    if not path.is_file():
-        return {}
-    check_file(path)
+    if path.is_file():
+        check_file(path)
+        start = _start(path)
+        about |= {"last_step": _last_step(path), **{name: start.get(name) for name in _STARTED}}
+    return about
+
+
+def _start(path: Path) -> dict[str, Any]:
+    """The first record, if it says what the run trains."""
     with path.open("rb") as file:
         line = file.readline(_TAIL_BYTES)
     try:
@@ -245,12 +245,8 @@ def _start(folder: Path) -> dict[str, Any]:
     return record if wrong(record, _STARTED) is None else {}
 
 
-def _last_step(folder: Path) -> int | None:
+def _last_step(path: Path) -> int | None:
     """From the end of the records: there may be millions before it."""
-    path = folder / "records.jsonl"
-    if not path.is_file():
-        return None
-    check_file(path)
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         lines = file.read().splitlines(keepends=True)

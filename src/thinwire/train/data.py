@@ -267,11 +267,6 @@ class Text:
         return len(self.tokens)
 
     @property
-    def characters(self) -> str:
-        """The vocabulary of a text by character."""
-        return "".join(self.tokens)
-
-    @property
     def train_size(self) -> int:
         return len(self.train_ids) - self.block
 

@@ -51,22 +51,19 @@ def _compare_data(source: Source, wire: Wire) -> None:
     With one more example on one node, its workers would use another order: some examples would be trained on twice,
     others never, without any error.
     """
-    if wire.topology.world_size > 1:
-        check_same_data(_description_of(source), wire)
-
-
-def _description_of(source: Source) -> list[str]:
+    if wire.topology.world_size == 1:
+        return
     sizes = {part: getattr(source, f"{part}_size", 0) for part in _PARTS}
     lines = [f"{size:,} examples {_PARTS[part]}" for part, size in sizes.items()]
     if hasattr(source, "fingerprint"):
-        return [*lines, f"files of fingerprint {source.fingerprint()}"]
-    for part, size in sizes.items():
-        if size:
-            rows = np.unique([0, size // 2, size - 1])
+        lines.append(f"files of fingerprint {source.fingerprint()}")
+    else:
+        for part in (part for part, size in sizes.items() if size):
+            rows = np.unique([0, sizes[part] // 2, sizes[part] - 1])
             rng = (StepRNG(0, 0, batch=len(rows)),) if part == "train" else ()
             held = [t.cpu() for t in getattr(source, part)(rows, *rng)]
             lines.append(f"examples {', '.join(map(str, rows))} {_PARTS[part]} of checksum {checksum(held):x}")
-    return lines
+    check_same_data(lines, wire)
 
 
 _SLACK = 0.05
@@ -252,10 +249,9 @@ class Run:
         if found is not None and found.averages != self.averages:
             self.averages = found.averages
             layers = {name: round(ratio, 4) for name, ratio in found.ratios.items()}
-            late = self.replica.waits.latest
-            more: dict[str, Any] = (
-                {"late": {"group": late.group, "seconds": round(late.seconds, 4)}} if late is not None else {}
-            )
+            more: dict[str, Any] = {}
+            if (late := self.replica.waits.latest) is not None:
+                more["late"] = {"group": late.group, "seconds": round(late.seconds, 4)}
             self.recorder.write("agreement", step=self.replica.step, ratio=found.ratio, layers=layers, **more)
 
     def note_events(self) -> None:
@@ -349,15 +345,13 @@ class Run:
     def fast_convolutions(self) -> Iterator[None]:
         """Let cuDNN benchmark convolutions here, unless workers share a GPU: a search may use all its memory."""
         before = torch.backends.cudnn.benchmark
-        torch.backends.cudnn.benchmark = before or (self._convolves and _has_own_gpu())
+        here, convolves = place(), any(isinstance(module, nn.Conv2d) for module in self.replica.module.modules())
+        has_own_gpu = torch.cuda.is_available() and (here.local_size if here else 1) <= torch.cuda.device_count()
+        torch.backends.cudnn.benchmark = before or (convolves and has_own_gpu)
         try:
             yield
         finally:
             torch.backends.cudnn.benchmark = before
-
-    @property
-    def _convolves(self) -> bool:
-        return any(isinstance(module, nn.Conv2d) for module in self.replica.module.modules())
 
     @property
     def precision(self) -> torch.autocast:
@@ -441,11 +435,6 @@ def _source(recipe: Recipe, data: Path | None) -> Source:
             f"give the source of the recipe {recipe.name} `validation` and `validation_size`, or leave `patience` out"
         )
     return source
-
-
-def _has_own_gpu() -> bool:
-    here = place()
-    return torch.cuda.is_available() and (here.local_size if here else 1) <= torch.cuda.device_count()
 
 
 def own_device() -> torch.device:

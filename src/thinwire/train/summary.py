@@ -125,6 +125,7 @@ def summarise(
     traffic = ledger.summary()
     evaluation = traffic["by_purpose"].get("evaluate", {}).get("slow_bytes", 0)
     counted = traffic["slow_bytes"] - evaluation
+    full = {layer["layer"] for layer in about["kept_full"]}
     return {
         "recipe": recipe.name,
         "method": about["method"],
@@ -159,7 +160,7 @@ def summarise(
             wall_s=wall_s,
             factored=replica.decompositions > 0,
         ),
-        "ranks": _final_ranks(replica, about["kept_full"]),
+        "ranks": {label: rank for label, rank in replica.found_ranks.items() if not full & {label, f"{label}.weight"}},
         "kept_full": about["kept_full"],
         "events": about["events"],
         "agreement": about["agreement"],
@@ -231,12 +232,6 @@ def describe_optimizers(recipe: Recipe) -> dict[str, Any]:
         "usual_optimizer": usual["optimizer"],
         "usual_lr": usual.get("optimizer.lr"),
     }
-
-
-def _final_ranks(replica: Replica, kept: list[dict[str, str]]) -> dict[str, int]:
-    """Ranks of the layers that are low-rank in the finished model."""
-    full = {layer["layer"] for layer in kept}
-    return {label: rank for label, rank in replica.found_ranks.items() if not full & {label, f"{label}.weight"}}
 
 
 def _ratio(part: float, whole: float) -> float | None:
