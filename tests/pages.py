@@ -9,7 +9,7 @@ from typing import Any
 from test_report import _write_run as write_run
 from thinwire.report import Run, read_runs
 from thinwire.report.page import write_page
-from thinwire.report.page.data import Content
+from thinwire.report.page.content import Content
 
 HOSTILE = "</script><script>alert(\"1\")</script> & 'q' 🚀 {{data}} <b>"
 

@@ -11,7 +11,8 @@ from thinwire.comm.ledger import Ledger
 from thinwire.comm.sent import Sent
 from thinwire.recipes import named
 from thinwire.train import fit
-from thinwire.train.counts import Counts, figures
+from thinwire.train.summary import Counts
+from thinwire.train.summary import counted_figures as figures
 
 
 def test_the_ledger_sums_by_phase_by_purpose_and_by_link() -> None:

@@ -9,8 +9,8 @@ import torch
 
 from thinwire.base.errors import ConfigError
 from thinwire.train import data
-from thinwire.train.data import Batches, Prefetcher, share
-from thinwire.train.data.source import read_whole
+from thinwire.train.batcher import Prefetcher
+from thinwire.train.data import Batches, read_whole, share
 from thinwire.train.step_rng import StepRNG
 
 
@@ -26,11 +26,11 @@ def test_digits_are_split_once_and_for_all():
 
 def test_text_predicts_the_next_character():
     source = data.shakespeare(block=16, heldout=1000)
-    assert len(source.characters) == 65
+    assert len(source.tokens) == 65
     x, y = source.train(np.array([0, 5]))
     assert x.shape == y.shape == (2, 16)
     assert torch.equal(x[:, 1:], y[:, :-1])
-    assert "".join(source.characters[i] for i in x[0]) == "First Citizen:\nB"
+    assert "".join(source.tokens[i] for i in x[0]) == "First Citizen:\nB"
 
 
 def test_heldout_text_is_covered_once():

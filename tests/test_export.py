@@ -440,7 +440,7 @@ from thinwire.base.errors import ConfigError
 from thinwire.recipes import Recipe
 from thinwire.train.data import Images
 from thinwire.train.task import CLASSIFY
-from thinwire.experiments.pictures import CIFAR10, Pictures
+from thinwire.experiments.augmentation import CIFAR10, Pictures
 
 def source(folder):
     if folder is None:

@@ -26,13 +26,10 @@ from thinwire.comm.times import Clock, Times
 from thinwire.commands import watch as watching
 from thinwire.commands.doing import Doing
 from thinwire.compress import compress
-from thinwire.report import followed
-from thinwire.report.followed import Followed, FollowedRun
-from thinwire.report.live import Lines, in_place
-from thinwire.report.panel import line, panel
-from thinwire.report.progress import Progress
+from thinwire.report import live
+from thinwire.report.live import Followed, FollowedRun, Lines, in_place, line, panel
+from thinwire.report.progress import Progress, Tail
 from thinwire.report.tables import duration
-from thinwire.report.tail import Tail
 
 ESCAPE = "\x1b"
 
@@ -213,7 +210,7 @@ def test_a_log_gets_no_control_codes_and_few_lines(tmp_path, monkeypatch):
 
 
 def test_nothing_is_over_while_another_run_may_begin(tmp_path, monkeypatch):
-    monkeypatch.setattr(followed, "_LOOK_EVERY_S", -1.0)
+    monkeypatch.setattr(live, "_LOOK_EVERY_S", -1.0)
     for name in ("a-seed0", "b-seed0"):
         write(tmp_path / name, start(), taken(1))
     both = Followed([tmp_path])

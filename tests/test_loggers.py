@@ -16,8 +16,8 @@ import thinwire
 from thinwire import ConfigError
 from thinwire.cli import main
 from thinwire.loggers import NAMES, Log, Loggers, TensorBoard, chosen
-from thinwire.loggers.choice import _is_installed
-from thinwire.loggers.tracker import FILE, settings, shown
+from thinwire.loggers.log import _is_installed
+from thinwire.loggers.trackers import FILE, settings, shown
 from thinwire.recipes import named
 from thinwire.train import fit
 
@@ -126,7 +126,7 @@ def test_a_stopped_run_is_resumed_where_it_was(tmp_path: Path) -> None:
 def test_a_missing_package_is_one_sentence_before_anything_is_written(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("thinwire.loggers.choice.find_spec", lambda package: None)
+    monkeypatch.setattr("thinwire.loggers.log.find_spec", lambda package: None)
     with pytest.raises(ConfigError, match=rf"needs the package {name}: pip install 'thinwire\[{name}\]'$"):
         trained(tmp_path / "run", name)
     words = ["run", "digits", "--method", "localsgd", "--log", name, "--out", str(tmp_path / "run")]
@@ -156,7 +156,7 @@ def test_what_is_no_logger_is_refused(given: Any, message: str) -> None:
 
 
 def test_trackers_take_a_place_and_every_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thinwire.loggers.choice._is_installed", lambda package: True)
+    monkeypatch.setattr("thinwire.loggers.log._is_installed", lambda package: True)
     found: list[Any] = chosen(["tensorboard:a:b, wandb", print], every=3)
     assert [logger.name for logger in found[:2]] == ["tensorboard", "wandb"] and found[2] is print
     assert [(logger.place, logger.every) for logger in found[:2]] == [("a:b", 3), (None, 3)]

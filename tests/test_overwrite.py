@@ -15,7 +15,7 @@ from thinwire.cli import main
 from thinwire.netbench.bench import Bench
 from thinwire.recipes import named
 from thinwire.train import fit
-from thinwire.train.folder import LOCK, locked, refuse_occupied
+from thinwire.train.run_folder import LOCK, locked, refuse_occupied
 
 RUN = ["run", "digits", "--method", "allreduce", "--workers", "1", "--steps", "4", "--no-model", "--quiet"]
 COMPARE = ["compare", "digits", "--methods", "allreduce", "--workers", "1", "--steps", "4", "--no-model", "--quiet"]

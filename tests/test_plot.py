@@ -11,7 +11,7 @@ from test_report import _write_run as write_run
 from thinwire.base.errors import ConfigError
 from thinwire.cli import main
 from thinwire.report import read_runs
-from thinwire.report.over import _curves, _grids, places
+from thinwire.report.plots import _curves, _grids, places
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from thinwire.base.errors import ConfigError
 from thinwire.cli import main
 from thinwire.commands.fields import field_docstrings
 from thinwire.experiments.data import Folder, Series
-from thinwire.experiments.data.folder import Files
+from thinwire.experiments.data.image_folder import Files
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import MethodOverrides, digits, installed, load, named, names
 from thinwire.train.data import Text, for_validation

@@ -9,7 +9,7 @@ from rich.console import Console
 from thinwire.base.errors import ConfigError
 from thinwire.cli import main
 from thinwire.report import compare, draw, plots, read_run, read_runs, table
-from thinwire.report.ranks import draw_ranks
+from thinwire.report.layer_plots import draw_ranks
 from thinwire.report.tables import best_epoch, figure, size, wide_console
 
 

@@ -15,19 +15,18 @@ from test_live import evaluated, start, taken, write
 from test_report import _write_run
 from thinwire.cli import main
 from thinwire.commands import report_live
-from thinwire.report import followed, read_runs
-from thinwire.report.followed import FollowedRun
+from thinwire.report import live, read_runs
+from thinwire.report.live import FollowedRun, so_far
 from thinwire.report.page import live_part, write_page
-from thinwire.report.page.data import Content
+from thinwire.report.page.content import Content
 from thinwire.report.progress import Progress
-from thinwire.report.under_way import so_far
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch) -> None:
     monkeypatch.setattr(report_live, "_LOOK_S", 0.02)
     monkeypatch.setattr(report_live, "RELOAD_S", 0)
-    monkeypatch.setattr(followed, "_LOOK_EVERY_S", -1.0)
+    monkeypatch.setattr(live, "_LOOK_EVERY_S", -1.0)
 
 
 def _data(page: Path) -> dict:

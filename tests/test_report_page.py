@@ -21,7 +21,7 @@ from thinwire.config.settings import describe
 from thinwire.launch.jobs import method_config
 from thinwire.report import compare, read_run, read_runs, table
 from thinwire.report.page import as_json
-from thinwire.report.page.command import command
+from thinwire.report.page.content import command
 from thinwire.report.page.summary import percent
 from thinwire.report.tables import size
 

@@ -21,7 +21,7 @@ from pages import (
 )
 from thinwire.cli import main
 from thinwire.commands.report import page_of_bench
-from thinwire.report.page.pareto import front
+from thinwire.report.page.summary import front
 
 ACROSS = ("steps", "bytes", "time")
 

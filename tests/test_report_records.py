@@ -11,8 +11,7 @@ from statistics import fmean
 import pytest
 
 from pages import add_steps, page_of, write_run
-from thinwire.report.steps import Block
-from thinwire.report.thinned import read_thinned
+from thinwire.report.records import Block, read_thinned
 
 STEPS = 5003
 

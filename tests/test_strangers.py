@@ -36,7 +36,8 @@ from thinwire.cli import main
 from thinwire.factor.load_exported import load
 from thinwire.factor.stability import compare
 from thinwire.netbench import hosts
-from thinwire.train.data import digits, source
+from thinwire.train import data
+from thinwire.train.data import digits
 
 FAULTS = Path(__file__).parents[1] / "benchmarks" / "faults"
 fuzzed = needs.part("benchmarks", None if FAULTS.is_dir() else "they are not in this copy")
@@ -432,10 +433,10 @@ def test_an_export_brings_its_own_loader_and_opens_no_program(run: Path, fuzz: M
 
 
 def test_packed_data_is_unpacked_within_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "LARGEST", 4 << 20)
+    monkeypatch.setattr(data, "LARGEST", 4 << 20)
     (tmp_path / "x.txt.gz").write_bytes(gzip.compress(bytes(8 << 20)))
     with pytest.raises(ConfigError, match=r"x.txt.gz` holds more than 4,194,304 bytes"):
-        source.unpacked(tmp_path / "x.txt.gz")
+        data.unpacked(tmp_path / "x.txt.gz")
     with zipfile.ZipFile(tmp_path / "digits8x8.npz", "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("x.npy", bytes(8 << 20))
     with pytest.raises(ConfigError, match=r"digits8x8.npz` is not what its name says.*unpacks to 8,388,608 bytes"):

@@ -233,7 +233,7 @@ def _plan(folder: Path) -> None:
 
 
 def _text(folder: Path) -> None:
-    from thinwire.train.data.source import unpacked_text
+    from thinwire.train.data import unpacked_text
 
     unpacked_text(folder / "tinyshakespeare.txt.gz")
 

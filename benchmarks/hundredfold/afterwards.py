@@ -23,7 +23,7 @@ import thinwire
 from thinwire.base.errors import ThinwireError
 from thinwire.commands.sources import finished, recipe_of
 from thinwire.recipes import Recipe
-from thinwire.report.records import read_run
+from thinwire.report.runs import read_run
 from thinwire.train.batcher import Batcher
 from thinwire.train.run import own_device
 from thinwire.train.schedule import Cosine, scheduled

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from thinwire.report.plots import blank, colours, dress
-from thinwire.report.records import show
+from thinwire.report.runs import show
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "study"))
 import pareto

@@ -6,7 +6,7 @@ thinwire run benchmarks/papers/cifar_resized.py:vgg16 --data DIR --method ab-pap
 from typing import Any
 
 from thinwire import experiments
-from thinwire.experiments.pictures import CIFAR10, Pictures
+from thinwire.experiments.augmentation import CIFAR10, Pictures
 from thinwire.recipes import Recipe
 
 

@@ -18,9 +18,9 @@ from thinwire.plan.planner import Stopwatch, make_plan
 from thinwire.plan.workloads import of_recipe
 from thinwire.recipes import named
 from thinwire.report.plots import blank, colours, dress
-from thinwire.report.records import Run, read_run
+from thinwire.report.runs import Run, read_run
 from thinwire.train.data import Source
-from thinwire.train.models.initial import without_values
+from thinwire.train.initial import without_values
 
 FAMILIES = ("vgg16", "vgg16bn", "gpt", "autoformer", "resized", "minivit")
 _HEIGHTS = {"accuracy": {"bottom": 0.8}, "mse": {"bottom": 0.2, "top": 0.3}, "perplexity": {"bottom": 100, "top": 300}}

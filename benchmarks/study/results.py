@@ -11,7 +11,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 from thinwire.methods.registry import METHODS
-from thinwire.report.records import read_records, read_run
+from thinwire.report.records import read_records
+from thinwire.report.runs import read_run
 
 Row = dict[str, Any]
 

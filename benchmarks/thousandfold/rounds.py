@@ -18,7 +18,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from thinwire.report.records import read_records, read_run
+from thinwire.report.records import read_records
+from thinwire.report.runs import read_run
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "study"))
 import results

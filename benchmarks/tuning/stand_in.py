@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from thinwire.experiments import series
-from thinwire.experiments.models.vit import ViT
+from thinwire.experiments.models.vision import ViT
 from thinwire.recipes import Recipe, digits
 from thinwire.train.schedule import Cosine
 from thinwire.train.task import MethodOverrides

@@ -5,7 +5,7 @@ from typing import cast
 
 from torch.optim import AdamW
 
-from thinwire.experiments import data, models
+from thinwire.experiments import data, text
 from thinwire.recipes import Recipe
 from thinwire.train.data import Text
 from thinwire.train.schedule import Cosine
@@ -21,7 +21,7 @@ def gpt(steps: int = 10_000) -> Recipe:
         summary="a GPT of 29 M parameters on pieces of WikiText-2 (perplexity per piece)",
         task=PREDICT,
         source=partial(data.words, block=BLOCK),
-        model=lambda source: models.GPT(
+        model=lambda source: text.GPT(
             vocabulary=cast(Text, source).vocabulary, block=BLOCK, width=512, depth=8, heads=8, dropout=0.3
         ),
         optimizer=partial(AdamW, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1),

@@ -22,7 +22,8 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import thinwire
-from thinwire.experiments import data, models
+from thinwire.experiments import data
+from thinwire.experiments.text import GPT
 from thinwire.train.data import Text
 from thinwire.train.schedule import Cosine
 
@@ -36,7 +37,7 @@ def main() -> None:
     torch.manual_seed(given.seed)
     text = data.words(given.data, block=given.block).for_validation().to(device)
     sizes = {"block": given.block, "width": given.width, "depth": given.depth, "heads": 8, "dropout": 0.2}
-    model = models.GPT(vocabulary=text.vocabulary, **sizes).to(device)
+    model = GPT(vocabulary=text.vocabulary, **sizes).to(device)
     optimizers = made(given.optimizer, model, given.lr)
     schedulers = [LambdaLR(o, lambda step: Cosine().factor(step, given.steps, 1.0)) for o in optimizers]
     replica = thinwire.attach(model, optimizers, config(given))

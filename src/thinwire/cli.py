@@ -43,8 +43,8 @@ from thinwire.methods.registry import METHODS, load_installed
 from thinwire.netbench.linked import linked, nodes_for
 from thinwire.recipes import installed, named
 from thinwire.report import read_run
-from thinwire.report.page.data import Content
-from thinwire.train.folder import locked, refuse_locked, refuse_occupied
+from thinwire.report.page.content import Content
+from thinwire.train.run_folder import locked, refuse_locked, refuse_occupied
 
 _COMPARISON = ("comparison.json", "comparison.png")
 

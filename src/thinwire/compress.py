@@ -76,10 +76,10 @@ class Compressed:
 
     def plot(self, path: Path | str) -> None:
         """Plot the layers' singular values with their ranks, and the model's size over the cutoff."""
-        from thinwire.report.spectra import draw  # plotting is imported only when used
+        from thinwire.report.layer_plots import draw_spectra  # plotting is imported only when used
 
         values = {label: sigma.tolist() for label, sigma in self.spectra.items()}
-        draw(Path(path), values, self.ranks, self.sizes, self.parameters_after, self.cutoff)
+        draw_spectra(Path(path), values, self.ranks, self.sizes, self.parameters_after, self.cutoff)
 
     def save(self, folder: Path | str, *, onnx: bool = False) -> Path:
         """Write the small model so that it loads without Thinwire; see `thinwire.factor.export.write`."""

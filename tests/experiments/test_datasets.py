@@ -14,7 +14,7 @@ import needs
 from standins import CLASSES, IMAGES, folder_for, pickled, pixels
 from thinwire.base.errors import ConfigError
 from thinwire.experiments import data
-from thinwire.experiments.data.crops import TRIES, _in_bytes, random_box
+from thinwire.experiments.data.image_folder import TRIES, _in_bytes, random_box
 from thinwire.train.data import Batches, digits, share
 from thinwire.train.step_rng import StepRNG
 

@@ -15,9 +15,12 @@ import gang
 import needs
 import small
 import thinwire
-from thinwire.experiments.models import GPT, VGG16, VGG16BN, ResNet18, ResNet50, ViT, library
-from thinwire.experiments.models.vit import DropPath
-from thinwire.train.models import CharGPT, DigitNet, initial
+from thinwire.experiments.models import VGG16, VGG16BN, ResNet18, ResNet50, ViT
+from thinwire.experiments.models import vision as library
+from thinwire.experiments.models.vision import DropPath
+from thinwire.experiments.text import GPT
+from thinwire.train import initial
+from thinwire.train.models import CharGPT, DigitNet
 
 MINI_VIT = {"image": 32, "patch": 8, "depth": 6, "heads": 6, "qkv_bias": False, "drop_path": 0.2}
 SMALL_VIT = {"classes": 7, "image": 16, "patch": 4, "width": 24, "depth": 2, "heads": 3}
@@ -283,7 +286,7 @@ def test_what_no_library_has_is_ours() -> None:
 @pytest.mark.parametrize("name", NARROW)
 def test_orthogonal_first_values(name: str) -> None:
     torch.manual_seed(3)
-    model = initial.orthogonal(varied(NARROW[name]()))
+    model = initial.orthogonal_values(varied(NARROW[name]()))
     for module in model.modules():
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
         if isinstance(module, nn.Embedding) or (name == "GPT" and module is model.head):
@@ -372,7 +375,7 @@ def test_orthogonal_values_follow_names_and_not_the_order_of_construction() -> N
     states = []
     for order in (("a", "b"), ("b", "a")):
         torch.manual_seed(0)
-        states.append(initial.orthogonal(nn.ModuleDict({name: nn.Linear(4, 4) for name in order})).state_dict())
+        states.append(initial.orthogonal_values(nn.ModuleDict({name: nn.Linear(4, 4) for name in order})).state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 

@@ -11,14 +11,13 @@ from torch import Tensor
 import needs
 from standins import folder_for, pixels
 from thinwire.base.errors import ConfigError
+from thinwire.experiments.augmentation import CIFAR10, IMAGENET, OPERATIONS, Pictures, _move, _recolour, rand_augment
 from thinwire.experiments.data import image_folder
-from thinwire.experiments.pictures import CIFAR10, IMAGENET, Pictures
-from thinwire.experiments.randaugment import OPERATIONS, _move, _recolour, rand_augment
 from thinwire.recipes import Recipe, installed, named
 from thinwire.train.batcher import Batcher
 from thinwire.train.data import Images
 from thinwire.train.step_rng import StepRNG
-from thinwire.train.transform import AsIs
+from thinwire.train.task import AsIs
 
 PLAIN = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 FILL = torch.tensor([10.0, 20.0, 30.0]).view(1, 3, 1, 1)

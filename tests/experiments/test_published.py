@@ -15,16 +15,15 @@ from test_schedules import rates, timm
 from thinwire import config
 from thinwire.base.errors import ConfigError
 from thinwire.cli import main
+from thinwire.experiments.augmentation import Pictures
 from thinwire.experiments.data import Folder
-from thinwire.experiments.pictures import Pictures
 from thinwire.experiments.series import Forecast, Halving
 from thinwire.experiments.tables import RESNET50, VGG16, VIT_B16, nearest
 from thinwire.launch.jobs import Job, variants
 from thinwire.methods.ab_timetable import timetable
 from thinwire.recipes import installed, named
 from thinwire.train.data import Source
-from thinwire.train.task import describe_optimizer
-from thinwire.train.transform import AsIs
+from thinwire.train.task import AsIs, describe_optimizer
 
 
 def test_halving_begins_with_the_third_epoch() -> None:

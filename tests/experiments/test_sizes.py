@@ -12,7 +12,7 @@ from thinwire.cli import main
 from thinwire.experiments import autoformer, vgg16_bn, vit_b16_global, vit_b16_oialr
 from thinwire.recipes import installed, named
 from thinwire.train.data import Text
-from thinwire.train.length import note_length, passes
+from thinwire.train.run import note_length, passes
 
 # Length.
 

@@ -35,7 +35,7 @@ from thinwire.plan.planner import Row, Stopwatch, make_plan
 from thinwire.plan.workload import Workload
 from thinwire.plan.workloads import of_recipe
 from thinwire.train import Recipe, checkpoint
-from thinwire.train.folder import CHECKPOINTS, of_a_run
+from thinwire.train.run_folder import CHECKPOINTS, of_a_run
 from thinwire.train.task import describe_optimizer
 
 

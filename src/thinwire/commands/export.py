@@ -27,7 +27,7 @@ from thinwire.factor.ranks import chooser
 from thinwire.recipes import installed
 from thinwire.report import read_run
 from thinwire.report.tables import figure, size
-from thinwire.train.folder import CHECKPOINTS, MODEL_FILES
+from thinwire.train.run_folder import CHECKPOINTS, MODEL_FILES
 
 log = logging.getLogger("thinwire")
 

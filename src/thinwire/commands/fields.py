@@ -15,7 +15,7 @@ import click
 from thinwire.config.settings import allowed
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import named
-from thinwire.report.records import show
+from thinwire.report.runs import show
 
 
 class WithFields(click.Command):

@@ -9,7 +9,7 @@ import click
 from thinwire.base.errors import ConfigError, unknown
 from thinwire.base.files import read_json
 from thinwire.loggers import NAMES
-from thinwire.loggers.tracker import EVERY
+from thinwire.loggers.trackers import EVERY
 from thinwire.train.optimizers import OPTIMIZERS
 
 DIR = click.Path(path_type=Path, file_okay=False)

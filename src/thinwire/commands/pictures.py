@@ -11,8 +11,7 @@ import click
 import numpy as np
 
 from thinwire.report import Run, draw
-from thinwire.report.heatmap import draw_stability
-from thinwire.report.ranks import draw_ranks
+from thinwire.report.layer_plots import draw_ranks, draw_stability
 
 _MOST_RUNS = 6
 """Runs up to which each has pictures of its layers."""

@@ -25,7 +25,7 @@ from thinwire.plan.workload import Workload
 from thinwire.plan.workloads import OPTIMIZERS, of_function, of_recipe
 from thinwire.recipes import Recipe, named
 from thinwire.report.tables import wide_console
-from thinwire.train.folder import refuse_occupied
+from thinwire.train.run_folder import refuse_occupied
 
 _FILES = ("plan.json", "plan.png")
 

@@ -9,7 +9,7 @@ import click
 
 from thinwire.base.errors import ConfigError, printable
 from thinwire.commands.report import read_content
-from thinwire.report.over import as_rows, draw_over
+from thinwire.report.plots import as_rows, draw_over
 
 _FORMATS = (".png", ".svg", ".pdf")
 

@@ -19,12 +19,12 @@ from thinwire.commands import options, pictures
 from thinwire.commands.report_live import keep_up
 from thinwire.report import Run, table
 from thinwire.report import compare as compare_runs
+from thinwire.report.comparison import comparable
 from thinwire.report.figures import FORMATS, write_figures
-from thinwire.report.folders import FINISHED, Found, comparable, look, run_folders
 from thinwire.report.page import write_page
-from thinwire.report.page.data import Content, collect
+from thinwire.report.page.content import Content, collect
 from thinwire.report.page.netbench import read_bench
-from thinwire.report.records import baseline_first
+from thinwire.report.runs import FINISHED, Found, baseline_first, look, run_folders
 from thinwire.report.tables import wide_console
 
 _FIGURES = "figures"

@@ -10,12 +10,10 @@ from rich.console import Console
 
 from thinwire.base.errors import printable
 from thinwire.commands.doing import Doing
-from thinwire.report.folders import look, run_folders
-from thinwire.report.followed import FINISHED, Followed, FollowedRun
+from thinwire.report.live import FINISHED, Followed, FollowedRun, in_words, so_far
 from thinwire.report.page import live_part, write_page
-from thinwire.report.page.data import Content
-from thinwire.report.records import Run, baseline_first
-from thinwire.report.under_way import in_words, so_far
+from thinwire.report.page.content import Content
+from thinwire.report.runs import Run, baseline_first, look, run_folders
 
 RELOAD_S = 5
 _LOOK_S = 1.0

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.base.errors import ConfigError, printable
-from thinwire.report.folders import Found, find, labels, shares
+from thinwire.report.comparison import labels, shares
+from thinwire.report.runs import Found, find
 from thinwire.report.tables import figure, ratio, size, wide_console
 
 _COLUMNS = ("date", "recipe", "method", "status", "result", "slow link", "vs all-reduce", "folder")

@@ -10,8 +10,7 @@ import click
 from rich.console import Console
 
 from thinwire.launch.jobs import Job
-from thinwire.report.followed import FollowedRun
-from thinwire.report.live import following
+from thinwire.report.live import FollowedRun, following
 from thinwire.report.page.summary import percent
 from thinwire.report.progress import Progress
 from thinwire.report.tables import best_epoch, duration, examples, figure, ratio, size

@@ -10,8 +10,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from thinwire.base import units
-from thinwire.report.followed import FollowedRun
-from thinwire.report.live import in_place, repeated, rewritten
+from thinwire.report.live import FollowedRun, in_place, repeated, rewritten
 from thinwire.report.progress import Progress
 from thinwire.report.tables import duration, figure
 from thinwire.tuning.results import finished

@@ -12,10 +12,8 @@ from rich.text import Text
 
 from thinwire.base.errors import printable
 from thinwire.commands.showing import closing_line
-from thinwire.report.folders import look
-from thinwire.report.followed import Followed, FollowedRun
-from thinwire.report.live import EVERY_S, Lines, in_place
-from thinwire.report.panel import silence
+from thinwire.report.live import EVERY_S, Followed, FollowedRun, Lines, in_place, silence
+from thinwire.report.runs import look
 
 _MOST_PANELS = 4
 _PANEL_LINES = 8

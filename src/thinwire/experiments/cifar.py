@@ -11,9 +11,9 @@ from torch.optim import AdamW
 
 from thinwire.config import Nesterov
 from thinwire.experiments import data, models, tables
-from thinwire.experiments.pictures import CIFAR10, CIFAR100, Pictures
+from thinwire.experiments.augmentation import CIFAR10, CIFAR100, Pictures
 from thinwire.recipes.sizes import checked, for_images
-from thinwire.train.models import initial
+from thinwire.train import initial
 from thinwire.train.schedule import Cosine
 from thinwire.train.task import Classify, MethodOverrides, Recipe
 
@@ -37,7 +37,7 @@ def vgg16(**sizes: Any) -> Recipe:
         summary="VGG16 without BatchNorm, 134 M parameters, on CIFAR-10 (dissertation, Tables A.6 and A.9)",
         task=Classify(smoothing=0.1),
         source=data.cifar10,
-        model=lambda source: _orthogonal(models.library.vgg16, for_images(models.VGG16, sizes, source)),
+        model=lambda source: _orthogonal(models.vision.vgg16, for_images(models.VGG16, sizes, source)),
         optimizer=partial(AdamW, lr=3e-3, weight_decay=0.1),
         steps=_steps(150),
         epochs=150,
@@ -104,7 +104,7 @@ def mini_vit(**sizes: Any) -> Recipe:
         summary="a ViT of depth 6 on CIFAR-10 (dissertation, Table A.2)",
         task=Classify(smoothing=0.1),
         source=data.cifar10,
-        model=lambda source: models.library.vit(**for_images(models.ViT, whole, source)),
+        model=lambda source: models.vision.vit(**for_images(models.ViT, whole, source)),
         optimizer=partial(AdamW, lr=1e-4),
         steps=steps,
         epochs=epochs,

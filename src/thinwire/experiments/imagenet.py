@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim import AdamW
 
 from thinwire.experiments import data, models, tables
-from thinwire.experiments.pictures import IMAGENET, Pictures
+from thinwire.experiments.augmentation import IMAGENET, Pictures
 from thinwire.recipes.sizes import checked, for_images
+from thinwire.train import initial
 from thinwire.train.data import Source
-from thinwire.train.models import initial
 from thinwire.train.schedule import Cosine
 from thinwire.train.task import Classify, MethodOverrides, Recipe
 
@@ -55,7 +55,7 @@ def vit_b16_oialr(**sizes: Any) -> Recipe:
         summary="ViT-B/16 on ImageNet, crops of 160 (dissertation, Table A.1)",
         task=Classify(smoothing=0.1),
         source=partial(data.image_folder, size=size, crop_pct=0.9),
-        model=lambda source: _vit({"image": size, "dropout": 0.1, **sizes}, source),
+        model=lambda source: _sized(models.vision.vit, models.ViT, {"image": size, "dropout": 0.1, **sizes}, source),
         optimizer=partial(AdamW, lr=1e-3),
         steps=steps,
         epochs=epochs,
@@ -76,7 +76,7 @@ def _resnet50(kind: str, batch: int, sizes: Mapping[str, Any]) -> Recipe:
     return _scaling(
         f"resnet50-imagenet-{kind}",
         "ResNet-50",
-        lambda source: _resnet({"dropout": 0.1, **sizes}, source),
+        lambda source: _sized(models.vision.resnet50, models.ResNet50, {"dropout": 0.1, **sizes}, source),
         tables.nearest(tables.RESNET50, batch),
         batch=batch,
         decay=0.01,
@@ -88,7 +88,7 @@ def _vit_b16(kind: str, batch: int, sizes: Mapping[str, Any]) -> Recipe:
     return _scaling(
         f"vitb16-imagenet-{kind}",
         "ViT-B/16",
-        lambda source: _vit({"drop_path": 0.1, **sizes}, source),
+        lambda source: _sized(models.vision.vit, models.ViT, {"drop_path": 0.1, **sizes}, source),
         tables.nearest(tables.VIT_B16, batch),
         batch=batch,
         decay=0.1,
@@ -122,14 +122,7 @@ def _scaling(
     )
 
 
-def _vit(sizes: dict[str, Any], source: Source) -> nn.Module:
-    return models.library.vit(**for_images(models.ViT, {**_classes(source), **sizes}, source))
-
-
-def _resnet(sizes: dict[str, Any], source: Source) -> nn.Module:
-    return models.library.resnet50(**for_images(models.ResNet50, {**_classes(source), **sizes}, source))
-
-
-def _classes(source: Source) -> dict[str, int]:
-    """The folder's number of classes; ImageNet's if there is no folder."""
-    return {"classes": len(source.classes)} if isinstance(source, data.Folder) else {}
+def _sized(make: Callable[..., nn.Module], kind: type[nn.Module], sizes: dict[str, Any], source: Source) -> nn.Module:
+    """With the folder's number of classes; ImageNet's if there is no folder."""
+    classes = {"classes": len(source.classes)} if isinstance(source, data.Folder) else {}
+    return make(**for_images(kind, {**classes, **sizes}, source))

@@ -5,15 +5,43 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, cast
 
-from torch import nn
+import torch
 from torch.optim import AdamW
 
 from thinwire.config import Nesterov
-from thinwire.experiments import data, models
+from thinwire.experiments import data
 from thinwire.recipes.sizes import checked
-from thinwire.train.data import Source, Text
+from thinwire.train.data import Text
+from thinwire.train.models import Decoder
 from thinwire.train.schedule import Cosine
 from thinwire.train.task import PREDICT, MethodOverrides, Recipe
+
+
+class GPT(Decoder):
+    """GPT-2: tanh's GELU, and a head that is the embedding of tokens. 124.4 M parameters at a vocabulary of 50,257.
+
+    No library's model replaces it: that of transformers returns an object instead of logits and holds every weight
+    transposed, so neither checkpoints nor factors would be the same.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int,
+        block: int = 1024,
+        width: int = 768,
+        depth: int = 12,
+        heads: int = 12,
+        dropout: float = 0.0,
+    ) -> None:
+        sizes = {"vocabulary": vocabulary, "block": block, "width": width, "depth": depth, "heads": heads}
+        super().__init__(**sizes, dropout=dropout, gelu="tanh")
+        self.head.weight = self.tokens.weight
+        with torch.no_grad():  # what 2 · depth branches add to the residual stream should not grow with the depth
+            for name, parameter in self.named_parameters():
+                if name.endswith(("attention.out.weight", "mlp.2.weight")):
+                    parameter.div_((2 * depth) ** 0.5)
+
 
 _TOKENS = 2_088_628
 _CHEAP = {"warmup": 0.05, "warmup_wire": "lowrank:16"}
@@ -46,7 +74,7 @@ def gpt_124m(**sizes: Any) -> Recipe:
 
 
 def _wikitext2(name: str, summary: str, sizes: dict[str, Any], *, lr: float, epochs: int) -> Recipe:
-    checked(models.GPT, sizes, "vocabulary")
+    checked(GPT, sizes, "vocabulary")
     batch = 64
     steps = round(epochs * _TOKENS / (batch * sizes["block"]))
     return Recipe(
@@ -54,7 +82,7 @@ def _wikitext2(name: str, summary: str, sizes: dict[str, Any], *, lr: float, epo
         summary=summary,
         task=PREDICT,
         source=partial(data.words, block=sizes["block"]),
-        model=lambda source: _model(source, sizes),
+        model=lambda source: GPT(vocabulary=cast(Text, source).vocabulary, **sizes),
         optimizer=partial(AdamW, lr=lr, betas=(0.9, 0.95), weight_decay=0.1),
         steps=steps,
         epochs=epochs,
@@ -74,7 +102,3 @@ def _wikitext2(name: str, summary: str, sizes: dict[str, Any], *, lr: float, epo
             "onebit": MethodOverrides({"warmup": 0.05}),
         },
     )
-
-
-def _model(source: Source, sizes: dict[str, Any]) -> nn.Module:
-    return models.GPT(vocabulary=cast(Text, source).vocabulary, **sizes)

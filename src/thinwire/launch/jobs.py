@@ -23,11 +23,11 @@ from thinwire.launch.launcher import HostSpec, inside_job, launch, workers_per_h
 from thinwire.loggers import chosen
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, model_without_values, named
-from thinwire.report.records import read_run
+from thinwire.report.runs import read_run
 from thinwire.train import checkpoint, fit
-from thinwire.train.data.source import check_share
+from thinwire.train.data import check_share
 from thinwire.train.first_step import FIRST_STEP, first_step
-from thinwire.train.folder import CHECKPOINTS, of_a_run, refuse_locked, refuse_occupied
+from thinwire.train.run_folder import CHECKPOINTS, of_a_run, refuse_locked, refuse_occupied
 
 Defaults = Callable[[str, str | None], Mapping[str, Any]]
 """Maps a method's name and a schedule's name to config fields, as `Recipe.defaults` does."""

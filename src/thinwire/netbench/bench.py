@@ -22,8 +22,9 @@ from thinwire.netbench.hosts import Hosts, check
 from thinwire.netbench.links import Counters
 from thinwire.plan.forecast import Layout
 from thinwire.plan.planner import make_plan
-from thinwire.report.records import BASELINE, read_records
-from thinwire.train.folder import locked, refuse_locked, refuse_occupied
+from thinwire.report.records import read_records
+from thinwire.report.runs import BASELINE
+from thinwire.train.run_folder import locked, refuse_locked, refuse_occupied
 
 RESULT = "netbench.json"
 

@@ -12,7 +12,8 @@ from thinwire.plan import compute
 from thinwire.plan.links import Links
 from thinwire.plan.planner import Stopwatch
 from thinwire.plan.workloads import of_recipe
-from thinwire.report.records import BASELINE, read_records
+from thinwire.report.records import read_records
+from thinwire.report.runs import BASELINE
 
 CALIBRATION = "calibration"
 """Folder of the calibration run."""

@@ -15,7 +15,7 @@ from thinwire.plan.shapes_only import NoInitialValues
 from thinwire.plan.workload import Workload
 from thinwire.recipes import Recipe, call_model, model_without_values
 from thinwire.train.batcher import Batcher
-from thinwire.train.data.source import check_share
+from thinwire.train.data import check_share
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "adamw": AdamW,

@@ -10,7 +10,7 @@ from torch import nn
 
 from thinwire.base.checks import is_number
 from thinwire.base.errors import ConfigError, ThinwireError, unknown
-from thinwire.train import data, models
+from thinwire.train import data, initial
 from thinwire.train.task import Recipe
 
 
@@ -51,7 +51,7 @@ def for_images(model: type[nn.Module], sizes: Mapping[str, Any], source: data.So
 def model_without_values(recipe: Recipe, source: data.Source) -> nn.Module:
     """The recipe's model, on the meta device if possible; raises if it cannot be built at all."""
     try:
-        return models.initial.without_values(lambda: recipe.model(source))
+        return initial.without_values(lambda: recipe.model(source))
     except ThinwireError:
         raise
     except Exception as error:

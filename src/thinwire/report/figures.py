@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from thinwire.base.files import on_file, refuse_link
-from thinwire.report.plots import blank, colours, dress, strokes
+from thinwire.report.plots import blank, colours, dress, shades, strokes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -186,7 +186,7 @@ def _bench(bench: Data) -> Figure:
 def _ranks(table: Data, _: str) -> Figure:
     figure, axes = _panel()
     end = max(table["end"] or 0, table["steps"][-1])
-    for colour, (name, ranks) in zip(_shades(len(table["layers"])), table["layers"].items(), strict=True):
+    for colour, (name, ranks) in zip(shades(len(table["layers"])), table["layers"].items(), strict=True):
         axes.step([*table["steps"], end], [*_known(ranks), _known(ranks)[-1]], where="post", color=colour, label=name)
     _logarithmic(axes, "y", base=2)
     dress(axes, "steps", "rank", legend=len(table["layers"]) <= _MOST_NAMED)
@@ -197,7 +197,7 @@ def _spectra(times: list[Data], _: str) -> Figure:
     figure = blank(4.0 * len(times), 3.6)
     panels = figure.subplots(1, len(times), sharey=True, squeeze=False)[0]
     for axes, at in zip(panels, times, strict=True):
-        for colour, (name, values) in zip(_shades(len(at["layers"])), at["layers"].items(), strict=True):
+        for colour, (name, values) in zip(shades(len(at["layers"])), at["layers"].items(), strict=True):
             places = np.linspace(0, 1, len(values))
             axes.plot(places, [value or np.nan for value in values], color=colour, label=name)
         _logarithmic(axes, "y")
@@ -226,9 +226,3 @@ def _heat(table: Data, text: str) -> Figure:
 
 def _known(values: list[Any]) -> list[float]:
     return [np.nan if value is None else value for value in values]
-
-
-def _shades(count: int) -> list[Any]:
-    from matplotlib import colormaps
-
-    return [colormaps["viridis"](i / max(1, count - 1)) for i in range(count)]

@@ -1,35 +1,21 @@
-"""Read run folders: `summary.json`, `records.jsonl` and the rows of `comparison.json`."""
+"""The lines of a `records.jsonl`: all of them, or as many as a screen can show."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import Any
 
-from thinwire.base.errors import ConfigError, DamagedError
-from thinwire.base.files import parse_json, raw_blocks_of, read_json
-from thinwire.base.schema import ANY, COUNT, FIGURE, NUMBER, POSITIVE, TEXT, wrong
-from thinwire.base.units import count
-from thinwire.report.metrics import is_measurable, spread
-from thinwire.report.steps import Block
+import numpy as np
 
-_SENT = {"slow_bytes": NUMBER, "by_purpose": {str: {"slow_bytes?": NUMBER}}}
-SUMMARY = {
-    **dict.fromkeys(("recipe?", "method?", "metric?", "split?"), TEXT),
-    **dict.fromkeys(("optimizer?", "usual_optimizer?", "link?"), (None, TEXT)),
-    **dict.fromkeys(("seed?", "steps?", "trainable_full?", "split_size?"), COUNT),
-    **dict.fromkeys(("world_size?", "parameters_full?", "parameters_final?"), POSITIVE),
-    **dict.fromkeys(("traffic_vs_allreduce_fp32?", "traffic_vs_ideal_fp32?", "wall_s?"), (None, NUMBER)),
-    **dict.fromkeys(("compression?", "trainable_share?"), (None, NUMBER)),
-    "config?": {str: ANY},
-    "identity?": {str: ANY},
-    "traffic?": _SENT,
-    "spent?": {str: NUMBER},
-    "best_epoch?": (None, {"step": COUNT, "ended_at": {"step": COUNT}}),
-}
-"""Older summaries have fewer names; a missing one is reported when it is looked up."""
+from thinwire.base.errors import DamagedError, one_line
+from thinwire.base.files import parse_json, raw_blocks_of
+from thinwire.base.schema import ANY, COUNT, FIGURE, NUMBER, TEXT, wrong
+
 _RECORDS = {
     "evaluation": {"step": COUNT, "model": TEXT, "slow_bytes?": NUMBER, "evaluate_bytes?": NUMBER, "trainable?": COUNT},
     "ranks": {"step": COUNT, "ranks": {str: COUNT}},
@@ -45,58 +31,6 @@ _RECORDS = {
     "resume": {"step": COUNT, "lost_steps?": COUNT},
 }
 """By kind; other kinds need only have one."""
-_REMEDY = "restore it, or run again with `--overwrite`"
-_LONGEST_LABEL = 500
-_SIZES: dict[str, Callable[[int], str]] = {
-    "world_size": lambda workers: count(workers, "worker"),
-    "batch": "batch {}".format,
-    "steps": lambda steps: count(steps, "step"),
-}
-
-UNDER_WAY = "under_way"
-"""In the summary of a run that has not finished, made from its records."""
-BASELINE = "allreduce"
-"""The method that others are compared with."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """A finished run, or for a live page one as far as it is."""
-
-    folder: Path
-    """The run's folder."""
-    summary: dict[str, Any]
-    """Its `summary.json`."""
-
-    @property
-    def metric(self) -> str:
-        """The name of the run's metric."""
-        return self.summary["metric"]
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the summary is that of the whole run."""
-        return UNDER_WAY not in self.summary
-
-    @property
-    def split(self) -> str:
-        """The part of the data that the figure is of."""
-        return self.summary.get("split", "test")
-
-    @property
-    def counted_bytes(self) -> float:
-        """Slow-link bytes without evaluation."""
-        traffic = self.summary["traffic"]
-        return traffic["slow_bytes"] - traffic["by_purpose"].get("evaluate", {}).get("slow_bytes", 0)
-
-    def evaluations(self) -> list[dict[str, Any]]:
-        """Evaluation records during training, in order, each with its `counted_bytes`."""
-        path = self.folder / "records.jsonl"
-        points = [r for r in read_records(path, "evaluation") if r["model"] != "finished"]
-        point = {self.metric: FIGURE, "slow_bytes": NUMBER, "evaluate_bytes": NUMBER, "wall_s": NUMBER}
-        if what := next((w for r in points if (w := wrong(r, point))), None):
-            raise DamagedError(f"`{path}` is damaged, {what}; {_REMEDY}")
-        return [r | {"counted_bytes": r["slow_bytes"] - r["evaluate_bytes"]} for r in points]
 
 
 def read_records(path: Path, *kinds: str) -> list[dict[str, Any]]:
@@ -130,184 +64,391 @@ def parse_record(path: Path, number: int, line: str) -> dict[str, Any]:
     return record
 
 
-def read_run(folder: Path) -> Run:
-    """The finished run in `folder`."""
-    path = folder / "summary.json"
-    if not path.is_file():
-        raise ConfigError(
-            f"no `summary.json` in `{folder}`: there is no finished run; train one with `thinwire run`, "
-            "or resume an unfinished one with `thinwire run … --resume`"
-        )
-    summary = read_json(path, _REMEDY, SUMMARY)
-    metric = summary.get("metric", "")
-    if what := wrong(summary, {f"{metric}?": FIGURE, f"{metric}_before_truncation?": (None, FIGURE)}):
-        raise DamagedError(f"`{path}` is damaged, {what}; {_REMEDY}")
-    return Run(folder=folder, summary=summary)
+_START = (b'{"kind":', b' "step",')
+"""What the record of a step begins with, in words of 8 bytes that are compared at once."""
+_LOSS = b'"loss": '
+_LONGEST = 24
+"""Characters of the longest number that Python writes."""
+_LAYOUTS = 8
+"""Places in a line where the loss is looked for, per block: it moves with the length of the step and the phase."""
+_NEWLINE, _BRACE, _DOT = b"\n}."
 
 
-def read_runs(folder: Path) -> list[Run]:
-    """The finished run in `folder`, or all in its direct subfolders, the baseline first."""
-    if (folder / "summary.json").is_file():
-        return [read_run(folder)]
-    found = [read_run(path.parent) for path in sorted(folder.glob("*/summary.json"))]
-    if not found:
-        raise ConfigError(f"no finished run in `{folder}`: looked for summary.json there and one folder below")
-    return sorted(found, key=baseline_first)
+def _every(byte: int) -> np.uint64:
+    """A word of 8 such bytes."""
+    return np.uint64(byte * 0x0101010101010101)
 
 
-def baseline_first(run: Run) -> tuple[Any, ...]:
-    """Sort key of runs in tables and legends."""
-    method, config = run.summary["method"], run.summary["config"]
-    settings = [(name, *_in_order(value)) for name, value in sorted(config.items())]
-    return method != BASELINE, method, not is_measured_baseline(run), settings, run.summary["seed"]
+_ZEROS, _HIGH, _LOW, _ES = _every(ord("0")), _every(0x80), _every(0x01), _every(ord("e"))
+_PAIRS = np.uint64(0x000000FF000000FF)
+_WORD = np.dtype("<u8")
 
 
-def _in_order(value: Any) -> tuple[float, str]:
-    """Sort key: numbers by value, everything else by text."""
-    return (value, "") if isinstance(value, int | float) else (0, show(value))
+def _digits(words: np.ndarray) -> np.ndarray:
+    """The numbers that 8 digits each are, the first in the lowest byte: pairs, then fours, then eights are joined."""
+    found = words - _ZEROS
+    found = found * np.uint64(10) + (found >> np.uint64(8))
+    low, high = found & _PAIRS, (found >> np.uint64(16)) & _PAIRS
+    return (low * np.uint64(100 + (1000000 << 32)) + high * np.uint64(1 + (10000 << 32))) >> np.uint64(32)
 
 
-def compare(runs: list[Run]) -> list[dict[str, Any]]:
-    """The rows of `comparison.json`: one per method and config over its seeds, in order of appearance."""
-    for what, values in (("metrics", {run.metric for run in runs}), ("splits", {run.split for run in runs})):
-        if len(values) > 1:
-            raise ConfigError(f"runs with different {what} cannot be compared: {', '.join(sorted(values))}")
-    measured = [run for run in runs if is_measured_baseline(run)]
-    rows = [_row(label, alike, measured) for label, alike in grouped(runs).items()]
-    base = baseline_row(rows)
-    for row in rows:
-        row["differs_from_allreduce"] = None if base is None or row is base else is_measurable(row, base)
-    return rows
+def _are_digits(words: np.ndarray) -> np.ndarray:
+    return (((words + _every(0x46)) | (words - _ZEROS)) & _HIGH) == 0
 
 
-def baseline_row(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The row that others are compared with: all-reduce in fp32."""
-    usual = [row for row in rows if row["is_baseline"]]
-    return max(usual, key=lambda row: row["slow_bytes_mean"], default=None)
+def _has_e(words: np.ndarray) -> np.ndarray:
+    """Whether one of 8 characters is an e."""
+    apart = words ^ _ES
+    return ((apart - _LOW) & ~apart & _HIGH) != 0
 
 
-def grouped(runs: list[Run], ignoring: Set[str] = frozenset()) -> dict[str, list[Run]]:
-    """Runs that differ only in their seed, or in settings to ignore, by a distinctive label."""
-    peers: dict[str, list[dict[str, Any]]] = {}
-    for run in runs:
-        peers.setdefault(run.summary["method"], []).append(run.summary)
-    differing = {method: _differing([own["config"] for own in alike]) - ignoring for method, alike in peers.items()}
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        method = run.summary["method"]
-        label = _label(run.summary, differing[method], peers[method]) + _sizes(run.summary, peers[method], ignoring)
-        groups.setdefault(label, []).append(run)
-    return groups
+class Block:
+    """Whole lines of a `records.jsonl`."""
+
+    def __init__(self, text: bytes) -> None:
+        self.text = text
+        padded = text + bytes(2 * _LONGEST)  # what is compared may be longer than the last line
+        self._bytes = np.frombuffer(padded, np.uint8)
+        # The 8 bytes from each place on, as one number.
+        self._words = np.ndarray((len(padded) - 7,), _WORD, padded, strides=(1,))
+        self.ends = np.flatnonzero(self._bytes == _NEWLINE)
+        """Where each line ends."""
+        self.starts = np.concatenate([[0], self.ends[:-1] + 1]).astype(np.int64)
+        """Where each line starts."""
+        ends_well = self._bytes[np.maximum(self.ends - 1, 0)] == _BRACE
+        self.is_step = ends_well & self._has(_START[0], self.starts) & self._has(_START[1], self.starts + 8)
+        """Of each line, whether it begins and ends as the record of a step does."""
+
+    def line(self, place: int) -> bytes:
+        """A line with its end."""
+        return self.text[self.starts[place] : self.ends[place] + 1]
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """All lines, with their places."""
+        return ((place, self.line(place)) for place in range(len(self.ends)))
+
+    def others(self) -> Iterator[tuple[int, bytes]]:
+        """Lines that are not of steps, with their places."""
+        for place in np.flatnonzero(~self.is_step).tolist():
+            yield place, self.line(place)
+
+    def _has(self, word: bytes, places: np.ndarray) -> np.ndarray:
+        """Whether these 8 bytes stand in each of the places."""
+        return self._words[places] == np.frombuffer(word, _WORD)
+
+    def losses(self) -> tuple[np.ndarray, np.ndarray]:
+        """The places of the steps' lines, and their losses to about six decimals; NaN where a line has none."""
+        places = np.flatnonzero(self.is_step)
+        found = np.full(len(places), np.nan)
+        left = np.arange(len(places))
+        for _ in range(_LAYOUTS):
+            if not len(left):
+                return places, found
+            first = places[left[0]]
+            at = self.text.find(_LOSS, self.starts[first], self.ends[first])
+            if at < 0:
+                left = left[1:]
+                continue
+            where = self.starts[places[left]] + (at - self.starts[first])
+            alike = self._has(_LOSS, np.minimum(where, len(self.text)))
+            found[left[alike]] = self._numbers(where[alike] + len(_LOSS))
+            left = left[~alike]
+        for place in left:
+            at = self.text.find(_LOSS, self.starts[places[place]], self.ends[places[place]])
+            found[place] = self._number(at + len(_LOSS)) if at >= 0 else np.nan
+        return places, found
+
+    def _numbers(self, starts: np.ndarray) -> np.ndarray:
+        """Decimals with up to three digits before the dot, all at once; the others one by one."""
+        words = self._words[starts]
+        found, odd = np.empty(len(starts)), np.ones(len(starts), bool)
+        for dot in (1, 2, 3):
+            byte = np.uint64(8 * dot)
+            mine = odd & ((words >> byte) & np.uint64(0xFF) == _DOT)
+            if not mine.any():
+                continue
+            own = words[mine]
+            before = own & ((np.uint64(1) << byte) - np.uint64(1))
+            joined = before | (own >> (byte + np.uint64(8))) << byte | np.uint64(ord("0") << 56)
+            found[mine] = _digits(joined) / 10.0 ** (8 - dot)
+            odd[mine] = ~_are_digits(joined)
+        odd |= _has_e(self._words[starts + 8]) | _has_e(self._words[starts + 16])  # perhaps an exponent
+        for place in np.flatnonzero(odd).tolist():
+            found[place] = self._number(int(starts[place]))
+        return found
+
+    def _number(self, start: int) -> float:
+        text = self.text[start : start + _LONGEST]
+        end = min((at for mark in (b",", b"}") if (at := text.find(mark)) >= 0), default=_LONGEST)
+        try:
+            return float(text[:end])
+        except ValueError:
+            return np.nan
 
 
-def _sizes(summary: dict[str, Any], peers: list[dict[str, Any]], ignoring: Set[str]) -> str:
-    """Workers, batch and length where they differ: such runs are not seeds of the same thing."""
-    own, others = _lengths(summary), [_lengths(peer) for peer in peers]
-    named = {name for name in own if name not in ignoring and len({other[name] for other in others}) > 1}
-    # The steps of a method that has to know them are in its settings.
-    named -= {"steps"} if "total_steps" in summary["config"] else set()
-    return "".join(f", {_SIZES[name](own[name])}" for name in _SIZES if name in named and own[name] is not None)
+_NEIGHBOURS = 10
+"""Buckets on either side that a peak is compared with."""
+_FAR = 8.0
+"""Times the usual ratio of a peak to those around it, in logarithms, from which on it is shown."""
+_MUCH = 3.0
+"""Times the median of the peaks around it that it must have, at least."""
+_ALONE = 1.5
+"""Times each of the peaks around it."""
+Line = tuple[int, bytes]
+"""Its number in the file, and its text."""
 
 
-def _lengths(summary: dict[str, Any]) -> dict[str, Any]:
-    # A run with patience may have ended before the steps it was to take.
-    sizes = {name: summary.get(name) for name in _SIZES}
-    return sizes | {"steps": summary.get("length") or summary.get("steps")}
+@dataclass(slots=True)
+class Bucket:
+    """Neighbouring lines of a kind: the last of them, and what the others say of one figure."""
+
+    last: Line
+    count: int = 0
+    """Lines with a finite figure."""
+    total: float = 0.0
+    lowest: tuple[float, Line] | None = None
+    highest: tuple[float, Line] | None = None
+
+    @property
+    def mean(self) -> float | None:
+        """Of the figure."""
+        return self.total / self.count if self.count else None
+
+    def add(self, other: Bucket) -> None:
+        """Take in the neighbour behind."""
+        self.last = other.last
+        self.count += other.count
+        self.total += other.total
+        if other.lowest and (self.lowest is None or other.lowest[0] < self.lowest[0]):
+            self.lowest = other.lowest
+        if other.highest and (self.highest is None or other.highest[0] > self.highest[0]):
+            self.highest = other.highest
 
 
-def _differing(configs: list[dict[str, Any]]) -> set[str]:
-    """Names of fields that are not the same in all configs."""
-    first = configs[0]
-    return {name for config in configs for name in {*first, *config} if config.get(name) != first.get(name)}
+@dataclass(slots=True)
+class Sample:
+    """Lines of a kind in buckets of equal width, which doubles when there are too many."""
+
+    most: int
+    width: int = 1
+    seen: int = 0
+    first: Line | None = None
+    buckets: list[Bucket] = field(default_factory=list)
+    odd: int = 0
+    """Lines whose figure is not finite."""
+
+    def add(self, lines: int, new: Bucket, first: Line | None = None) -> None:
+        """Add neighbouring lines, no more than fit into the bucket that is being filled."""
+        self.first = self.first or first or new.last
+        if self.seen % self.width == 0:
+            if len(self.buckets) >= 2 * self.most:
+                self._widen()
+            self.buckets.append(new)
+        else:
+            self.buckets[-1].add(new)
+        self.seen += lines
+
+    def _widen(self) -> None:
+        for left, right in zip(self.buckets[::2], self.buckets[1::2], strict=True):
+            left.add(right)
+        del self.buckets[1::2]
+        self.width *= 2
+
+    def add_line(self, line: Line, figure: float | None) -> None:
+        """Add one line."""
+        known = figure is not None and math.isfinite(figure)
+        self.odd += figure is not None and not known
+        pair = (figure, line) if known and figure is not None else None
+        self.add(1, Bucket(line, int(known), pair[0] if pair else 0.0, pair, pair))
+
+    def add_block(self, block: Block, before: int) -> None:
+        """Add all steps of a block."""
+        places, figures = block.losses()
+        finite = np.isfinite(figures)
+        self.odd += int((~finite).sum())
+        low, high = np.where(finite, figures, np.inf), np.where(finite, figures, -np.inf)
+        start = 0
+        while start < len(places):
+            stop = min(len(places), start + self.width - self.seen % self.width)
+
+            def line(at: int) -> Line:
+                place = int(places[at])
+                return before + place + 1, block.line(place)
+
+            known = int(finite[start:stop].sum())
+            new = Bucket(line(stop - 1), known)
+            if known:
+                new.total = float(figures[start:stop][finite[start:stop]].sum())
+                least, most = start + int(low[start:stop].argmin()), start + int(high[start:stop].argmax())
+                new.lowest, new.highest = (low[least], line(least)), (high[most], line(most))
+            self.add(stop - start, new, None if self.first else line(start))
+            start = stop
+
+    def thinned(self) -> list[Bucket]:
+        """At most `most` buckets."""
+        every = -(-len(self.buckets) // self.most)
+        found = []
+        for at in range(0, len(self.buckets), every):
+            whole = Bucket(self.buckets[at].last)
+            for bucket in self.buckets[at : at + every]:
+                whole.add(bucket)
+            found.append(whole)
+        return found
 
 
-def _label(summary: dict[str, Any], differing: set[str], peers: list[dict[str, Any]]) -> str:
-    """The method, the fields in which its configs differ, and the optimizer if it differs."""
-    method, config = summary["method"], summary["config"]
-    own = ",".join(f"{name}={show(config[name])}" for name in config if name in differing)
-    link = f" at {summary.get('link') or 'unshaped'}" if len({peer.get("link") for peer in peers}) > 1 else ""
-    return method + (f":{own}" if own else "") + _optimizer_note(summary, peers) + link
+def spikes(buckets: list[Bucket], most: int = 40) -> list[Line]:
+    """Lines with a figure far above the highest of the buckets around them; of many, the highest."""
+    peaks = [bucket.highest for bucket in buckets if bucket.highest and bucket.highest[0] > 0]
+    values = [peak[0] for peak in peaks]
+    around = [
+        [*values[max(0, at - _NEIGHBOURS) : at], *values[at + 1 : at + 1 + _NEIGHBOURS]] for at in range(len(values))
+    ]
+    ratios = [value / median(near) if near else 1.0 for value, near in zip(values, around, strict=True)]
+    usual = median(abs(math.log(ratio)) for ratio in ratios) if ratios else 0.0
+    found = [
+        peak
+        for peak, ratio, near in zip(peaks, ratios, around, strict=True)
+        if ratio > _MUCH and math.log(ratio) > _FAR * usual and peak[0] > _ALONE * max(near)
+    ]
+    return sorted(line for _, line in sorted(found, key=lambda peak: -peak[0])[:most])
 
 
-def _optimizer_note(summary: dict[str, Any], peers: list[dict[str, Any]]) -> str:
-    name, rate = summary.get("optimizer"), show(summary.get("lr"))
-    usual = summary.get("usual_optimizer"), show(summary.get("usual_lr"))
-    seen = {(peer.get("optimizer"), show(peer.get("lr"))) for peer in peers}
-    if name is None or (len(seen) == 1 and (name, rate) == usual):
-        return ""
-    name_tells = name != usual[0] and [other for other, _ in seen].count(name) == 1
-    return f" ({name})" if name_tells else f" ({name}, lr {rate})"
+MOST = 500
+"""Records of a kind that are kept."""
+_KIND = re.compile(rb'\{"kind": "(\w{1,40})"')
+_END = b"}\n"
+_STEP = "step"
+_MOST_NAMED = 3
 
 
-def show(value: Any) -> str:
-    """A setting as written on the command line; escaped and cut off where no command line would have it."""
-    text = _written(value)
-    return (text if text.isprintable() else ascii(text))[:_LONGEST_LABEL]
+@dataclass(frozen=True)
+class Point:
+    """A bucket of steps."""
+
+    record: dict[str, Any]
+    """The last of them."""
+    mean: float | None
+    """Their mean loss, over those that are finite."""
 
 
-def _written(value: Any) -> str:
-    if isinstance(value, list):
-        return "+".join(show(part) for part in value)
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:.12g}" if isinstance(value, float) else str(value)
+@dataclass(frozen=True)
+class Thinned:
+    """What was read of a `records.jsonl`."""
+
+    records: dict[str, list[dict[str, Any]]]
+    """Those that are kept, by kind, in order."""
+    points: list[Point]
+    """The steps."""
+    spikes: list[dict[str, Any]]
+    """Steps with a loss far above that of others around them."""
+    counts: dict[str, int]
+    """How many there are of each kind."""
+    problems: list[str]
+    """What could not be read, in words."""
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """The records of a kind."""
+        return self.records.get(kind, [])
 
 
-def is_measured_baseline(run: Run) -> bool:
-    """Whether others are compared with its bytes."""
-    return run.summary["method"] == BASELINE and run.summary["config"].get("wire", "fp32") == "fp32"
+def read_thinned(path: Path, most: int = MOST, figures: Mapping[str, str] | None = None) -> Thinned:
+    """About `most` records of each kind, evenly spaced, the first and the last among them.
+
+    `figures` names, by kind, a figure of which no extreme is left out. Only what is kept is parsed; of other records it
+    is checked that they begin and end as records do.
+    """
+    reader = _Reader(path, most, dict(figures or {}))
+    reader.read()
+    steps = reader.of(_STEP)
+    points = [point for bucket in steps if (point := reader.point(bucket))]
+    high = [record for line in spikes(steps) if (record := reader.parsed(line))]
+    kept = {kind: reader.records(kind) for kind in reader.samples if kind != _STEP}
+    counts = {kind: sample.seen for kind, sample in reader.samples.items()}
+    return Thinned({**kept, _STEP: [point.record for point in points]}, points, high, counts, reader.problems())
 
 
-def _row(label: str, runs: list[Run], measured: list[Run]) -> dict[str, Any]:
-    metric = runs[0].metric
-    figures = [run.summary[metric] for run in runs]
-    return {
-        "method": runs[0].summary["method"],
-        "label": label,
-        "recipe": runs[0].summary["recipe"],
-        "metric": metric,
-        "split": runs[0].split,
-        "split_size": runs[0].summary.get("split_size"),
-        "is_baseline": is_measured_baseline(runs[0]),
-        "seeds": [run.summary["seed"] for run in runs],
-        f"{metric}_mean": fmean(figures),
-        f"{metric}_std": spread(figures),
-        f"{metric}_before_truncation_mean": _mean(runs, f"{metric}_before_truncation"),
-        "slow_bytes_mean": fmean(run.counted_bytes for run in runs),
-        "evaluate_bytes_mean": fmean(run.summary["traffic"]["slow_bytes"] - run.counted_bytes for run in runs),
-        "traffic_vs_allreduce_fp32": _mean_ratio(runs, measured),
-        "traffic_vs_ideal_fp32": _mean(runs, "traffic_vs_ideal_fp32"),
-        "compression_mean": _mean(runs, "compression"),
-        "trainable_share_mean": _mean(runs, "trainable_share"),
-        "wall_s_mean": _mean(runs, "wall_s"),
-        "link": runs[0].summary.get("link"),
-    }
+class _Reader:
+    def __init__(self, path: Path, most: int, figures: dict[str, str]) -> None:
+        self.path, self.most = path, most
+        self.samples: dict[str, Sample] = {}
+        self._figures = {
+            kind: re.compile(rb'"%s": ([^,}]+)' % re.escape(name.encode())) for kind, name in figures.items()
+        }
+        self._broken: set[int] = set()
+        self._error = ""
+
+    def read(self) -> None:
+        before = 0
+        try:
+            for text in raw_blocks_of(self.path, "the run's other figures are shown"):
+                block = Block(text)
+                for place, line in block.others():
+                    self._add(before + place + 1, line)
+                if block.is_step.any():
+                    steps = self.samples.setdefault(_STEP, Sample(self.most, self._usual_width(block)))
+                    steps.add_block(block, before)
+                before += len(block.ends)
+        except (DamagedError, OSError) as error:
+            self._error = one_line(error)
+
+    def _usual_width(self, block: Block) -> int:
+        """Buckets that a file of this size will have about the right number of: fewer of them are faster."""
+        lines = int(block.is_step.sum()) * self.path.stat().st_size / len(block.text)
+        return max(1, int(lines / self.most))
+
+    def _add(self, number: int, line: bytes) -> None:
+        found = _KIND.match(line)
+        if not found or not line.endswith(_END):
+            self._broken.add(number)
+            return
+        kind = found[1].decode()
+        pattern = self._figures.get(kind)
+        figure = pattern.search(line) if pattern else None
+        self.samples.setdefault(kind, Sample(self._most_of(kind))).add_line((number, line), _float(figure))
+
+    def _most_of(self, kind: str) -> int:
+        return self.most if kind not in self._figures else max(1, self.most // 3)  # each may stand for three
+
+    def of(self, kind: str) -> list[Bucket]:
+        return self.samples[kind].thinned() if kind in self.samples else []
+
+    def records(self, kind: str) -> list[dict[str, Any]]:
+        """The first, the last of each bucket, and extremes."""
+        sample = self.samples[kind]
+        lines = {sample.first} | {bucket.last for bucket in self.of(kind)}
+        if kind in self._figures:
+            extremes = (end for bucket in self.of(kind) for end in (bucket.lowest, bucket.highest))
+            lines |= {end[1] for end in extremes if end}
+        return [record for line in sorted(line for line in lines if line) if (record := self.parsed(line))]
+
+    def point(self, bucket: Bucket) -> Point | None:
+        record = self.parsed(bucket.last)
+        return Point(record, bucket.mean) if record else None
+
+    def parsed(self, line: Line) -> dict[str, Any] | None:
+        try:
+            return parse_record(self.path, line[0], line[1].decode("utf-8", errors="replace"))
+        except DamagedError:
+            self._broken.add(line[0])
+            return None
+
+    def problems(self) -> list[str]:
+        return [text for text in (self._error, *self._damage(), *self._odd_losses()) if text]
+
+    def _damage(self) -> Iterator[str]:
+        if self._broken:
+            shown = ", ".join(f"{number:,}" for number in sorted(self._broken)[:_MOST_NAMED])
+            more = f" and {len(self._broken) - _MOST_NAMED:,} more" if len(self._broken) > _MOST_NAMED else ""
+            yield f"`{self.path}` is damaged in line {shown}{more}; the other lines are shown"
+
+    def _odd_losses(self) -> Iterator[str]:
+        steps = self.samples.get(_STEP)
+        if steps and steps.odd:
+            yield f"the loss of {steps.odd:,} of {steps.seen:,} steps is missing or not finite; the others are shown"
 
 
-def _mean_ratio(runs: list[Run], measured: list[Run]) -> float | None:
-    ratios = [share_of_baseline(run, measured) for run in runs]
-    return None if None in ratios else fmean(ratio for ratio in ratios if ratio is not None)
-
-
-def share_of_baseline(run: Run, measured: list[Run]) -> float | None:
-    """Against the measured all-reduce run of the same seed if there is one, else against estimated bytes."""
-    base = baseline_of(run, measured)
-    whole = base.counted_bytes if base else 0
-    return run.counted_bytes / whole if whole else run.summary["traffic_vs_allreduce_fp32"]
-
-
-def baseline_of(run: Run, measured: list[Run]) -> Run | None:
-    """All-reduce with the same seed and steps; of several such runs, the one with the same layout, or side by side."""
-    alike = [other for other in measured if all(_same(run, other, field) for field in ("seed", "steps"))]
-    return max(
-        alike, key=lambda other: (_same(run, other, "nodes"), run.folder.parent == other.folder.parent), default=None
-    )
-
-
-def _same(run: Run, other: Run, field: str) -> bool:
-    return run.summary.get(field) == other.summary.get(field)
-
-
-def _mean(runs: list[Run], field: str) -> float | None:
-    values = [run.summary.get(field) for run in runs]
-    return None if None in values else fmean(v for v in values if v is not None)
+def _float(found: re.Match[bytes] | None) -> float | None:
+    try:
+        return float(found[1]) if found else None
+    except ValueError:
+        return None

@@ -20,7 +20,6 @@ _INDENT = 2
 _BETWEEN = 2
 """Characters between two columns of a `simple_table`."""
 _CAPTION = "Slow-link bytes per node, without evaluation; compared with fp32 all-reduce as run here, and an ideal one."
-
 _ALIKE = " ≈: no measurable difference from all-reduce."
 _TRAINED = " Trained at end: parameters that still had gradients, of the full model's."
 

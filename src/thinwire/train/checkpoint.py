@@ -29,7 +29,6 @@ from thinwire.replica.replica import Replica
 from thinwire.train.task import Recipe, describe_optimizer
 
 log = logging.getLogger("thinwire")
-
 POSITION = {
     "step": COUNT,
     "wall_s": NUMBER,

@@ -19,16 +19,14 @@ from torch import Tensor, nn
 from thinwire.comm.topology import join
 from thinwire.factor.convert import OrderOfUse
 from thinwire.train.batcher import Batch
-from thinwire.train.length import passes
+from thinwire.train.initial import rough_values
 from thinwire.train.loop import train_step
-from thinwire.train.models.initial import rough_values
-from thinwire.train.run import Run, prepare
+from thinwire.train.run import Run, passes, prepare
 from thinwire.train.summary import write_summary
 from thinwire.train.task import Recipe
 
 FIRST_STEP = "first_step.json"
 """The file in a run's folder that rank 0 writes."""
-
 _MOST = 64
 """Most examples per worker on a CPU: more show nothing new, take minutes and may not fit into memory."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack, closing, nullcontext
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,19 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.base.errors import ConfigError, SaveError, one_line
 from thinwire.checkpoint import saves
 from thinwire.checkpoint.saves import remove
+from thinwire.comm.process_groups import next_number
 from thinwire.comm.topology import join
+from thinwire.elastic.stopping import Stop
 from thinwire.factor.stability import Stability
-from thinwire.loggers import Logger, chosen
+from thinwire.loggers import Logger, Loggers, chosen
+from thinwire.loggers.log import begin
+from thinwire.train import checkpoint
 from thinwire.train.batcher import Batch
-from thinwire.train.folder import CHECKPOINTS, best_epochs
-from thinwire.train.logged import logged
-from thinwire.train.notes import note_start, note_work, so_far
 from thinwire.train.run import Run, prepare
-from thinwire.train.saving import save_and_wait, save_best, save_checkpoint, settle, stopping
+from thinwire.train.run_folder import CHECKPOINTS, best_epochs
 from thinwire.train.summary import summarise, write_model, write_result
 from thinwire.train.task import Recipe
+
+log = logging.getLogger("thinwire")
 
 
 def fit(
@@ -72,9 +78,9 @@ def fit(
         if stability and run.replica.topology.rank == 0:
             run.watch = Stability(run.replica, stability, stability_back, step=run.replica.step)
         run.note_precision()
-        run.replica.traffic.times.on_work = partial(note_work, run)
+        run.replica.traffic.times.on_work = run.note_work
         with logged(run, found) as summary:
-            note_start(run)
+            run.note_start()
             run.note_resume()
             run.note_ranks()
             summary |= _train(run, min(until or recipe.steps, recipe.steps), save_every, write=model)
@@ -109,10 +115,10 @@ def _train(run: Run, last: int, save_every: int | None, *, write: bool) -> dict[
     run.note_end()
     run.spent.end_steps()
     if run.writing:
-        note_work(run, "waiting for the last save")
+        run.note_work("waiting for the last save")
     settle(run)
     if run.best:
-        note_work(run, "returning to the best epoch")
+        run.note_work("returning to the best epoch")
         figures = run.go_back() or figures
     return _conclude(run, figures, write=write)
 
@@ -136,7 +142,7 @@ def train_step(run: Run, batch: Batch) -> Tensor:
     run.note_events()
     loss = loss.detach()
     run.recorder.write(
-        "step", run.replica.numbers, step=run.replica.step, phase=phase, loss=loss, lr=rate, **so_far(run)
+        "step", run.replica.numbers, step=run.replica.step, phase=phase, loss=loss, lr=rate, **run.so_far()
     )
     return loss
 
@@ -145,7 +151,7 @@ def _evaluate(run: Run, *, finished: bool = False, validate: bool = False) -> di
     """Figures of the merged model on held-out data; with `validate` also its loss on validation data."""
     replica, task = run.replica, run.recipe.task
     model = "finished" if finished else "world" if replica.in_sync else "merged"
-    note_work(run, "evaluating the finished model" if finished else "evaluating")
+    run.note_work("evaluating the finished model" if finished else "evaluating")
     with run.spent.evaluates(), replica.merged() if replica.needs_merged else nullcontext():
         figures = task.figures(replica.wire.all_reduce_sum(_totals(run), purpose="evaluate"))
         if validate:
@@ -158,7 +164,7 @@ def _evaluate(run: Run, *, finished: bool = False, validate: bool = False) -> di
         phase=replica.phase,
         model=model,
         **figures,
-        **so_far(run),
+        **run.so_far(),
         ranks=replica.ranks(),
         trainable=sum(p.numel() for p in replica.parameters() if p.requires_grad),
         time=replica.traffic.split,
@@ -184,7 +190,7 @@ def _conclude(run: Run, before: dict[str, float], *, write: bool) -> dict[str, A
     """Finish the model, evaluate it again and write the results; `before` has the figures before `finish`."""
     before = before or _evaluate(run)
     run.counts.update(run.replica)
-    note_work(run, "last average and truncation")
+    run.note_work("last average and truncation")
     small = run.replica.finish()
     run.note_ranks()
     after = _evaluate(run, finished=True)
@@ -204,7 +210,7 @@ def _conclude(run: Run, before: dict[str, float], *, write: bool) -> dict[str, A
     summary["spent"] = run.spent.table()
     summary |= {} if run.command is None else {"command": run.command}
     if run.replica.topology.rank == 0:
-        note_work(run, "writing the model" if write else "writing the summary")
+        run.note_work("writing the model" if write else "writing the summary")
         write_result(run.out, summary, partial(_write_model, run, small if write else None, summary))
         if not saves.find(run.out / CHECKPOINTS):
             for epoch in best_epochs(run.out):
@@ -221,7 +227,111 @@ def _write_model(run: Run, model: nn.Module | None, summary: dict[str, Any], pla
 
 def _stop(run: Run) -> dict[str, Any]:
     """Save, to be resumed later."""
-    note_work(run, "saving")
+    run.note_work("saving")
     save_and_wait(run)
     run.recorder.write("stopped", step=run.replica.step, steps=run.recipe.steps)
     return {"stopped_at": run.replica.step, "steps": run.recipe.steps}
+
+
+@contextmanager
+def logged(run: Run, given: Sequence[Logger]) -> Iterator[dict[str, Any]]:
+    """On rank 0, let loggers see all records made inside; what the block adds to the dict is the run's summary."""
+    summary: dict[str, Any] = {}
+    if run.replica.topology.rank != 0 or not given:
+        yield summary
+        return
+    loggers = run.recorder.loggers = Loggers(given)
+    config = run.identity | {"world_size": run.replica.topology.world_size}
+    start = time.monotonic()
+    begin(loggers, run.replica, run.out, config, resumed=run.resumed)
+    run.started += time.monotonic() - start  # seconds for some trackers, and not the run's
+    try:
+        yield summary
+    finally:
+        try:
+            run.recorder.close()  # its last record comes before the end
+        finally:
+            status = "failed" if not summary else "stopped" if "stopped_at" in summary else "finished"
+            loggers.end(status, summary)
+
+
+def save_checkpoint(run: Run) -> None:
+    """Begin a checkpoint; collective. One that cannot be written is reported, and the older ones stay."""
+    _begin(run, saves.at_step(run.out / CHECKPOINTS, run.replica.step))
+
+
+def save_best(run: Run) -> None:
+    """Begin a save of the best epoch if that is this one; collective."""
+    if run.best and run.best["step"] == run.replica.step:
+        _begin(run, run.best_folder)
+
+
+def settle(run: Run) -> None:
+    """Wait for the save that is being written; collective. Reports one that could not be."""
+    writing, run.writing = run.writing, None
+    try:
+        if writing is not None:
+            writing.wait()
+    except SaveError as error:
+        _report(run, error)
+
+
+def save_and_wait(run: Run) -> None:
+    """Write a checkpoint on which the rest of the run depends; collective. Raises if it cannot be written."""
+    settle(run)
+    _started(run, saves.at_step(run.out / CHECKPOINTS, run.replica.step)).wait()
+
+
+@contextmanager
+def stopping(run: Run) -> Iterator[Stop]:
+    """Follow requests to stop; collective."""
+    stop = Stop(run.replica.wire, next_number())
+    try:
+        yield stop
+    finally:
+        stop.release_groups()
+
+
+def _begin(run: Run, place: Path) -> None:
+    settle(run)
+    try:
+        run.writing = _started(run, place)
+    except SaveError as error:
+        _report(run, error)
+
+
+def _started(run: Run, place: Path) -> saves.Save:
+    run.recorder.write("save", step=run.replica.step, wall_s=round(run.wall_s, 3))
+    run.recorder.flush()  # a resumed run keeps the lines up to its save
+    position = {
+        "step": run.replica.step,
+        "wall_s": run.wall_s,
+        "evaluating_s": run.spent.evaluating,
+        "counts": run.counts.state(),
+        "best": run.best,
+        "identity": run.identity,
+    }
+    files = checkpoint.capture(run.replica, run.scheduler, position)
+    best = run.best_folder if run.best else None
+    try:
+        tidy = partial(_tidy, run.out, run.keep, run.replica.step, best)
+        return saves.Save(place, files, run.replica.wire, after=tidy)
+    except ConfigError as error:  # something else has the name of the save
+        raise SaveError(str(error)) from error
+
+
+def _tidy(out: Path, keep: int, step: int, best: Path | None) -> None:
+    """Delete checkpoints that are not kept, and epochs that no checkpoint refers to."""
+    checkpoints = out / CHECKPOINTS
+    if checkpoints.is_dir():
+        saves.prune(checkpoints, keep, step)
+    needed = {f"best-{step}" for step in checkpoint.best_steps(checkpoints)} | {best.name if best else None}
+    for epoch in best_epochs(out):
+        if epoch.name.partition(".")[0] not in needed:
+            saves.remove(epoch)
+
+
+def _report(run: Run, error: SaveError) -> None:
+    run.recorder.write("event", step=run.replica.step, event="save failed", reason=one_line(error))
+    if run.replica.topology.rank == 0:
+        log.warning("%s; training goes on", error)

@@ -13,12 +13,10 @@ from thinwire.base import units
 from thinwire.base.errors import DamagedError
 from thinwire.base.files import lines_of, on_file, parse_json, refuse_link
 from thinwire.base.schema import COUNT, wrong
-from thinwire.loggers.arriving import Arriving
-from thinwire.loggers.fanout import Loggers
+from thinwire.loggers.log import Arriving, Loggers
 
 log = logging.getLogger("thinwire")
 _A_STEP = '{"kind": "step", '
-
 _ADDED = "for loggers"
 
 

@@ -21,22 +21,129 @@ from thinwire.base.errors import ConfigError, DamagedError
 from thinwire.base.files import read_json
 from thinwire.checkpoint.manifest import verify
 from thinwire.checkpoint.saves import Save, newest
+from thinwire.comm.buckets import checksum
+from thinwire.comm.ledger import Ledger
 from thinwire.comm.topology import place
+from thinwire.comm.wire import Wire
 from thinwire.factor.stability import Stability, spectra
 from thinwire.replica.attaching import attach
+from thinwire.replica.preflight import check_same_data
 from thinwire.replica.replica import Replica
-from thinwire.train import checkpoint, folder
+from thinwire.train import checkpoint, run_folder
 from thinwire.train.batcher import Batcher
-from thinwire.train.counts import Counts
-from thinwire.train.data.source import Source, check_share
-from thinwire.train.length import note_length
+from thinwire.train.data import Source, check_share
 from thinwire.train.recorder import Recorder
-from thinwire.train.same_data import compare
 from thinwire.train.schedule import scheduled
+from thinwire.train.step_rng import StepRNG
+from thinwire.train.summary import Counts, describe_optimizers
 from thinwire.train.task import Recipe
-from thinwire.train.time_split import TimeSplit
 
+FINISHING = "finishing"
+"""The phase after the last step, in records of work."""
+_EVERY_S = 1.0
+_PARTS = {"train": "to train on", "validation": "to validate on", "heldout": "held out"}
+
+
+def _compare_data(source: Source, wire: Wire) -> None:
+    """Refuse data that differs in the number of examples, or in the first, the middle or the last; collective.
+
+    With one more example on one node, its workers would use another order: some examples would be trained on twice,
+    others never, without any error.
+    """
+    if wire.topology.world_size == 1:
+        return
+    sizes = {part: getattr(source, f"{part}_size", 0) for part in _PARTS}
+    lines = [f"{size:,} examples {_PARTS[part]}" for part, size in sizes.items()]
+    if hasattr(source, "fingerprint"):
+        lines.append(f"files of fingerprint {source.fingerprint()}")
+    else:
+        for part in (part for part, size in sizes.items() if size):
+            rows = np.unique([0, sizes[part] // 2, sizes[part] - 1])
+            rng = (StepRNG(0, 0, batch=len(rows)),) if part == "train" else ()
+            held = [t.cpu() for t in getattr(source, part)(rows, *rng)]
+            lines.append(f"examples {', '.join(map(str, rows))} {_PARTS[part]} of checksum {checksum(held):x}")
+    check_same_data(lines, wire)
+
+
+_SLACK = 0.05
+"""Relative difference between passes and epochs that is accepted without a warning."""
 log = logging.getLogger("thinwire")
+
+
+def passes(recipe: Recipe, source: Source) -> float:
+    """How many times the run sees its training data."""
+    return recipe.steps * recipe.batch / _examples(source)
+
+
+def note_length(recipe: Recipe, source: Source) -> None:
+    """Warn, on rank 0, if an epoch should be one pass over the data and is not."""
+    here, found = place(), passes(recipe, source)
+    if not recipe.epochs_are_passes or abs(found / recipe.epochs - 1) <= _SLACK or (here and here.rank):
+        return
+    examples = _examples(source)
+    steps = max(1, round(recipe.epochs * examples / recipe.batch))
+    log.warning(
+        "%s steps of %s examples are %.3g passes over this data of %s, not %d epochs; "
+        "for those give `--steps %d`, or replace(steps=%d) in a recipe of your own",
+        *(f"{recipe.steps:,}", f"{recipe.batch:,}", found, f"{examples:,}", recipe.epochs, steps, steps),
+    )
+
+
+def _examples(source: Source) -> int:
+    return getattr(source, "pass_size", source.train_size)
+
+
+_SUMS = ("seconds", "compute", "wire", "decomposition")
+
+
+class TimeSplit:
+    """Adds evaluating and finishing to what the ledger knows; waiting for the wire is always a part of its own."""
+
+    def __init__(self, ledger: Ledger, evaluating: float = 0.0) -> None:
+        self._ledger = ledger
+        self.evaluating = evaluating
+        """Seconds of evaluation so far."""
+        self._after_steps: dict[str, float] | None = None
+
+    @property
+    def in_steps(self) -> bool:
+        """Whether there are steps to come."""
+        return self._after_steps is None
+
+    @contextmanager
+    def evaluates(self) -> Iterator[None]:
+        """Charge what is inside to evaluation."""
+        start, waited = time.perf_counter(), self._waited()
+        yield
+        self.evaluating += max(0.0, time.perf_counter() - start - (self._waited() - waited))
+
+    def end_steps(self) -> None:
+        """The last step is over: what follows is finishing."""
+        self._after_steps = self._sums()
+
+    def table(self) -> dict[str, float]:
+        """Seconds by part, from attach until now."""
+        now = self._sums()
+        end = self._after_steps or now
+        since = {name: now[name] - end[name] for name in now}
+        parts = {
+            "computing": end["compute"],
+            "waiting": now["wire"],
+            "method": end["decomposition"] + end["method"],
+            "evaluating": now["evaluating"],
+            "finishing": max(0.0, since["seconds"] - since["wire"] - since["evaluating"]),
+        }
+        other = max(0.0, now["seconds"] - sum(parts.values()))
+        return {name: round(seconds, 3) for name, seconds in (parts | {"other": other}).items()}
+
+    def _sums(self) -> dict[str, float]:
+        rows = self._ledger.split.values()
+        known = {name: sum(row[name] for row in rows) for name in _SUMS}
+        return known | {"method": self._ledger.times.after_steps, "evaluating": self.evaluating}
+
+    def _waited(self) -> float:
+        self._ledger.clock.settle()
+        return self._ledger.waiting
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -85,6 +192,50 @@ class Run:
     resumed: bool = False
     """Whether it continues from a save."""
 
+    def note_start(self) -> None:
+        """Record what is trained from here on; again when the run is resumed."""
+        replica, recipe = self.replica, self.recipe
+        about = replica.describe()
+        self.recorder.write(
+            "start",
+            step=replica.step,
+            recipe=recipe.name,
+            seed=self.identity["seed"],
+            **{name: about[name] for name in ("method", "config", "parameters_full")},
+            **describe_optimizers(recipe),
+            steps=recipe.steps,
+            batch=recipe.batch,
+            metric=recipe.task.metric,
+            split=recipe.split,
+            split_size=self.batcher.source.heldout_size,
+            world_size=replica.topology.world_size,
+            # All-reduce sends the same at every step, so these two give what it would have sent at any of them.
+            usual_bytes=replica.baseline()["allreduce_fp32"],
+            usual_bytes_at_end=replica.baseline(recipe.steps)["allreduce_fp32"],
+            **self.so_far(),
+        )
+
+    def note_work(self, what: str, done: int = 0, of: int | None = None) -> None:
+        """Record work that is no step and may take long: its beginning, and once a second how far it is."""
+        now = time.monotonic()
+        if done and now - self.noted < _EVERY_S:
+            return
+        self.noted = now
+        phase = self.replica.phase if self.spent.in_steps else FINISHING
+        far = {} if of is None else {"done": done, "of": of}
+        self.recorder.write("work", step=self.replica.step, phase=phase, what=what, **far, wall_s=round(self.wall_s, 3))
+
+    def so_far(self) -> dict[str, Any]:
+        """Bytes, and seconds of waiting and in all, for a record."""
+        traffic = self.replica.traffic
+        return {
+            "slow_bytes": traffic.slow_bytes,
+            "evaluate_bytes": traffic.slow_bytes_for("evaluate"),
+            "fast_bytes": traffic.fast_bytes,
+            "wire_s": round(traffic.waiting, 4),
+            "wall_s": round(self.wall_s, 3),
+        }
+
     def note_ranks(self) -> None:
         """Record the ranks after each decomposition; a plan can use them."""
         if self.decompositions != self.replica.decompositions:
@@ -97,10 +248,9 @@ class Run:
         if found is not None and found.averages != self.averages:
             self.averages = found.averages
             layers = {name: round(ratio, 4) for name, ratio in found.ratios.items()}
-            late = self.replica.waits.latest
-            more: dict[str, Any] = (
-                {"late": {"group": late.group, "seconds": round(late.seconds, 4)}} if late is not None else {}
-            )
+            more: dict[str, Any] = {}
+            if (late := self.replica.waits.latest) is not None:
+                more["late"] = {"group": late.group, "seconds": round(late.seconds, 4)}
             self.recorder.write("agreement", step=self.replica.step, ratio=found.ratio, layers=layers, **more)
 
     def note_events(self) -> None:
@@ -194,15 +344,13 @@ class Run:
     def fast_convolutions(self) -> Iterator[None]:
         """Let cuDNN benchmark convolutions here, unless workers share a GPU: a search may use all its memory."""
         before = torch.backends.cudnn.benchmark
-        torch.backends.cudnn.benchmark = before or (self._convolves and _has_own_gpu())
+        here, convolves = place(), any(isinstance(module, nn.Conv2d) for module in self.replica.module.modules())
+        has_own_gpu = torch.cuda.is_available() and (here.local_size if here else 1) <= torch.cuda.device_count()
+        torch.backends.cudnn.benchmark = before or (convolves and has_own_gpu)
         try:
             yield
         finally:
             torch.backends.cudnn.benchmark = before
-
-    @property
-    def _convolves(self) -> bool:
-        return any(isinstance(module, nn.Conv2d) for module in self.replica.module.modules())
 
     @property
     def precision(self) -> torch.autocast:
@@ -231,8 +379,8 @@ def prepare(
     """
     if not (resume or overwrite):
         # On every worker and before they connect: rank 0 writes nothing until all have checked.
-        folder.refuse_occupied(out, folder.of_a_run(out), resume=True)
-    folder.refuse_links(out)
+        run_folder.refuse_occupied(out, run_folder.of_a_run(out), resume=True)
+    run_folder.refuse_links(out)
     source = _source(recipe, data)
     device = own_device()
     _seed(seed)
@@ -243,19 +391,19 @@ def prepare(
     rank, world_size = replica.topology.rank, replica.topology.world_size
     check_share(recipe.batch, world_size)
     batcher = Batcher(recipe, source, device, seed=seed, rank=rank, world_size=world_size)
-    compare(source, replica.wire)
+    _compare_data(source, replica.wire)
     note_length(recipe, source)
     _seed(seed, rank + 1)  # workers have different dropout, though they start from one model
     out.mkdir(parents=True, exist_ok=True)
     if rank == 0:
-        held.enter_context(folder.locked(out))
+        held.enter_context(run_folder.locked(out))
         if not (resume or overwrite):  # another run may have ended since
-            folder.refuse_occupied(out, folder.of_a_run(out), resume=True)
+            run_folder.refuse_occupied(out, run_folder.of_a_run(out), resume=True)
     identity = checkpoint.identity(recipe, config, seed)
-    found = checkpoint.resume(out / folder.CHECKPOINTS, replica, scheduler, identity) if resume else None
+    found = checkpoint.resume(out / run_folder.CHECKPOINTS, replica, scheduler, identity) if resume else None
     saved = found or {}
     if not saved and rank == 0:
-        folder.clear(out)
+        run_folder.clear(out)
     noted = replica.decompositions if saved else 0  # loading undoes those of attach
     return Run(
         recipe=recipe,
@@ -286,11 +434,6 @@ def _source(recipe: Recipe, data: Path | None) -> Source:
             f"give the source of the recipe {recipe.name} `validation` and `validation_size`, or leave `patience` out"
         )
     return source
-
-
-def _has_own_gpu() -> bool:
-    here = place()
-    return torch.cuda.is_available() and (here.local_size if here else 1) <= torch.cuda.device_count()
 
 
 def own_device() -> torch.device:

@@ -47,15 +47,10 @@ class Cosine:
     def factor(self, step: int, steps: int, epochs: float) -> float:
         rising = round(self.warmup * steps)
         if step < rising:
-            return self._rise(step, rising)
+            return (step + 1) / (rising + 1) if self.start is None else self.start + (1 - self.start) * step / rising
         begin = 0 if self.from_zero else rising
         done = min(1.0, (step - begin) / max(1, steps - begin))
         return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done**self.k_decay)) / 2
-
-    def _rise(self, step: int, rising: int) -> float:
-        if self.start is None:
-            return (step + 1) / (rising + 1)
-        return self.start + (1 - self.start) * step / rising
 
 
 def with_fields(rate: Any, texts: Mapping[str, str]) -> Any:

@@ -16,7 +16,31 @@ from torch.optim import Optimizer
 from thinwire.base.errors import ConfigError, unknown
 from thinwire.train.data import Source, for_validation
 from thinwire.train.schedule import Cosine, Rate, with_fields
-from thinwire.train.transform import AsIs, Transform
+from thinwire.train.step_rng import StepRNG
+
+
+class Transform(Protocol):
+    """Turns stored examples into what the model takes."""
+
+    def train(self, x: Tensor, rng: StepRNG) -> Tensor:
+        """For a training step; all random numbers come from `rng`."""
+        ...
+
+    def heldout(self, x: Tensor) -> Tensor:
+        """For evaluation."""
+        ...
+
+
+@dataclass(frozen=True)
+class AsIs:
+    """Leaves examples as they are."""
+
+    def train(self, x: Tensor, rng: StepRNG) -> Tensor:
+        return x
+
+    def heldout(self, x: Tensor) -> Tensor:
+        return x
+
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 

@@ -16,8 +16,9 @@ from thinwire.plan import compute as computing
 from thinwire.plan.forecast import Layout
 from thinwire.plan.planner import Stopwatch, make_plan
 from thinwire.plan.workloads import of_recipe
-from thinwire.report.records import read_records, read_run
-from thinwire.train.folder import CHECKPOINTS
+from thinwire.report.records import read_records
+from thinwire.report.runs import read_run
+from thinwire.train.run_folder import CHECKPOINTS
 from thinwire.tuning.crew import ERRORS, Crew, Ranks, why
 from thinwire.tuning.early import curve_of, reason_to_stop
 from thinwire.tuning.objective import FAILED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from thinwire.train.folder import clear
+from thinwire.train.run_folder import clear
 from thinwire.tuning.crew import ERRORS, LOG
 from thinwire.tuning.trial import FILE as TRIAL
 

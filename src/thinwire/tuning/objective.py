@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from thinwire.base.errors import ConfigError, unknown
-from thinwire.report.metrics import BETTER_HIGH, BETTER_LOW
+from thinwire.report.comparison import BETTER_HIGH, BETTER_LOW
 
 FAILED = 1e9
 """The loss of a trial that has no figures: finite, since Propulate calculates with it."""

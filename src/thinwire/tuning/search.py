@@ -22,7 +22,7 @@ from thinwire.config.settings import in_force
 from thinwire.launch.jobs import Job
 from thinwire.plan.links import Links
 from thinwire.recipes.names import function_named, given_arguments
-from thinwire.train.folder import locked, refuse_occupied
+from thinwire.train.run_folder import locked, refuse_occupied
 from thinwire.train.task import describe_optimizer
 from thinwire.tuning.folder import remove
 from thinwire.tuning.objective import Objective

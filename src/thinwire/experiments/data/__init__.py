@@ -1,7 +1,7 @@
 """The papers' data sets."""
 
 from thinwire.experiments.data.cifar import cifar10, cifar100
-from thinwire.experiments.data.folder import Folder, image_folder
+from thinwire.experiments.data.image_folder import Folder, image_folder
 from thinwire.experiments.data.series import Series, ett
 from thinwire.experiments.data.text import by_bytes, words
 

@@ -15,8 +15,7 @@ import torch
 
 from thinwire.base.errors import ConfigError
 from thinwire.base.files import check_file
-from thinwire.train.data.images import Images
-from thinwire.train.data.source import LARGEST, arrays, damaged, read_whole
+from thinwire.train.data import LARGEST, Images, arrays, damaged, read_whole
 
 Arrays = tuple[np.ndarray, np.ndarray]
 """uint8 pixels (examples, 3, 32, 32) and classes (examples,)."""

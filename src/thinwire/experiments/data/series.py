@@ -19,15 +19,13 @@ from torch import Tensor
 
 from thinwire.base.errors import ConfigError
 from thinwire.comm.topology import place
-from thinwire.experiments.data.fetch import how_to_fill
-from thinwire.train.data.source import rows_on, unpacked_text
+from thinwire.train.data import how_to_fill, rows_on, unpacked_text
 from thinwire.train.step_rng import StepRNG
 
 COLUMNS = ("HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT")
 _ORIGIN = "https://raw.githubusercontent.com/zhouhaoyi/ETDataset/main/ETT-small"
 _MONTH = 30 * 24 * 4
 _STEP = timedelta(minutes=15)
-
 log = logging.getLogger("thinwire")
 
 

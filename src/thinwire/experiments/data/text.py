@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ConfigError
-from thinwire.experiments.data.fetch import how_to_fill
-from thinwire.train.data import Text
-from thinwire.train.data.source import unpacked, unpacked_text
+from thinwire.train.data import Text, how_to_fill, unpacked, unpacked_text
 
 _LAYOUTS = ("{}.txt", "wiki.{}.tokens", "wikitext2_{}.txt")
 """File names of WikiText's parts in its releases; each also with `.gz`."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from thinwire.base.errors import ConfigError
 from thinwire.base.files import on_file, refuse_link
-from thinwire.report.page.data import Content, collect
+from thinwire.report.page.content import Content, collect
 
 NAME = "report.html"
 _STYLES = ("uplot.css", "page.css")

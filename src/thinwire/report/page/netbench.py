@@ -8,7 +8,7 @@ from typing import Any
 from thinwire.base import units
 from thinwire.base.files import read_json
 from thinwire.base.schema import COUNT, NUMBER, TEXT
-from thinwire.report.page.numbers import number
+from thinwire.report.page.history import number
 
 NAME = "netbench.json"
 _METHOD = {
@@ -63,7 +63,7 @@ def _method(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def sentences(bench: dict[str, Any]) -> list[str]:
+def bench_sentences(bench: dict[str, Any]) -> list[str]:
     """What the fastest method gained at each rate."""
     return [sentence for at in bench["rates"] if (sentence := _sentence(at))]
 

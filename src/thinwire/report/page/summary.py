@@ -1,15 +1,17 @@
-"""What a report says in words: sentences computed from the rows of a comparison."""
+"""What a report says of a comparison, in words and as points of metric against bytes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 from thinwire.base.units import count
-from thinwire.report.metrics import BETTER_HIGH, BETTER_LOW, resolution
-from thinwire.report.page.pareto import comparable
-from thinwire.report.records import Run, baseline_row, compare
+from thinwire.report.comparison import BETTER_HIGH, BETTER_LOW, baseline_row, comparable, compare, grouped, resolution
+from thinwire.report.page.history import number
+from thinwire.report.runs import Run
 from thinwire.report.tables import examples, figure, size
 
 _MOST_SENTENCES = 8
@@ -19,7 +21,7 @@ _SAME_SIZE = 1.005
 
 def sentences(runs: list[Run]) -> list[str]:
     """For each recipe, metric and split what its methods sent, lost and won."""
-    return [sentence for own in comparable(runs).values() for sentence in _of_recipe(own)]
+    return [sentence for own in _comparable(runs) for sentence in _of_recipe(own)]
 
 
 def _of_recipe(runs: list[Run]) -> list[str]:
@@ -50,8 +52,8 @@ def _what_was_run(runs: list[Run], rows: list[dict[str, Any]]) -> str:
 
 def _of_row(row: dict[str, Any], base: dict[str, Any] | None) -> str:
     parts = [_sent(row), *_took(row, base), _reached(row, base)]
-    if smaller := _smaller(row["compression_mean"]):
-        parts.append(smaller)
+    if (row["compression_mean"] or 0.0) >= _SAME_SIZE:
+        parts.append(f"its model is {row['compression_mean']:.1f} times smaller")
     return f"{row['label']} {', '.join(parts[:-1])}{',' if len(parts) > 2 else ''} and {parts[-1]}."
 
 
@@ -72,13 +74,12 @@ def _took(row: dict[str, Any], base: dict[str, Any] | None) -> list[str]:
 
 def _reached(row: dict[str, Any], base: dict[str, Any] | None) -> str:
     metric = row["metric"]
-    if base is None:
-        return f"reached {_result(row)}" if math.isfinite(row[f"{metric}_mean"]) else "diverged"
-    own, other = row[f"{metric}_mean"], base[f"{metric}_mean"]
+    own, other = row[f"{metric}_mean"], base[f"{metric}_mean"] if base else math.nan
     if not math.isfinite(own):
         return "diverged"
-    if not math.isfinite(other):
-        return f"reached {_result(row)}"
+    if base is None or not math.isfinite(other):
+        std = row[f"{metric}_std"] if len(row["seeds"]) > 1 else None
+        return f"reached {metric} {figure(metric, own, std)}"
     text = figure(metric, abs(own - other)).removesuffix(" %")
     points = f"{text} points of accuracy" if metric == "accuracy" else f"{text} of {metric}"
     against = f"{figure(metric, own)} against {figure(metric, other)}"
@@ -100,18 +101,6 @@ def _direction(metric: str, change: float) -> str:
     return "is higher by" if change > 0 else "is lower by"
 
 
-def _smaller(compression: float | None) -> str:
-    if compression is None or compression < _SAME_SIZE:
-        return ""
-    return f"its model is {compression:.1f} times smaller"
-
-
-def _result(row: dict[str, Any]) -> str:
-    metric = row["metric"]
-    several = len(row["seeds"]) > 1
-    return f"{metric} {figure(metric, row[f'{metric}_mean'], row[f'{metric}_std'] if several else None)}"
-
-
 def _picked(rows: list[dict[str, Any]]) -> Iterable[tuple[str, dict[str, Any]]]:
     """Of many rows those that somebody would look for; a row that is several of them is mentioned once."""
     metric = rows[0]["metric"]
@@ -131,3 +120,58 @@ def percent(share: float) -> str:
     value = 100 * share
     digits = 0 if value <= 0 else max(0, 1 - math.floor(math.log10(value)))
     return f"{value:.{min(digits, 6)}f} %"
+
+
+def _comparable(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs by what they can be compared in; of a netbench, those at its first rate, since the others repeat them."""
+    first = next((link for run in runs if (link := run.summary.get("link"))), None)
+    return comparable(run for run in runs if run.summary.get("link") in (None, first))
+
+
+def pareto(runs: Sequence[Run], labels: Mapping[Path, str]) -> list[dict[str, Any]]:
+    """For each recipe, metric and split its points, the fewest bytes first; `labels` are those of the runs' folders."""
+    found = [_picture(own, labels) for own in _comparable(runs)]
+    return [picture for picture in found if len(picture["points"]) > 1]
+
+
+def _picture(runs: list[Run], labels: Mapping[Path, str]) -> dict[str, Any]:
+    metric = runs[0].metric
+    by_label = grouped(runs)
+    points = [_point(row, by_label[row["label"]], labels) for row in compare(runs)]
+    shown = sorted((point for point in points if point["bytes"] and point["y"] is not None), key=lambda p: p["bytes"])
+    for point in shown:
+        point["front"] = any(point is other for other in front(shown, metric))
+    return {
+        "recipe": runs[0].summary["recipe"],
+        "metric": metric,
+        "split": runs[0].split,
+        "examples": examples(runs[0].summary),
+        "better": "high" if metric in BETTER_HIGH else "low" if metric in BETTER_LOW else None,
+        "points": shown,
+        "left_out": len(points) - len(shown),
+    }
+
+
+def _point(row: dict[str, Any], runs: list[Run], labels: Mapping[Path, str]) -> dict[str, Any]:
+    metric, several = row["metric"], len(runs) > 1
+    return {
+        "label": labels[runs[0].folder],
+        "bytes": number(row["slow_bytes_mean"]),
+        "bytes_std": number(stdev(run.counted_bytes for run in runs)) if several else None,
+        "y": number(row[f"{metric}_mean"]),
+        "std": number(row[f"{metric}_std"]) if several else None,
+        "seeds": len(runs),
+        "share": number(row["traffic_vs_allreduce_fp32"]),
+    }
+
+
+def front(points: Sequence[dict[str, Any]], metric: str) -> list[dict[str, Any]]:
+    """Of points in order of their bytes, those that are better than all with fewer; none if better is not known."""
+    if metric not in (*BETTER_HIGH, *BETTER_LOW):
+        return []
+    sign = -1 if metric in BETTER_HIGH else 1
+    found: list[dict[str, Any]] = []
+    for point in sorted(points, key=lambda p: (p["bytes"], sign * p["y"])):
+        if not found or sign * point["y"] < sign * found[-1]["y"]:
+            found.append(point)
+    return found

@@ -13,8 +13,8 @@ from pathlib import Path
 from thinwire.base.errors import ConfigError
 from thinwire.base.files import refuse_link
 from thinwire.checkpoint import saves
-from thinwire.loggers.to_tensorboard import SUFFIX as EVENTS_SUFFIX
-from thinwire.loggers.tracker import FILE as TRACKERS
+from thinwire.loggers.trackers import FILE as TRACKERS
+from thinwire.loggers.trackers import SUFFIX as EVENTS_SUFFIX
 
 _FILES = ("records.jsonl", "summary.json", "stability.png", "ranks.png", TRACKERS)
 _EVENTS = f"events.out.tfevents.*{EVENTS_SUFFIX}"

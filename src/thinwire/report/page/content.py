@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from thinwire.base.errors import ThinwireError, one_line
-from thinwire.report.folders import labels
-from thinwire.report.page import netbench, pareto
-from thinwire.report.page.command import command
-from thinwire.report.page.curves import curves
-from thinwire.report.page.layers import of_layers
-from thinwire.report.page.numbers import number, plain
-from thinwire.report.page.summary import sentences
-from thinwire.report.page.timeline import timeline
-from thinwire.report.records import Run, baseline_of, is_measured_baseline, share_of_baseline
+from thinwire.report.comparison import baseline_of, labels, share_of_baseline
+from thinwire.report.page.history import curves, number, of_layers, plain, timeline
+from thinwire.report.page.netbench import bench_sentences
+from thinwire.report.page.summary import pareto, sentences
+from thinwire.report.records import MOST, Thinned, read_thinned
+from thinwire.report.runs import Run, is_measured_baseline
 from thinwire.report.tables import examples
-from thinwire.report.thinned import MOST, Thinned, read_thinned
 
 _ALL_POINTS = 30_000
 """Points of a curve over all runs: about 2 MB of a page."""
@@ -53,12 +50,12 @@ def collect(content: Content, top: Path) -> dict[str, Any]:
             | {"name": names[run.folder], "curves": curves(run, records), "timeline": timeline(run, records)}
             | {"layers": of_layers(run, records, len(runs)), "problems": len(records.problems)}
         )
-    said = [sentence for bench in content.benches for sentence in netbench.sentences(bench)]
+    said = [sentence for bench in content.benches for sentence in bench_sentences(bench)]
     points: list[dict[str, Any]] = []
     try:
         ended = [run for run in runs if run.is_finished]
         said += sentences(ended)
-        points = pareto.pictures(ended, labelled)
+        points = pareto(ended, labelled)
     except (ThinwireError, KeyError) as error:  # a summary of an older version may lack a figure
         problems.append(f"no summary in words: {one_line(error)}")
     return {
@@ -147,3 +144,45 @@ def _seconds(phases: Any) -> dict[str, float]:
         for name in ("compute", "wire", "decomposition", "other"):
             whole[name] = whole.get(name, 0.0) + (number(phase.get(name)) or 0.0 if isinstance(phase, dict) else 0.0)
     return {name: seconds for name, seconds in whole.items() if seconds > 0}
+
+
+def command(summary: dict[str, Any]) -> str:
+    """The command as it was given, on as many workers; if the run was not started by one, what comes nearest."""
+    given = summary.get("command")
+    if not (isinstance(given, list) and given and all(isinstance(word, str) for word in given)):
+        return _rebuilt(summary)
+    workers = ["--workers", str(summary["world_size"])] if "world_size" in summary else []
+    return shlex.join(["thinwire", *given, *workers])
+
+
+def _rebuilt(summary: dict[str, Any]) -> str:
+    """Every setting of the method, but no data, optimizer, `--rate`, `--with` or own file."""
+    words = ["thinwire", "run", summary["recipe"], "--method", summary["method"], "--seed", summary["seed"]]
+    optional = {
+        "--workers": summary.get("world_size"),
+        "--steps": summary.get("length", summary.get("steps")),
+        "--batch-size": summary.get("batch"),
+        # Also where they are the recipe's own: a summary does not say whether the user gave them. No option takes a
+        # list, where parameter groups differ.
+        **{f"--{name.replace('_', '-')}": number(summary.get(name), digits=None) for name in ("lr", "weight_decay")},
+        "--group-size": summary["config"].get("group_size"),
+    }
+    for flag, value in optional.items():
+        words += [] if value is None else [flag, value]
+    words += ["--validate"] if summary.get("split") == "validation" else []
+    for name, value in summary["config"].items():
+        if name != "group_size" and (text := _typed(value)) is not None:
+            words += ["--set", f"{name}={text}"]
+    return shlex.join(str(word) for word in words)
+
+
+def _typed(value: Any) -> str | None:
+    """A setting as `--set` takes it; None for what cannot be typed."""
+    if isinstance(value, list):
+        return ",".join(str(part) for part in value)
+    if isinstance(value, dict):  # an outer step, which is written as LR or LR/MOMENTUM, or `radial`
+        if "lr" not in value:
+            return "radial" if value == {"most": None} else None
+        momentum = value.get("momentum")
+        return f"{value['lr']}" + ("" if momentum is None else f"/{momentum}")
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

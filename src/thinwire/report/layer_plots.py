@@ -1,7 +1,8 @@
-"""Heat maps of a run's bases: stability and similarity of every layer over the steps (as Figure 4.2)."""
+"""Plots of a model's layers: ranks and stability of their bases over the steps, and singular values."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,14 +10,63 @@ import numpy as np
 
 from thinwire.base.errors import DamagedError
 from thinwire.base.files import refuse_link
-from thinwire.report.plots import blank
-from thinwire.report.records import Run, read_records
+from thinwire.report.plots import blank, dress, shades, two_panels
+from thinwire.report.records import read_records
+from thinwire.report.runs import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_NAME = "stability.png"
+_RANKS_FILE = "ranks.png"
+_MOST_NAMED = 16
+"""Most layers with a legend."""
+
+
+def draw_ranks(run: Run) -> Path | None:
+    """Write the plot next to the run's records and return its path; None if the run factored nothing."""
+    records = read_records(run.folder / "records.jsonl", "ranks", "evaluation")
+    found = [r for r in records if r["kind"] == "ranks" and r["ranks"]]
+    if not found:
+        return None
+    figure = blank(11, 4.4)
+    of_layers, of_model = figure.subplots(1, 2)
+    _ranks(of_layers, found, run.summary["steps"])
+    _trained(of_model, [r for r in records if r["kind"] == "evaluation" and "trainable" in r], run.summary)
+    about = run.summary
+    figure.suptitle(f"{about['recipe']}, {about['method']}, seed {about['seed']}: ranks and trained parameters")
+    path = run.folder / _RANKS_FILE
+    refuse_link(path)
+    figure.savefig(path)
+    return path
+
+
+def _ranks(axes: Axes, found: list[dict[str, Any]], end: int) -> None:
+    labels = list(dict.fromkeys(label for record in found for label in record["ranks"]))
+    for colour, label in zip(shades(len(labels)), labels, strict=True):
+        own = [(r["step"], r["ranks"][label]) for r in found if label in r["ranks"]]
+        steps, ranks = [*(step for step, _ in own), end], [*(rank for _, rank in own), own[-1][1]]
+        axes.step(steps, ranks, where="post", color=colour, linewidth=1.4, label=label)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xlim(0, end)
+    dress(axes, "steps", "rank, from the first layer (dark) to the last", legend=False)
+    if len(labels) <= _MOST_NAMED:
+        axes.legend(frameon=False, fontsize="x-small", loc="best")
+
+
+def _trained(axes: Axes, found: list[dict[str, Any]], about: dict[str, Any]) -> None:
+    """Without the finished model, in which all is trainable again."""
+    full = about.get("trainable_full")
+    points = [(r["step"], 100 * r["trainable"] / full) for r in found if full and r["model"] != "finished"]
+    if points:
+        axes.plot(*zip(*points), color="#4c72b0", linewidth=2, marker="o", markersize=3)
+    axes.set_xlim(0, about["steps"])
+    axes.set_ylim(bottom=0)
+    dress(axes, "steps", "trained parameters (% of the full model's)", legend=False)
+
+
+_STABILITY_FILE = "stability.png"
 _PANELS = (
     ("stability", "Stability of the bases", "viridis", "#31688e"),
     ("similarity", "Similarity of the mixing matrices", "magma", "#b63679"),
@@ -30,7 +80,7 @@ _OUTLIERS = 0.01
 
 def draw_stability(run: Run) -> Path | None:
     """Write the plot next to the run's records and return its path; None if the run did not measure its bases."""
-    source, path = run.folder / "records.jsonl", run.folder / _NAME
+    source, path = run.folder / "records.jsonl", run.folder / _STABILITY_FILE
     records = [r for r in read_records(source, "stability") if r["layers"]]
     if not records:
         return None
@@ -133,3 +183,44 @@ def _name_layers(axes: Axes, labels: list[str]) -> None:
 
 def _short(label: str) -> str:
     return label if len(label) <= _LONGEST_LABEL else "…" + label[1 - _LONGEST_LABEL :]
+
+
+_MOST_SPECTRA = 12
+"""Most layers with a legend."""
+
+
+def draw_spectra(
+    path: Path,
+    spectra: Mapping[str, Sequence[float]],
+    ranks: Mapping[str, int],
+    sizes: Sequence[tuple[float, int]],
+    parameters: int,
+    cutoff: float | None,
+) -> None:
+    """Write a PNG; `sizes` are pairs of cutoff and parameters, `parameters` those of the truncated model."""
+    figure, (of_layers, of_model) = two_panels()
+    _spectra(of_layers, spectra, ranks)
+    unit, name = (1e6, "millions") if sizes[0][1] >= 1e6 else (1e3, "thousands")
+    of_model.step([size / unit for _, size in sizes], [at for at, _ in sizes], color="#4c72b0", linewidth=2)
+    of_model.axvline(parameters / unit, color="#c44e52", linewidth=1, label=f"chosen: {parameters:,} parameters")
+    for axes in (of_layers, of_model):
+        if cutoff is not None:
+            axes.axhline(cutoff, color="#c44e52", linewidth=1, linestyle="--")
+        axes.set_xlim(left=0)
+    dress(of_layers, "index / full rank", "singular value / largest", legend=False)
+    dress(of_model, f"parameters of the whole model ({name})", "")
+    figure.suptitle("Singular values from the first layer (dark) to the last, with chosen ranks; size at every cutoff")
+    figure.savefig(path)
+
+
+def _spectra(axes: Axes, spectra: Mapping[str, Sequence[float]], ranks: Mapping[str, int]) -> None:
+    for colour, (label, sigma) in zip(shades(len(spectra)), spectra.items(), strict=True):
+        places = [(place + 1) / len(sigma) for place in range(len(sigma))]
+        shares = [value / (sigma[0] or 1.0) for value in sigma]
+        rank = ranks.get(label)
+        text = f"{label}: {rank or 'all'} of {len(sigma)}"
+        axes.plot(places, shares, color=colour, linewidth=1.2, label=text)
+        if rank:
+            axes.plot(places[rank - 1], shares[rank - 1], "o", color=colour, markersize=5)
+    if 0 < len(spectra) <= _MOST_SPECTRA:
+        axes.legend(frameon=False, fontsize="x-small", loc="upper right")

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from thinwire.base.errors import ThinwireError
 
 M = TypeVar("M", bound=nn.Module)
-
 _LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _STD = 0.02
@@ -40,7 +39,7 @@ def build(make: Callable[[], M], *, orthogonal: bool = False) -> M:
         model = make()
         if orthogonal:
             torch.default_generator.manual_seed(seed)
-            _redraw(model)
+            orthogonal_values(model)
     return model
 
 
@@ -69,7 +68,8 @@ def rough_values() -> Iterator[None]:
         _ROUGH.reset(token)
 
 
-def orthogonal(model: M) -> M:
+@torch.no_grad()
+def orthogonal_values(model: M) -> M:
     """Give every Linear and convolution an orthogonal weight, and return the model.
 
     All singular values are 1 once the dimensions after the first are flattened. Biases are zero, norms one and zero.
@@ -77,12 +77,6 @@ def orthogonal(model: M) -> M:
     deviation 0.02; vectors among the latter stay as they are. Values are drawn on the CPU, in the order of names, so
     they are the same for any model with these names, and on any device up to rounding.
     """
-    _redraw(model)
-    return model
-
-
-@torch.no_grad()
-def _redraw(model: nn.Module) -> None:
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for _, module in sorted(model.named_modules(), key=lambda item: item[0]):
         if isinstance(module, _NORMS):
@@ -93,14 +87,10 @@ def _redraw(model: nn.Module) -> None:
             if module.bias is not None:
                 module.bias.zero_()
         else:
-            _draw_own(module)
-
-
-def _draw_own(module: nn.Module) -> None:
-    """Normal values for the matrices that this module holds itself."""
-    for _, parameter in sorted(module.named_parameters(recurse=False), key=lambda item: item[0]):
-        if parameter.dim() > 1:
-            parameter.copy_(nn.init.normal_(_empty(parameter), std=_STD))
+            for _, parameter in sorted(module.named_parameters(recurse=False), key=lambda item: item[0]):
+                if parameter.dim() > 1:
+                    parameter.copy_(nn.init.normal_(_empty(parameter), std=_STD))
+    return model
 
 
 def _orthogonal(like: Tensor) -> Tensor:
