@@ -26,12 +26,20 @@ from thinwire.launch.jobs import Job, variant
 from thinwire.plan.links import Links
 from thinwire.recipes import named
 from thinwire.report.tables import figure, wide_console
-from thinwire.tuning.api import ENGINES, Execution, Result, begin, run_trials, search_for
+from thinwire.tuning.api import (
+    ENGINES,
+    Execution,
+    Result,
+    begin,
+    draw_importance,
+    finished,
+    row_of,
+    run_trials,
+    search_for,
+)
 from thinwire.tuning.by_propulate import Evolution, check_installed, in_mpi, world
-from thinwire.tuning.presets import PRESETS
-from thinwire.tuning.results import draw_importance, finished, row_of
-from thinwire.tuning.search import BEST, Limits, Search
-from thinwire.tuning.trial import Trial
+from thinwire.tuning.search import BEST, Limits, Search, Trial
+from thinwire.tuning.space import PRESETS
 
 _SHOWN = 10
 

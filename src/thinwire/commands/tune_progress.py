@@ -14,9 +14,8 @@ from thinwire.report.followed import FollowedRun
 from thinwire.report.live import in_place, repeated, rewritten
 from thinwire.report.progress import Progress
 from thinwire.report.tables import duration, figure
-from thinwire.tuning.results import finished
-from thinwire.tuning.search import Search
-from thinwire.tuning.trial import Trial
+from thinwire.tuning.api import finished
+from thinwire.tuning.search import Search, Trial
 
 
 def search_shown(search: Search, total: int) -> AbstractContextManager[None]:
