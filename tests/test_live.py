@@ -24,8 +24,8 @@ from test_report import _write_run
 from thinwire.cli import main
 from thinwire.comm.times import Clock, Times
 from thinwire.commands import watch as watching
-from thinwire.commands.doing import Doing
-from thinwire.compress import compress
+from thinwire.commands.watch import Doing
+from thinwire.replica.compress import compress
 from thinwire.report import followed
 from thinwire.report.followed import Followed, FollowedRun
 from thinwire.report.live import Lines, in_place

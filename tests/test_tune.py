@@ -19,7 +19,7 @@ import thinwire
 from thinwire.base.errors import ConfigError, DamagedError
 from thinwire.cli import main
 from thinwire.launch.jobs import Job
-from thinwire.plan.links import Links
+from thinwire.plan.forecast import Links
 from thinwire.tuning.api import Execution, begin, best_config, finished, front, importance, run_trials
 from thinwire.tuning.by_propulate import Evolution, Pending
 from thinwire.tuning.evaluate import Ranks, curve_of, evaluate, reason_to_stop

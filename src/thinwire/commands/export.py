@@ -19,13 +19,13 @@ from thinwire.base.errors import ConfigError
 from thinwire.base.files import check_file, read_json
 from thinwire.checkpoint import saves
 from thinwire.commands import options
-from thinwire.commands.doing import Doing
 from thinwire.commands.sources import Found, finished, of_function, unfinished
-from thinwire.compress import Compressed, compress
+from thinwire.commands.watch import Doing
 from thinwire.factor.export import describe_inputs, write, write_loader
 from thinwire.factor.program import refuse_onnx, write_programs
 from thinwire.factor.ranks import chooser
 from thinwire.recipes import installed
+from thinwire.replica.compress import Compressed, compress
 from thinwire.report import read_run
 from thinwire.report.tables import figure, size
 from thinwire.train.folder import CHECKPOINTS, MODEL_FILES

@@ -13,16 +13,14 @@ import click
 from thinwire.base import units
 from thinwire.base.errors import ConfigError
 from thinwire.commands import options
-from thinwire.commands.doing import Doing
+from thinwire.commands.watch import Doing
 from thinwire.launch.jobs import method_config, variants
 from thinwire.plan import compute as computing
-from thinwire.plan.forecast import Layout
-from thinwire.plan.limits import every_method, methods_for
-from thinwire.plan.links import Links
+from thinwire.plan.forecast import Layout, Links
 from thinwire.plan.planner import Plan, Row, Stopwatch, make_plan
+from thinwire.plan.recommend import every_method, methods_for
 from thinwire.plan.show import NODES, Rows, draw
-from thinwire.plan.workload import Workload
-from thinwire.plan.workloads import OPTIMIZERS, of_function, of_recipe
+from thinwire.plan.workload import OPTIMIZERS, Workload, of_function, of_recipe
 from thinwire.recipes import Recipe, named
 from thinwire.report.tables import wide_console
 from thinwire.train.folder import refuse_occupied

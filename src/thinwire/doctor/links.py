@@ -7,7 +7,7 @@ from typing import Any
 from thinwire.comm import probe
 from thinwire.comm.counters import sent_by_interface
 from thinwire.comm.roll_call import RollCall
-from thinwire.plan.links import PAYLOAD, Links
+from thinwire.plan.forecast import PAYLOAD, Links
 
 _SLOW = 0.5
 """A link below this share of the fastest one's rate is named."""

@@ -15,8 +15,7 @@ from thinwire.factor.convert import find_layers
 from thinwire.plan import compute
 from thinwire.plan import ranks as predicted
 from thinwire.plan.compute import Compute
-from thinwire.plan.forecast import ALL_NODES, SOME_NODES, Forecast, Layout, simulate_views
-from thinwire.plan.links import Links
+from thinwire.plan.forecast import ALL_NODES, SOME_NODES, Forecast, Layout, Links, simulate_views
 from thinwire.plan.recommend import Recommendation, recommend
 from thinwire.plan.simulate import Simulation
 from thinwire.plan.workload import Workload

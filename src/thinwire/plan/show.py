@@ -12,7 +12,7 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from thinwire.base import units
-from thinwire.plan.links import Links
+from thinwire.plan.forecast import Links
 from thinwire.plan.planner import Plan, over_nodes
 from thinwire.report.plots import colours, dress, two_panels
 from thinwire.report.tables import fitting, ratio, simple_table, size

@@ -13,7 +13,7 @@ from thinwire.base.checks import check_whole
 from thinwire.base.errors import ConfigError, ThinwireError, unknown
 from thinwire.base.files import refuse_link, write_json
 from thinwire.launch.jobs import Job
-from thinwire.plan.links import Links
+from thinwire.plan.forecast import Links
 from thinwire.report.plots import blank
 from thinwire.tuning.by_optuna import SAMPLERS, search_by_optuna
 from thinwire.tuning.by_propulate import Evolution, check_world, search_by_propulate, world

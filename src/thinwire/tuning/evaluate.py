@@ -30,7 +30,7 @@ from thinwire.launch.launcher import end, free_port
 from thinwire.plan import compute as computing
 from thinwire.plan.forecast import Layout
 from thinwire.plan.planner import Stopwatch, make_plan
-from thinwire.plan.workloads import of_recipe
+from thinwire.plan.workload import of_recipe
 from thinwire.report.records import read_records, read_run
 from thinwire.train.folder import CHECKPOINTS
 from thinwire.tuning.objective import FAILED

@@ -22,7 +22,7 @@ from thinwire.base.schema import ANY, COUNT, FIGURE, NUMBER, TEXT
 from thinwire.config.outer import Nesterov
 from thinwire.config.settings import in_force
 from thinwire.launch.jobs import Job
-from thinwire.plan.links import Links
+from thinwire.plan.forecast import Links
 from thinwire.recipes.names import function_named, given_arguments
 from thinwire.train.folder import clear, locked, refuse_occupied
 from thinwire.train.task import describe_optimizer
