@@ -9,13 +9,13 @@ import torch
 import gang
 import thinwire
 from thinwire.comm.topology import arrange
+from thinwire.commands.plan import beside, caption
 from thinwire.factor.convert import find_layers
 from thinwire.methods.sketch import sketch
 from thinwire.plan import ranks as predicted
 from thinwire.plan.compute import given
 from thinwire.plan.forecast import Forecast, Layout, Links
 from thinwire.plan.planner import Stopwatch, make_plan
-from thinwire.plan.show import beside, caption
 from thinwire.plan.simulate import Simulation, simulate
 from thinwire.plan.workload import Workload, of_recipe
 from thinwire.recipes import named

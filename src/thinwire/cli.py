@@ -6,9 +6,9 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from thinwire.commands.plan import plan
 from thinwire.commands.report import draw_stabilities, page, plot, report, runs, write_report
 from thinwire.commands.stability import stability
 from thinwire.commands.tune import tune
-from thinwire.commands.watch import closing_line, print_summary, shown, watch
+from thinwire.commands.watch import closing_line, print_line, print_summary, shown, watch
 from thinwire.config.settings import describe
 from thinwire.elastic import stopping
 from thinwire.launch.jobs import Job, variant, variants
@@ -81,9 +81,8 @@ def main() -> None:
     load_installed()
 
 
-def _shared(command: Callable[..., None]) -> Callable[..., None]:
-    """The flags that `run` and `compare` have in common."""
-    shared = [
+_shared = options.all_of(
+    [
         click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="Workers to start."),
         *options.of_training,
         click.option("--validate", is_flag=True, help="Report on validation data, not on the test data."),
@@ -102,9 +101,8 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and nothing else."),
         click.option("--quiet", is_flag=True, help="Do not show how far it is."),
     ]
-    for option in reversed(shared):
-        command = option(command)
-    return command
+)
+"""The flags that `run` and `compare` have in common."""
 
 
 @main.command("list")
@@ -236,7 +234,7 @@ def _check_all(jobs: list[tuple[str, Job]]) -> None:
 def _execute(job: Job, title: str, *, quiet: bool) -> dict[str, Any]:
     console = Console(stderr=True)
     with shown(job, title, console, silent=quiet or not _prints()):
-        return job.run(lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
+        return job.run(partial(print_line, console))
 
 
 def _prints() -> bool:

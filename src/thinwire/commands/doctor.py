@@ -1,4 +1,4 @@
-"""`thinwire doctor`."""
+"""`thinwire doctor`, and its report as text."""
 
 from __future__ import annotations
 
@@ -25,6 +25,13 @@ from thinwire.plan.forecast import Layout
 from thinwire.plan.planner import Plan, Stopwatch, make_plan
 from thinwire.plan.workload import OPTIMIZERS, Workload
 from thinwire.recipes import Recipe, named
+
+_MOST_ROWS = 8
+_WIDTH = 100
+_START = (
+    "  srun thinwire doctor",
+    "  torchrun --nnodes 2 --node-rank 0 --master-addr HOST --master-port 29500 -m thinwire doctor",
+)
 
 
 @click.command()
@@ -58,7 +65,7 @@ def doctor(recipe: str | None, model: str | None, as_json: bool, quiet: bool, ti
     visit = _Visit(recipe, model, flags, quiet=quiet or as_json or (here is not None and here.rank > 0))
     with as_worker():
         if here is None or here.world_size == 1:
-            report = visit.alone()
+            report = visit.report([machine.facts()])
         else:
             report = visit.together(timeout)
             if here.rank > 0:
@@ -85,16 +92,12 @@ class _Visit:
         if not self.quiet:
             click.echo(f"{what} …", err=True)
 
-    def alone(self) -> dict[str, Any]:
-        """This machine only."""
-        return self._report([machine.facts()])
-
     def together(self, timeout: float) -> dict[str, Any]:
         """The whole job; collective. Only rank 0's report is of use."""
         self.say("waiting for all workers")
         call = RollCall(timeout)
         everyone = call.answers(machine.facts())
-        report = self._report(everyone)
+        report = self.report(everyone)
         self.say("measuring links")
         try:
             if blocked(report["nodes"]):
@@ -126,11 +129,16 @@ class _Visit:
         elif report["links"] and self.advises:
             step = plan.stopwatch(plan.baseline.simulations[0], next(iter(plan.baseline.simulations[0].steps))).seconds
             about = f"{plan.workload.name}, {units.time(step)} of compute per step"
-            click.echo("\n" + _advice([*plan.recommendation.lines(), *self._how(plan)], about))
+            lines = plan.recommendation.lines()
+            if self.recipe:
+                best = plan.recommendation.best.method
+                lines.append(f"Try it, started like this: thinwire run {self.recipe} --method {best}")
+            click.echo("\n" + _advice(lines, about))
         else:
             click.echo("\n" + _advice([_ask(report)], "a model"))
 
-    def _report(self, everyone: list[dict[str, Any]]) -> dict[str, Any]:
+    def report(self, everyone: list[dict[str, Any]]) -> dict[str, Any]:
+        """What the workers know, before any link is measured."""
         nodes = machine.nodes(everyone)
         return {
             "workers": len(everyone),
@@ -160,8 +168,7 @@ class _Visit:
 
     def _plan(self, report: dict[str, Any]) -> Plan:
         recipe, workload = self._workload(report["workers"])
-        configs = configs_of(recipe, workload, self.flags)
-        nodes = len(report["nodes"])
+        configs, nodes = configs_of(recipe, workload, self.flags), len(report["nodes"])
         return make_plan(
             workload,
             configs,
@@ -179,10 +186,6 @@ class _Visit:
         assert self.step_s is not None
         return Stopwatch(workload, slowdown=max(1.0, self.step_s / computing.measure(workload).seconds))
 
-    def _how(self, plan: Plan) -> list[str]:
-        best = plan.recommendation.best.method
-        return [f"Try it, started like this: thinwire run {self.recipe} --method {best}"] if self.recipe else []
-
 
 def _ask(report: dict[str, Any]) -> str:
     if report["links"] is None:
@@ -194,14 +197,6 @@ def _unconnected(error: ConnectError, report: dict[str, Any]) -> str:
     both = f"{GLOO} and {NCCL}"
     remedy = f"set {both} to the interface that leads to the other nodes, and open all ports between them"
     return f"gloo cannot connect the workers ({error}); {'see the hint above' if report['hints'] else remedy}"
-
-
-_MOST_ROWS = 8
-_WIDTH = 100
-_START = (
-    "  srun thinwire doctor",
-    "  torchrun --nnodes 2 --node-rank 0 --master-addr HOST --master-port 29500 -m thinwire doctor",
-)
 
 
 def report_text(report: Mapping[str, Any]) -> str:
@@ -303,20 +298,19 @@ def _link_lines(report: Mapping[str, Any]) -> list[str]:
     if found is None:
         return ["not measured: gloo cannot connect the workers"]
     node_of = {rank: node["node"] for node in report["nodes"] for rank in node["ranks"]}
-    rows: list[tuple[str, ...]] = [("", "rate", "round trip", "interface")] if _any(found) else []
+    rows: list[tuple[str, ...]] = []
+    if found["between"] or found["inside"]:
+        rows.append(("", "rate", "round trip", "interface"))
     rows += _rows(found["between"], lambda rank: f"node {node_of[rank]}")
     if found["inside"]:
-        rows.append(_inside(found["inside"]))
+        slowest = min(found["inside"], key=lambda link: link["bits_per_second"])
+        rows.append(("inside a node" + (", slowest" if len(found["inside"]) > 2 else ""), *_figures(slowest)))
     lines = _aligned(rows, right=(1, 2))
     if any("nccl" in node["backend"] for node in report["nodes"]):
         lines.append("measured with gloo over TCP; nccl may be faster")
     if not found["between"]:
         lines.append("all workers are on one machine: there is no link between nodes")
     return [*lines, *_slow(found["between"], node_of)]
-
-
-def _any(found: Mapping[str, Any]) -> bool:
-    return bool(found["between"] or found["inside"])
 
 
 def _rows(links: Sequence[Mapping[str, Any]], name: Any) -> Iterator[tuple[str, ...]]:
@@ -326,11 +320,6 @@ def _rows(links: Sequence[Mapping[str, Any]], name: Any) -> Iterator[tuple[str, 
         yield (f"{name(link['source'])} → {name(link['target'])}", *_figures(link))
     if len(links) > _MOST_ROWS:
         yield f"{len(links) - _MOST_ROWS} others, up to", *_figures(ordered[-1])
-
-
-def _inside(links: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    slowest = min(links, key=lambda link: link["bits_per_second"])
-    return "inside a node" + (", slowest" if len(links) > 2 else ""), *_figures(slowest)
 
 
 def _figures(link: Mapping[str, Any]) -> tuple[str, str, str]:

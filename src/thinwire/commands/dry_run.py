@@ -1,4 +1,4 @@
-"""`thinwire run … --dry-run`: one real step in a temporary folder, and a description of the run."""
+"""`thinwire run … --dry-run`: one real step in a temporary folder, and a description of the run in tables."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import math
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,6 +24,8 @@ from thinwire.base import units
 from thinwire.base.files import read_json
 from thinwire.checkpoint import saves
 from thinwire.comm.topology import place
+from thinwire.commands.plan import beside
+from thinwire.commands.watch import print_line
 from thinwire.config.settings import describe
 from thinwire.factor.convert import find_layers
 from thinwire.factor.matrix import view_of
@@ -33,12 +36,15 @@ from thinwire.methods.registry import METHODS
 from thinwire.plan.compute import given
 from thinwire.plan.forecast import EVALUATION, Forecast, Layout, Links
 from thinwire.plan.planner import Row, Stopwatch, make_plan
-from thinwire.plan.show import beside
 from thinwire.plan.workload import Workload, of_recipe
 from thinwire.report.tables import ratio, size, wide_console
 from thinwire.train import Recipe, checkpoint
 from thinwire.train.folder import CHECKPOINTS, of_a_run
 from thinwire.train.task import describe_optimizer
+
+# With more weights than _MOST, only the first and the last are shown.
+_MOST, _FIRST, _LAST = 30, 24, 4
+_OPTIMIZER = ("momentum", "betas", "weight_decay")
 
 
 def dry_run(job: Job, *, prints: bool, as_json: bool, quiet: bool) -> None:
@@ -52,14 +58,14 @@ def dry_run(job: Job, *, prints: bool, as_json: bool, quiet: bool) -> None:
         logging.getLogger("thinwire").setLevel(logging.WARNING)  # the step has logged its layout already
         report = _report(job, step) | {"out": {"folder": str(job.out), "then": before}}
         click.echo(json.dumps(report, indent=2)) if as_json else show(report)
-    if not _finite(step):
+    if not all(map(math.isfinite, step["losses"])):
         sys.exit(1)
 
 
 def _take(job: Job, console: Console) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="thinwire-dry-run-") as folder:
         alone = dataclasses.replace(job, out=Path(folder), first_step=True, resume=False, stability=None)
-        return alone.run(lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
+        return alone.run(partial(print_line, console))
 
 
 def _before(job: Job) -> str:
@@ -85,12 +91,16 @@ def _report(job: Job, step: dict[str, Any]) -> dict[str, Any]:
     workload = of_recipe(job.trained, len(step["losses"]), job.data)
     traffic, by_phase = _traffic(job, workload, len(step["losses"]))
     peaks = [peak for peak in step["peaks"] if peak is not None]
+    finite = all(map(math.isfinite, step["losses"]))
     return {
         "run": _run(job, step),
         "layers": _layers(workload, job, step["order"]),
         "traffic": traffic,
         "memory": {
-            "planned_bytes": max(_peak(memory, step["activations"]) for memory in by_phase.values()),
+            # In a step, or in an average, when activations are gone.
+            "planned_bytes": max(
+                max(memory["step_bytes"] + step["activations"], memory["average_bytes"]) for memory in by_phase.values()
+            ),
             "state_bytes": max(memory["held_bytes"] for memory in by_phase.values()),
             "by_phase": by_phase,
             "activation_bytes": step["activations"],
@@ -98,8 +108,8 @@ def _report(job: Job, step: dict[str, Any]) -> dict[str, Any]:
             "device_bytes": step["device"].get("bytes"),
         },
         "step": {
-            "finite": _finite(step),
-            "loss": fmean(step["losses"]) if _finite(step) else None,
+            "finite": finite,
+            "loss": fmean(step["losses"]) if finite else None,
             "losses": [loss if math.isfinite(loss) else None for loss in step["losses"]],
             "examples": step["taken"],
             "seconds": step["seconds"],
@@ -108,13 +118,14 @@ def _report(job: Job, step: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(job: Job, step: dict[str, Any]) -> dict[str, Any]:
-    recipe, device = job.trained, step["device"]
+    recipe, device, config = job.trained, step["device"], describe(job.config)
+    usual = {field.name: field.default for field in dataclasses.fields(job.config)}
     return {
         "recipe": recipe.name,
         "summary": recipe.summary,
         "method": job.method,
-        "settings": _unusual(job.config),
-        "config": describe(job.config),
+        "settings": {name: value for name, value in config.items() if getattr(job.config, name) != usual[name]},
+        "config": config,
         "workers": len(step["losses"]),
         "groups": step["groups"],
         "nodes": step["nodes"],
@@ -134,12 +145,6 @@ def _run(job: Job, step: dict[str, Any]) -> dict[str, Any]:
         "device": device,
         "workers_per_device": step["workers_per_device"],
     }
-
-
-def _unusual(config: Any) -> dict[str, Any]:
-    """Fields without a default, or with a different value."""
-    usual = {field.name: field.default for field in dataclasses.fields(config)}
-    return {name: value for name, value in describe(config).items() if getattr(config, name) != usual[name]}
 
 
 def _rate(recipe: Recipe) -> dict[str, Any]:
@@ -187,15 +192,12 @@ def _fates(workload: Workload, config: Any, order: list[str]) -> dict[str, str]:
     return {layer.key: "factored" for layer in factored} | {each.name: f"full: {each.why}" for each in kept}
 
 
-def _peak(memory: dict[str, Any], activations: int) -> int:
-    """Of a phase: in a step, or in an average, when activations are gone."""
-    return max(memory["step_bytes"] + activations, memory["average_bytes"])
-
-
 def _traffic(job: Job, workload: Workload, workers: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the whole run would send, as in `thinwire plan`, and what a worker holds in each phase."""
+    here = place()
+    machines = here.world_size // here.local_size if here else 1
     # Only bytes are used, so a step may take any time.
-    layout, watch = Layout(workers=workers, nodes=_nodes()), Stopwatch(workload, given(1.0))
+    layout, watch = Layout(workers=workers, nodes=machines if machines > 1 else None), Stopwatch(workload, given(1.0))
     plan = make_plan(workload, {job.method: job.config}, layout, Links(), stopwatch=watch)
     (row,) = plan.as_dict()["methods"]
     usual = plan.baseline.slow_bytes / workload.steps
@@ -204,13 +206,6 @@ def _traffic(job: Job, workload: Workload, workers: int) -> tuple[dict[str, Any]
     known = METHODS[job.method].method.phases
     steps = {phase: row["steps_by_phase"][phase] for phase in known if phase in row["steps_by_phase"]}
     return {**totals, "phases": _phases(plan.rows[0], steps, usual)}, row["memory_by_phase"]
-
-
-def _nodes() -> int | None:
-    """The number of machines in this process's job; None for one."""
-    here = place()
-    machines = here.world_size // here.local_size if here else 1
-    return machines if machines > 1 else None
 
 
 def _phases(row: Row, steps: dict[str, int], usual: float) -> list[dict[str, Any]]:
@@ -244,15 +239,6 @@ def _by_phase(forecast: Forecast) -> dict[str, int]:
     return sent
 
 
-def _finite(step: dict[str, Any]) -> bool:
-    return all(math.isfinite(loss) for loss in step["losses"])
-
-
-# With more weights than _MOST, only the first and the last are shown.
-_MOST, _FIRST, _LAST = 30, 24, 4
-_OPTIMIZER = ("momentum", "betas", "weight_decay")
-
-
 def show(report: dict[str, Any]) -> None:
     console = wide_console(highlight=False)
     for part in (_run_table(report), _layers_table(report["layers"]), _traffic_table(report), _step_table(report)):
@@ -278,24 +264,23 @@ def _run_table(report: dict[str, Any]) -> Table:
     run = report["run"]
     out = _pairs("The run")
     out.add_row("recipe", f"{run['recipe']}: {run['summary']}")
-    out.add_row("method", _method(run))
+    settings = ", ".join(f"{name}={_plain(value)}" for name, value in run["settings"].items())
+    out.add_row("method", f"{run['method']}: {settings}" if settings else f"{run['method']}, with its defaults")
     out.add_row("workers", _workers(run))
     out.add_row("batch", f"{run['batch']:,} examples, {_range(run['batch_per_worker'])} per worker")
     length = f"{units.count(run['steps'], 'step')} in {units.count(run['epochs'], 'epoch')}"
     length += f", {run['passes']:.3g} passes over this data"
     out.add_row("length", f"{length}, seed {run['seed']}")
-    out.add_row("data", _data(run["data"]))
+    parts = {"train": "to train on", "validation": "to validate on", "heldout": "held out"}
+    sizes = run["data"]
+    out.add_row("data", ", ".join(f"{sizes[part]:,} {name}" for part, name in parts.items() if sizes[part]))
     out.add_row("optimizer", _optimizer(run))
     out.add_row("rate", _rate_text(run))
-    out.add_row("precision", _precision(run))
+    only_gpu = run["autocast_on_gpu"] and run["precision"] == "fp32"
+    out.add_row("precision", run["precision"] + (", as on every CPU; bf16 autocast on a GPU" if only_gpu else ""))
     out.add_row("device", _device(run))
     out.add_row("folder", f"{report['out']['folder']} ({report['out']['then']})")
     return out
-
-
-def _method(run: dict[str, Any]) -> str:
-    settings = ", ".join(f"{name}={_plain(value)}" for name, value in run["settings"].items())
-    return f"{run['method']}: {settings}" if settings else f"{run['method']}, with its defaults"
 
 
 def _workers(run: dict[str, Any]) -> str:
@@ -316,11 +301,6 @@ def _range(ends: list[int]) -> str:
     return " to ".join(f"{end:,}" for end in dict.fromkeys((ends[0], ends[-1])))
 
 
-def _data(sizes: dict[str, int | None]) -> str:
-    names = {"train": "to train on", "validation": "to validate on", "heldout": "held out"}
-    return ", ".join(f"{sizes[part]:,} {name}" for part, name in names.items() if sizes[part])
-
-
 def _optimizer(run: dict[str, Any]) -> str:
     known = {name: run.get(f"optimizer.{name}") for name in ("lr", *_OPTIMIZER)}
     words = [f"{name} {_plain(value)}" for name, value in known.items() if value]
@@ -336,11 +316,6 @@ def _rate_text(run: dict[str, Any]) -> str:
         for share in (rate["first"], rate["highest"], rate["last"])
     )
     return f"{rate['name']}: {first} first, {highest} highest (step {rate['highest_at']:,}), {last} last"
-
-
-def _precision(run: dict[str, Any]) -> str:
-    only_gpu = run["autocast_on_gpu"] and run["precision"] == "fp32"
-    return run["precision"] + (", as on every CPU; bf16 autocast on a GPU" if only_gpu else "")
 
 
 def _device(run: dict[str, Any]) -> str:
@@ -417,12 +392,9 @@ def _traffic_table(report: dict[str, Any]) -> Table:
 def _sent(row: dict[str, Any], ranged: bool) -> list[str]:
     each, ends = row["slow_bytes_per_step"], row["slow_bytes_range"]
     span = ["" if ends is None else f"{size(ends[0])} to {size(ends[1])}"][: int(ranged)]
-    return ["–" if each is None else size(each), size(row["slow_bytes"]), *span, _share(row)]
-
-
-def _share(row: dict[str, Any]) -> str:
     share = row["traffic_vs_allreduce_fp32"]
-    return "< 0.001" if share and share < 0.0005 else ratio(share)
+    compared = "< 0.001" if share and share < 0.0005 else ratio(share)
+    return ["–" if each is None else size(each), size(row["slow_bytes"]), *span, compared]
 
 
 def _of_traffic(traffic: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""`thinwire netbench`."""
+"""`thinwire netbench`, and the tables of its results."""
 
 from __future__ import annotations
 
@@ -25,6 +25,15 @@ from thinwire.netbench.hosts import clean, parse_rate
 from thinwire.recipes import named
 from thinwire.report.live import in_place
 from thinwire.report.tables import fitting, simple_table, size, wide_console
+
+_CAPTION = (
+    "Bytes per host, mean over hosts. Ledger is what Thinwire counted, kernel what the interface sent; left is the "
+    "kernel's count minus 66 bytes of headers per packet and the ledger's. Wire is the share of time spent waiting."
+)
+# Below this the remainder is shown in bytes: a percentage of very little means nothing.
+_LITTLE = 100_000
+_HEADINGS = ("method", "per step", "planned", "speed-\nup", "plan-\nned", "wire", "ledger", "kernel", "headers", "left")
+_DISPENSABLE = ("headers", "kernel", "plan-\nned", "wire")
 
 
 @click.command()
@@ -76,14 +85,11 @@ def _during(console: Console, what: str, job: Job | None = None) -> AbstractCont
     return console.status(Text(f"{what} …")) if job is None else shown(job, what, console, silent=False)
 
 
-def _rates(text: str) -> list[float | None]:
-    rates = [parse_rate(part.strip()) for part in text.split(",") if part.strip()]
-    if not rates:
-        raise ConfigError(f"`--rates`={text!r} has no rate; write one or more, such as 100Mbit,1Gbit,unshaped")
-    return rates
-
-
 def _bench(recipe: str, flags: dict[str, Any]) -> Bench:
+    rates = [parse_rate(part.strip()) for part in flags["rates"].split(",") if part.strip()]
+    if not rates:
+        given = flags["rates"]
+        raise ConfigError(f"`--rates`={given!r} has no rate; write one or more, such as 100Mbit,1Gbit,unshaped")
     trained = named(recipe, steps=flags["steps"])
     hosts = flags["hosts"]
     workers = flags["workers"] or hosts
@@ -105,20 +111,10 @@ def _bench(recipe: str, flags: dict[str, Any]) -> Bench:
         base=base,
         variants=variants(flags["methods"], flags["settings"], trained.scheduled),
         hosts=hosts,
-        rates=_rates(flags["rates"]),
+        rates=rates,
         name=flags["name"],
         keep=flags["keep"],
     )
-
-
-_CAPTION = (
-    "Bytes per host, mean over hosts. Ledger is what Thinwire counted, kernel what the interface sent; left is the "
-    "kernel's count minus 66 bytes of headers per packet and the ledger's. Wire is the share of time spent waiting."
-)
-# Below this the remainder is shown in bytes: a percentage of very little means nothing.
-_LITTLE = 100_000
-_HEADINGS = ("method", "per step", "planned", "speed-\nup", "plan-\nned", "wire", "ledger", "kernel", "headers", "left")
-_DISPENSABLE = ("headers", "kernel", "plan-\nned", "wire")
 
 
 def tables(found: dict[str, Any], width: int = 120) -> Iterator[Table]:

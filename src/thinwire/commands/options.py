@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options that several commands have, and the fields of a method in `thinwire run RECIPE --method METHOD --help`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import textwrap
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +70,15 @@ of_training = [
 """What a run is, besides its method and its seed."""
 
 
-def training(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add these."""
-    for option in reversed(of_training):
-        command = option(command)
-    return command
+def all_of(options: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    """Decorate a command with several options, in their order."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 _WRITTEN = {"set": "settings", "with": "arguments"}
@@ -136,9 +140,11 @@ def rows(config: type, defaults: Mapping[str, Any]) -> Iterator[tuple[str, str]]
     """Each field's name, and its docstring with what it takes and its default, by the recipe where that has one."""
     hints, docstrings = typing.get_type_hints(config), field_docstrings(config)
     for field in dataclasses.fields(config):
-        default = defaults.get(field.name, _default(field))
+        usual = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = defaults.get(field.name, usual)
         notes = [allowed(hints[field.name])]
-        notes += [] if default is dataclasses.MISSING else [f"default: {show(_plain(default))}"]
+        if default is not dataclasses.MISSING:
+            notes.append(f"default: {show(list(default) if isinstance(default, tuple) else default)}")
         yield field.name, f"{docstrings.get(field.name, '')}  [{'; '.join(notes)}]".strip()
 
 
@@ -152,13 +158,3 @@ def field_docstrings(cls: type) -> dict[str, str]:
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
                 found[ast.unparse(field.target)] = inspect.cleandoc(str(text.value.value))
     return found
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

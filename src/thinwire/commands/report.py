@@ -1,4 +1,7 @@
-"""`thinwire report`, and what other commands write at their end."""
+"""Commands that read finished runs: `thinwire report`, `plot`, `runs`; and the report that other commands end with.
+
+The files of runs hold the same figures, so a page or a picture that cannot be written loses nothing.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,16 @@ from thinwire.report.tables import figure, ratio, size, wide_console
 from thinwire.report.under_way import in_words, so_far
 
 _FIGURES = "figures"
+RELOAD_S = 5
+_LOOK_S = 1.0
+_SHARE = 0.1
+"""Of the time that may be spent on writing pages."""
+_MOST_RUNS = 6
+"""Runs up to which each has pictures of its layers."""
+_FORMATS = (".png", ".svg", ".pdf")
+_RUNS_COLUMNS = ("date", "recipe", "method", "status", "result", "slow link", "vs all-reduce", "folder")
+_RUNS_WIDTH = 160
+"""Where the terminal's is unknown."""
 
 
 @click.command()
@@ -81,7 +94,8 @@ def read_content(folders: Iterable[Path], *, may_be_empty: bool = False) -> Cont
     benches = {folder: bench for folder in folders if (bench := read_bench(folder))}
     found: dict[Path, Found] = {}
     for folder in folders:
-        links = _links(folder, benches[folder]["rates"]) if folder in benches else {}
+        rates = benches[folder]["rates"] if folder in benches else []
+        links = {folder / at["folder"] / row["folder"]: at["rate"] for at in rates for row in at["methods"]}
         found |= {place: look(place, link=links.get(place)) for place in links or run_folders(folder)}
     runs = [each.run for each in found.values() if each.run]
     lost = [each for each in found.values() if not each.run]
@@ -95,11 +109,6 @@ def read_content(folders: Iterable[Path], *, may_be_empty: bool = False) -> Cont
     order = [at["rate"] for bench in benches.values() for at in bench["rates"]]
     runs.sort(key=lambda run: order.index(link) if (link := run.summary.get("link")) in order else -1)
     return Content(runs, [_in_words(each) for each in lost], list(benches.values()))
-
-
-def _links(folder: Path, rates: list[dict[str, Any]]) -> dict[Path, str]:
-    """Where netbench put its runs, and the rate of each."""
-    return {folder / at["folder"] / row["folder"]: at["rate"] for at in rates for row in at["methods"]}
 
 
 def _in_words(found: Found) -> str:
@@ -181,12 +190,6 @@ def page_of_bench(folder: Path, *, silent: bool) -> None:
         click.echo(f"thinwire: no report: {one_line(error)}", err=True)
 
 
-RELOAD_S = 5
-_LOOK_S = 1.0
-_SHARE = 0.1
-"""Of the time that may be spent on writing pages."""
-
-
 def keep_up(folders: Sequence[Path], place: Path, *, quiet: bool) -> list[Run]:
     """Write the page again and again until all runs have ended, or Ctrl-C; then those that were still under way."""
     followed = Followed(folders, find=run_folders)
@@ -220,9 +223,6 @@ def _under_way(runs: list[FollowedRun]) -> list[Run]:
     return [known for run in runs if run.end != FINISHED and (known := so_far(run))]
 
 
-_MOST_RUNS = 6
-"""Runs up to which each has pictures of its layers."""
-
 Draw = Callable[[], Path | None]
 
 
@@ -243,11 +243,17 @@ def draw_comparison(
     # A link to a run elsewhere is read, and nothing is written there.
     own = [run for run in runs if run.folder == folder or not run.folder.is_symlink()]
     own = own if len(own) <= _MOST_RUNS else []  # each takes a second, and the page shows them
-    curves = [partial(_curves, runs, rows, picture, known) for rows in tables] if len(tables) == 1 else []
-    found = drawn([*curves, *_stability(own), *(partial(draw_ranks, r) for r in own)])
+
+    def draw_curves() -> Path:
+        draw(runs, tables[0], picture, known)
+        return picture
+
+    is_one = len(tables) == 1
+    of_runs = [partial(draw_one, run) for draw_one in (draw_stability, draw_ranks) for run in own]
+    found = drawn([*([draw_curves] if is_one else []), *of_runs])
     if silent:
         return
-    if not curves:
+    if not is_one:
         click.echo("no comparison.png: runs of several recipes, metrics or splits are compared in report.html")
     ranks = [path for path in found if path.name == "ranks.png"]
     for path in found:
@@ -259,7 +265,7 @@ def draw_comparison(
 
 def draw_stabilities(runs: list[Run], *, silent: bool) -> None:
     """One picture for every run that recorded the stability of its bases."""
-    for path in drawn(_stability(runs)):
+    for path in drawn(partial(draw_stability, run) for run in runs):
         if not silent:
             click.echo(f"picture: {path}")
 
@@ -278,18 +284,6 @@ def drawn(pictures: Iterable[Draw], what: str = "picture") -> list[Path]:
         else:
             found += [path] if path else []
     return found
-
-
-def _curves(runs: list[Run], rows: list[dict[str, Any]], path: Path, known: Mapping[Path, np.ndarray] | None) -> Path:
-    draw(runs, rows, path, known)
-    return path
-
-
-def _stability(runs: list[Run]) -> list[Draw]:
-    return [partial(draw_stability, run) for run in runs]
-
-
-_FORMATS = (".png", ".svg", ".pdf")
 
 
 @click.command()
@@ -326,11 +320,6 @@ def plot(folders: tuple[Path, ...], over: str, show: str | None, out: Path, over
     click.echo(json.dumps(as_rows(found, settings), indent=2) if as_json else f"picture: {out}")
 
 
-_RUNS_COLUMNS = ("date", "recipe", "method", "status", "result", "slow link", "vs all-reduce", "folder")
-_RUNS_WIDTH = 160
-"""Where the terminal's is unknown."""
-
-
 @click.command()
 @click.argument(
     "folder", metavar="[DIR]", default=Path("runs"), type=click.Path(path_type=Path, exists=False, file_okay=False)
@@ -344,20 +333,19 @@ def runs(folder: Path, as_json: bool) -> None:
     """
     if not folder.is_dir():
         raise ConfigError(f"there is no folder `{folder}`; give the folder that `thinwire run … --out` wrote to")
-    rows = _runs_rows(folder, find(folder))
+    found = find(folder)
+    finished = [each.run for each in found if each.run]
+    named, share = labels(finished), shares(finished)
+    rows = [_runs_row(folder, each, named, share) for each in found]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
     elif rows:
         wide_console(_RUNS_WIDTH).print(_runs_table(rows))
-        _say_what_is_wrong(rows)
+        for row in rows:
+            if row["note"]:  # below the table: a reason does not fit a column
+                click.echo(printable(f"{row['folder']}: {row['status']}: {row['note']}"))
     else:
         click.echo(f"no run in {folder} or below; train one with `thinwire run digits --method ab`")
-
-
-def _runs_rows(top: Path, found: list[Found]) -> list[dict[str, Any]]:
-    finished = [each.run for each in found if each.run]
-    named, share = labels(finished), shares(finished)
-    return [_runs_row(top, each, named, share) for each in found]
 
 
 def _runs_row(top: Path, found: Found, named: dict[Path, str], share: dict[Path, float | None]) -> dict[str, Any]:
@@ -409,10 +397,3 @@ def _runs_cells(row: dict[str, Any]) -> list[str]:
         ratio(row["traffic_vs_allreduce_fp32"]),
         row["folder"],
     ]
-
-
-def _say_what_is_wrong(rows: list[dict[str, Any]]) -> None:
-    """Below the table: a reason does not fit a column."""
-    for row in rows:
-        if row["note"]:
-            click.echo(printable(f"{row['folder']}: {row['status']}: {row['note']}"))

@@ -1,4 +1,7 @@
-"""The sources of `thinwire export` as models in memory: a finished run, an unfinished one, a user's function."""
+"""The sources of `thinwire export` as models in memory: a finished run, an unfinished one, a user's function.
+
+Of a run that was saved while groups train apart, the groups' copies are merged by the config, as `finish` would.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,11 @@ _DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16
 _POSITION = checkpoint.POSITION | {"identity": {"recipe": TEXT, "steps": COUNT, "split?": TEXT}}
 _ROUNDING = 1e-5
 """Singular values below this fraction of the largest are rounding errors; a layer keeps the rank it had."""
+_HOW = {
+    "mean": "this is the mean of {} groups' copies",
+    "trained": "this is the mean of {} groups' copies, and of each factor among those that trained it",
+    "weighted": "this is the mean of {} groups' copies, weighted by their losses",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +144,14 @@ def of_function(text: str, weights: Path | None) -> Found:
     if weights is not None:
         _fill_from(model, weights, text)
     if inputs is not None:
-        _check_inputs(model, inputs, text)
+        args, keywords = arguments(inputs)
+        try:
+            with torch.no_grad():
+                model.eval()(*args, **keywords)
+        except Exception as error:
+            raise ConfigError(
+                f"the model of {text} fails on its own inputs: {type(error).__name__}: {error}"
+            ) from error
     origin = f"the model of {text}, {f'with the weights of {weights}' if weights else 'with its own weights'}"
     return Found(model=model.to(own_device()), origin=origin, example=inputs, **_sizes(model))
 
@@ -158,17 +173,14 @@ def recipe_of(about: Mapping[str, Any], given: str | None) -> Recipe:
 
 
 def _built(recipe: Recipe, data: Path | None) -> tuple[Source | NoData, nn.Module]:
-    source = _source(recipe, data)
-    return source, recipe.model(cast(Source, source)).to(own_device())
-
-
-def _source(recipe: Recipe, data: Path | None) -> Source | NoData:
+    source: Source | NoData
     try:
-        return recipe.source(data)
+        source = recipe.source(data)
     except ConfigError as error:
         if data is not None:
             raise
-        return NoData(recipe, error)
+        source = NoData(recipe, error)
+    return source, recipe.model(cast(Source, source)).to(own_device())
 
 
 def _judged(recipe: Recipe, source: Source | NoData) -> dict[str, Any]:
@@ -244,15 +256,6 @@ def _fill_from(model: nn.Module, weights: Path, text: str) -> None:
         raise _misfit(f"`{weights}`", f"the model of {text}", error) from error
 
 
-def _check_inputs(model: nn.Module, inputs: Any, text: str) -> None:
-    args, keywords = arguments(inputs)
-    try:
-        with torch.no_grad():
-            model.eval()(*args, **keywords)
-    except Exception as error:
-        raise ConfigError(f"the model of {text} fails on its own inputs: {type(error).__name__}: {error}") from error
-
-
 def _misfit(what: str, where: str, error: Exception) -> ConfigError:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return ConfigError(f"{what} does not fit {where}: {' '.join(lines[:2])}")
@@ -273,13 +276,6 @@ def _merged(folder: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
     rest = [size / sum(sizes) for size in sizes]
     of_factors = _by_who_trained(sizes, state)
     return {name: _mean([copy[name] for copy in copies], of_factors.get(name, rest)) for name in copies[0]}
-
-
-_HOW = {
-    "mean": "this is the mean of {} groups' copies",
-    "trained": "this is the mean of {} groups' copies, and of each factor among those that trained it",
-    "weighted": "this is the mean of {} groups' copies, weighted by their losses",
-}
 
 
 def _how_merged(state: Mapping[str, Any]) -> str:

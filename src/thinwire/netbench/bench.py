@@ -1,6 +1,7 @@
 """Run a recipe with several methods over shaped links, and compare the ledger with the kernel's counters.
 
-For every rate the plan is computed first; then the methods run, one after the other, on the same hosts.
+A short all-reduce run over unshaped links calibrates plans to this machine. Then, for every rate, the plan is computed
+first, and the methods run, one after the other, on the same hosts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from thinwire.comm.counters import HEADERS
 from thinwire.launch.jobs import Job, Variant
 from thinwire.launch.launcher import HostSpec
 from thinwire.netbench.hosts import Hosts, Probe, check
-from thinwire.netbench.namespaces import Counters
 from thinwire.plan import compute
 from thinwire.plan.forecast import Layout, Links
 from thinwire.plan.planner import Stopwatch, make_plan
@@ -27,6 +27,11 @@ from thinwire.report.records import BASELINE, read_records
 from thinwire.train.folder import locked, refuse_locked, refuse_occupied
 
 RESULT = "netbench.json"
+CALIBRATION = "calibration"
+"""Folder of the calibration run."""
+_STEPS = 40
+# Between workers of one host: its loopback.
+_FAST = {"fast_bandwidth": 10e9, "fast_latency": 15e-6}
 
 
 class During(Protocol):
@@ -121,8 +126,9 @@ class Bench:
             rows.append({"method": v.label, **measured, "planned": row})
             if row["slow_bytes_range"]:
                 (rows[-1]["planned_with_ranks"],) = planned({v.label: job.config}, job.out)
-        usual = (row["step_s"] for (v, job), row in zip(jobs, rows, strict=True) if _is_baseline(job))
-        baseline = next(usual, None)
+        # Planned speed-ups are relative to this job too.
+        usual = (job.method == BASELINE and job.config.wire == "fp32" for _, job in jobs)
+        baseline = next((row["step_s"] for row, is_usual in zip(rows, usual, strict=True) if is_usual), None)
         for row in rows:
             row["speedup"] = baseline / row["step_s"] if baseline else None
         return {
@@ -136,11 +142,6 @@ class Bench:
 
 def _label(rate: float | None) -> str:
     return units.rate(rate) if rate else "unshaped"
-
-
-def _is_baseline(job: Job) -> bool:
-    """Whether planned speed-ups are relative to this job."""
-    return job.method == BASELINE and job.config.wire == "fp32"
 
 
 def _own_lines(say: Callable[[str], None]) -> Callable[[str], None]:
@@ -164,14 +165,12 @@ def _measured(job: Job, lab: Hosts, say: Callable[[str], None]) -> dict[str, Any
         "traffic_vs_allreduce_fp32": summary["traffic_vs_allreduce_fp32"],
         "phases": phases,
         "whole": _sum(phases),
-        "hosts": [_sent(*both) for both in zip(before, after, strict=True)],
+        # What each sent, from torchrun's first packet to its last.
+        "hosts": [
+            {"sent_bytes": ended.sent_bytes - began.sent_bytes, "sent_packets": ended.sent_packets - began.sent_packets}
+            for began, ended in zip(before, after, strict=True)
+        ],
     }
-
-
-def _sent(before: Counters, after: Counters) -> dict[str, int]:
-    """What a host sent, from torchrun's first packet to its last."""
-    packets = after.sent_packets - before.sent_packets
-    return {"sent_bytes": after.sent_bytes - before.sent_bytes, "sent_packets": packets}
 
 
 def _cpu_ticks() -> tuple[int, int]:
@@ -206,13 +205,6 @@ def _seconds_per_step(folder: Path) -> float:
     if first is last:
         return first["wall_s"]
     return (last["wall_s"] - first["wall_s"]) / (last["step"] - first["step"])
-
-
-CALIBRATION = "calibration"
-"""Folder of the calibration run."""
-_STEPS = 40
-# Between workers of one host: its loopback.
-_FAST = {"fast_bandwidth": 10e9, "fast_latency": 15e-6}
 
 
 @dataclass(frozen=True)

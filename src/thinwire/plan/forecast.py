@@ -51,7 +51,10 @@ class Layout:
     def views(self, group_size: Any, most: int) -> list[Topology]:
         """Seen from the first worker of each node, or of a few nodes if there are more than `most`."""
         first = _arranged(self, group_size)
-        return [first.seen_from(first.nodes[view][0]) for view in _views(len(first.nodes), most)]
+        count = len(first.nodes)
+        # One from each half if there are many; those near a tree's root send more.
+        chosen = range(count) if count <= most else (count // 4, count - 1)
+        return [first.seen_from(first.nodes[node][0]) for node in chosen]
 
     def over(self, nodes: int, group_size: Any) -> "Layout":
         """As many workers per node on another number of nodes."""
@@ -181,7 +184,7 @@ class Forecast:
                 total[call.phase] += times * max(0.0, seconds - hidden)
         for exchange, times in simulation.exchanges.items():
             step = self._computing(simulation, exchange.phase)
-            ready = step.ready_at([_size(part) for part in exchange.parts])
+            ready = step.ready_at([max(sent.slow_queue, sent.fast_queue) for sent in exchange.parts])
             total[exchange.phase] += times * links.exposed(exchange.parts, ready, step.backward)
         return dict(total)
 
@@ -206,15 +209,6 @@ def _arranged(layout: Layout, group_size: Any) -> Topology:
     nodes = layout.nodes or 1
     first = arrange(0, [r * nodes // layout.workers for r in range(layout.workers)], group_size)
     return replace(first, algorithm=layout.algorithm)
-
-
-def _size(sent: Sent) -> int:
-    return max(sent.slow_queue, sent.fast_queue)
-
-
-def _views(nodes: int, most: int) -> list[int]:
-    """Nodes to simulate: all, or one from each half if there are many; those near a tree's root send more."""
-    return list(range(nodes)) if nodes <= most else [nodes // 4, nodes - 1]
 
 
 def _role(config: Any, view: Topology) -> Hashable:

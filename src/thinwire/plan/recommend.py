@@ -1,4 +1,8 @@
-"""Which method of a plan to use: the fastest one on its links whose limits allow it, and why."""
+"""Which method of a plan to use: the fastest one on its links whose limits allow it, and why.
+
+Limits are where a method was measured to lose accuracy, and this is the only place for them. A plan knows bytes and
+seconds; what is known about accuracy was measured in the studies that are named here.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -15,6 +19,17 @@ from thinwire.plan.workload import Workload
 
 GAINS, ALIKE = 1.1, 1.05
 """A smaller speed-up does not pay for a change; times closer than this are the same, as far as a plan can tell."""
+# The rows of the README, those first that are planned quickly.
+_ROWS = (
+    "allreduce",
+    "allreduce:wire=int8",
+    "diloco:every=24:wire=int2:outer=1.0/0.5:warmup=0.05:warmup_wire=lowrank:16",
+    "ab",
+)
+# What docs/training-apart.md has for words.
+_WITH_WORDS = "localsgd:every=3:wire=int2:second_moment=shared:warmup=0.05:warmup_wire=lowrank:16"
+# Rows of an embedding: of characters, bytes and positions there are fewer, of words and their pieces more.
+_VOCABULARY = 5_000
 
 
 @dataclass(frozen=True)
@@ -130,19 +145,6 @@ def _is_baseline(config: Any) -> bool:
 
 def _times(factor: float) -> str:
     return f"{factor:.2g} times"
-
-
-# The rows of the README, those first that are planned quickly.
-_ROWS = (
-    "allreduce",
-    "allreduce:wire=int8",
-    "diloco:every=24:wire=int2:outer=1.0/0.5:warmup=0.05:warmup_wire=lowrank:16",
-    "ab",
-)
-# What docs/training-apart.md has for words.
-_WITH_WORDS = "localsgd:every=3:wire=int2:second_moment=shared:warmup=0.05:warmup_wire=lowrank:16"
-# Rows of an embedding: of characters, bytes and positions there are fewer, of words and their pieces more.
-_VOCABULARY = 5_000
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a plan is made for: a model, what a run needs of it, and what one forward pass through it shows."""
+"""What a plan is made for, from a recipe or a user's function: a model, what a run needs of it, what a pass shows."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -33,6 +33,9 @@ _MISSING = (
     "old versions of numpy and matplotlib), or use `--engine optuna` on one machine"
 )
 
+_PAUSE = 0.02
+"""Seconds between looks. MPI itself looks without a pause, on a core that a trial needs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evolution:
@@ -254,12 +257,13 @@ def _restore(propulator: Any, search: Search, pending: Pending, limits: Mapping[
     pending.trials = sorted((trial for trial in mine if not trial.has_ended), key=lambda trial: trial.generation)
 
 
-_PAUSE = 0.02
-"""Seconds between looks. MPI itself looks without a pause, on a core that a trial needs."""
-
-
 class NonBlocking:
-    """A communicator of mpi4py whose `send` returns at once, and whose `barrier` leaves the core to others."""
+    """A communicator of mpi4py whose `send` returns at once, and whose `barrier` leaves the core to others.
+
+    Propulate sends with MPI's blocking `send`, which may wait until the receiver calls MPI itself. Open MPI 5 does so
+    over shared memory, inside a node, however small the message is; and the receiver calls MPI after its trial. So
+    islands would wait for each other's trials.
+    """
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm

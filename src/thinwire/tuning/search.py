@@ -40,6 +40,19 @@ _FLAGS = {
 RATE, ARGUMENT, SCALE = "rate.", "with.", "lr_scale"
 _SAME = (("lr", SCALE), ("steps", "epochs"))
 """Parameters that say the same, so that a space has one of them."""
+TRIAL_FILE = "trial.json"
+ERRORS, LOG = "errors", "log.txt"
+RUNNING, FINISHED, STOPPED = "running", "finished", "stopped early"
+_SCHEMA = {
+    **dict.fromkeys(("status", "reason"), TEXT),
+    **dict.fromkeys(("island", "worker", "generation"), COUNT),
+    "codes": {str: NUMBER},
+    "values": {str: ANY},
+    "figures": {str: FIGURE},
+    "loss": (None, NUMBER),
+    "seconds": NUMBER,
+    "curve": ANY,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,21 +280,6 @@ def _typed(name: str, text: str) -> Any:
     except ValueError:
         kind = "a whole number (write `from` and `to` without a point)" if _FLAGS[name] is int else "a number"
         raise ConfigError(f"`{name}`={text} must be {kind}") from None
-
-
-TRIAL_FILE = "trial.json"
-ERRORS, LOG = "errors", "log.txt"
-RUNNING, FINISHED, STOPPED = "running", "finished", "stopped early"
-_SCHEMA = {
-    **dict.fromkeys(("status", "reason"), TEXT),
-    **dict.fromkeys(("island", "worker", "generation"), COUNT),
-    "codes": {str: NUMBER},
-    "values": {str: ANY},
-    "figures": {str: FIGURE},
-    "loss": (None, NUMBER),
-    "seconds": NUMBER,
-    "curve": ANY,
-}
 
 
 @dataclass(kw_only=True)

@@ -237,6 +237,7 @@ _APART = {
 }
 _OUTER = {"outer": {"choices": ["none", "1.0/0.3", "1.0/0.5", "1.0/0.7", "0.7/0.9"]}}
 
+# Spaces by name, for `--space`. `lr_scale` multiplies the recipe's learning rate, so that they fit any recipe.
 PRESETS: dict[str, dict[str, Any]] = {
     "ab": {
         **_RATE,
