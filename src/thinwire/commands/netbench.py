@@ -86,10 +86,6 @@ def _during(console: Console, what: str, job: Job | None = None) -> AbstractCont
 
 
 def _bench(recipe: str, flags: dict[str, Any]) -> Bench:
-    rates = [parse_rate(part.strip()) for part in flags["rates"].split(",") if part.strip()]
-    if not rates:
-        given = flags["rates"]
-        raise ConfigError(f"`--rates`={given!r} has no rate; write one or more, such as 100Mbit,1Gbit,unshaped")
     trained = named(recipe, steps=flags["steps"])
     hosts = flags["hosts"]
     workers = flags["workers"] or hosts
@@ -107,9 +103,14 @@ def _bench(recipe: str, flags: dict[str, Any]) -> Bench:
         model=False,
         overwrite=flags["overwrite"],
     )
+    chosen = variants(flags["methods"], flags["settings"], trained.scheduled)
+    rates = [parse_rate(part.strip()) for part in flags["rates"].split(",") if part.strip()]
+    if not rates:
+        given = flags["rates"]
+        raise ConfigError(f"`--rates`={given!r} has no rate; write one or more, such as 100Mbit,1Gbit,unshaped")
     return Bench(
         base=base,
-        variants=variants(flags["methods"], flags["settings"], trained.scheduled),
+        variants=chosen,
         hosts=hosts,
         rates=rates,
         name=flags["name"],

@@ -46,7 +46,7 @@ from thinwire.tuning.api import (
     search_for,
 )
 from thinwire.tuning.by_propulate import Evolution, check_installed, in_mpi, world
-from thinwire.tuning.search import BEST, Limits, Search, Trial
+from thinwire.tuning.search import BEST, FINISHED, Limits, Search, Trial
 from thinwire.tuning.space import PRESETS
 
 _SHOWN = 10
@@ -266,7 +266,10 @@ class _SearchProgress:
         for trial in self._trials:
             if trial.has_ended and trial.name not in self._known:
                 self._known.add(trial.name)
-                text = f"{len(self._known)}/{self._total} {_line(self._search, trial)}"
+                became = f"{trial.status}: {trial.reason}"
+                if trial.status == FINISHED:
+                    became = _figures(self._search, trial)
+                text = f"{len(self._known)}/{self._total} {trial.name} {became} ({trial.settings()})"
                 running = sum(not other.has_ended for other in self._trials)
                 print_line(
                     self._console, text + self._best() + (f"; {running} running" if running else "") + self._left()
@@ -289,7 +292,7 @@ class _SearchProgress:
 
     def _best(self) -> str:
         ended = finished(self._trials)
-        return f"; best {figures(self._search, ended[0])}" if ended else ""
+        return f"; best {_figures(self._search, ended[0])}" if ended else ""
 
     def _left(self) -> str:
         done = len(self._known)
@@ -309,13 +312,7 @@ def _stand(run: FollowedRun) -> str:
     return f"{progress.title} step {progress.step:,} of {progress.steps or 0:,}, {progress.phase}{reached}"
 
 
-def _line(search: Search, trial: Trial) -> str:
-    if trial.status != "finished":
-        return f"{trial.name} {trial.status}: {trial.reason} ({trial.settings()})"
-    return f"{trial.name} {figures(search, trial)} ({trial.settings()})"
-
-
-def figures(search: Search, trial: Trial) -> str:
+def _figures(search: Search, trial: Trial) -> str:
     """What a finished trial reached."""
     shown = [f"{search.metric} {figure(search.metric, trial.figures[search.metric])}"]
     shown.append(f"bytes {trial.figures['bytes']:.4f}")

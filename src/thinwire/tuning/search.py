@@ -1,4 +1,7 @@
-"""A search: what is searched, in which folder, and its trials so far."""
+"""A search: what is searched, in which folder, and its trials so far.
+
+A trial is a run with certain settings, and what became of it. Its folder is that of a run, with a trial.json.
+"""
 
 from __future__ import annotations
 
@@ -237,7 +240,7 @@ class Search:
         """A new trial, written down before it runs."""
         taken = {trial.generation for trial in self.trials() if (trial.island, trial.worker) == (island, worker)}
         generation = next(number for number in count() if number not in taken)
-        folder = self.folder / folder_name(island, worker, generation)
+        folder = self.folder / f"trial-{island}-{worker}-{generation:04}"
         trial = Trial(
             folder=folder,
             codes=dict(codes),
@@ -325,22 +328,13 @@ class Trial:
         os.replace(new, self.folder / TRIAL_FILE)
 
 
-def folder_name(island: int, worker: int, generation: int) -> str:
-    """Unique in a search."""
-    return f"trial-{island}-{worker}-{generation:04}"
-
-
 def read_trials(search: Path) -> list[Trial]:
     """All trials of a search, in the order of their names."""
-    found = sorted(path.parent for path in search.glob(f"trial-*/{TRIAL_FILE}"))
-    return [_read(folder) for folder in found]
-
-
-def _read(folder: Path) -> Trial:
-    remedy = "remove its folder, and the trial is made again"
-    written: dict[str, Any] = read_json(folder / TRIAL_FILE, remedy, _SCHEMA)
-    names = {own.name for own in dataclasses.fields(Trial)}
-    return Trial(folder=folder, **{name: value for name, value in written.items() if name in names})
+    names, found = {own.name for own in dataclasses.fields(Trial)}, []
+    for file in sorted(search.glob(f"trial-*/{TRIAL_FILE}")):
+        written = read_json(file, "remove its folder, and the trial is made again", _SCHEMA)
+        found.append(Trial(folder=file.parent, **{name: value for name, value in written.items() if name in names}))
+    return found
 
 
 def remove(trial: Path) -> None:
