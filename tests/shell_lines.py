@@ -15,7 +15,7 @@ from thinwire.cli import main
 from thinwire.launch.jobs import Job, variants
 from thinwire.recipes import named
 from thinwire.tuning.objective import parse_objective
-from thinwire.tuning.presets import chosen_space
+from thinwire.tuning.space import chosen_space
 
 PLACEHOLDERS = {
     "METHOD": "ab",

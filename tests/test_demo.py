@@ -13,7 +13,7 @@ from thinwire.cli import main
 from thinwire.commands import demo
 from thinwire.launch.jobs import Job, variants
 from thinwire.netbench import hosts
-from thinwire.netbench.linked import nodes_for
+from thinwire.netbench.hosts import nodes_for
 
 SOURCES = Path(__file__).parents[1] / "src"
 

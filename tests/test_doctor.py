@@ -14,10 +14,11 @@ import needs
 from patience import LIMIT_S
 from thinwire.cli import main
 from thinwire.comm.probe import rings
-from thinwire.doctor import interfaces, links, machine, show
-from thinwire.doctor.interfaces import blocked, hints
+from thinwire.commands import doctor as command
+from thinwire.doctor import links, machine
+from thinwire.doctor.machine import blocked, hints
 from thinwire.netbench import hosts
-from thinwire.netbench import links as shaped
+from thinwire.netbench import namespaces as shaped
 from thinwire.plan.recommend import Choice, Recommendation
 
 STEPS = "40"
@@ -165,7 +166,7 @@ def test_interfaces_that_others_cannot_reach_are_hinted_at_once_for_all() -> Non
 
 
 def test_this_machine_has_a_loopback() -> None:
-    if found := interfaces.network()["interfaces"]:
+    if found := machine.network()["interfaces"]:
         assert found["lo"] == "127.0.0.1"
 
 
@@ -175,8 +176,8 @@ def test_rings() -> None:
 
 
 def test_ranks_in_words() -> None:
-    assert show.rank_names([3]) == "rank 3"
-    assert show.rank_names([0, 1, 2, 3, 7, 9, 10]) == "ranks 0 to 3, 7, 9 and 10"
+    assert command.rank_names([3]) == "rank 3"
+    assert command.rank_names([0, 1, 2, 3, 7, 9, 10]) == "ranks 0 to 3, 7, 9 and 10"
 
 
 def _report(rates: list[float]) -> dict[str, Any]:
@@ -193,22 +194,22 @@ def _report(rates: list[float]) -> dict[str, Any]:
 
 
 def test_a_slow_node_is_named() -> None:
-    said = show.text(_report([9e9, 9.4e9, 1e9, 0.9e9, 9.2e9]))
+    said = command.report_text(_report([9e9, 9.4e9, 1e9, 0.9e9, 9.2e9]))
     assert "slow: node 3 → node 4, 10 times slower than the fastest link" in said
     assert "node 3 is at the end of every slow link" in said
-    assert "slow" not in show.text(_report([9e9, 9.4e9, 8e9])).split("Links")[1]
+    assert "slow" not in command.report_text(_report([9e9, 9.4e9, 8e9])).split("Links")[1]
 
 
 def test_machines_that_differ_are_told_apart() -> None:
     report = _report([1e9, 1e9, 1e9])
     report["nodes"][1] |= {"cores": 128, "gpus": ["H200"] * 4}
     here = report["nodes"][0]["cores"]
-    said = show.text(report)
+    said = command.report_text(report)
     assert f"cores     {here} on nodes 0, 2; 128 on node 1" in said and "none on nodes 0, 2; 4 × H200 on node 1" in said
 
 
 def test_many_links_are_summed_up() -> None:
-    said = show.text(_report([1e9 + rank for rank in range(64)])).splitlines()
+    said = command.report_text(_report([1e9 + rank for rank in range(64)])).splitlines()
     assert len(said) < 35 and max(map(len, said)) < 400
     assert any(line.strip().startswith("56 others, up to") for line in said)
 
@@ -265,7 +266,7 @@ def test_a_slow_link_is_measured_and_named(tmp_path: Path) -> None:
         else:
             pytest.fail(f"not once in {visit + 1} visits: {found}")
     assert {link["interface"] for link in report["links"]["between"]} == {"wire0"}
-    assert "node 2 is at the end of every slow link" in show.text(report)
+    assert "node 2 is at the end of every slow link" in command.report_text(report)
 
 
 @needs_hosts

@@ -20,7 +20,7 @@ import gang
 import needs
 from thinwire.base.errors import ConfigError, ThinwireError
 from thinwire.netbench import hosts as netbench
-from thinwire.netbench import links
+from thinwire.netbench import namespaces
 from thinwire.netbench.hosts import Host, Hosts, check, clean, parse_rate, why_not
 
 NAME = f"twtest{os.getpid()}"
@@ -39,7 +39,7 @@ def _nothing_is_left() -> Iterator[None]:
 
 def left(name: str = NAME) -> list[str]:
     """Namespaces and records of this name."""
-    places = (links.NAMESPACES.glob(f"{name}-*"), Path("/run/thinwire").glob(f"{name}.json"))
+    places = (namespaces.NAMESPACES.glob(f"{name}-*"), Path("/run/thinwire").glob(f"{name}.json"))
     return sorted(str(path) for found in places for path in found)
 
 
@@ -58,9 +58,9 @@ def sleeper(host: Host) -> "subprocess.Popen[bytes]":
 
 def send(source: Host, target: Host, size: int) -> float:
     """Send `size` bytes over a plain socket; returns the seconds until the last has come."""
-    server = links.inside(target.namespace, lambda: socket.create_server((target.address, 0)))
+    server = namespaces.inside(target.namespace, lambda: socket.create_server((target.address, 0)))
     address = server.getsockname()
-    with server, links.inside(source.namespace, lambda: socket.create_connection(address, 5)) as out:
+    with server, namespaces.inside(source.namespace, lambda: socket.create_connection(address, 5)) as out:
         peer = server.accept()[0]
         begin = time.perf_counter()
 
@@ -117,7 +117,7 @@ def test_hosts_reach_each_other_and_nothing_else():
         assert [line.split()[0] for line in routes.splitlines()] == ["10.77.0.0/24"]
         for place, code in ((machine.getsockname(), errno.ECONNREFUSED), (("192.0.2.1", 9), errno.ENETUNREACH)):
             with pytest.raises(ThinwireError) as caught:
-                links.inside(first.namespace, lambda place=place: socket.create_connection(place, 5))
+                namespaces.inside(first.namespace, lambda place=place: socket.create_connection(place, 5))
             assert isinstance(caught.value.__cause__, OSError) and caught.value.__cause__.errno == code
 
 
@@ -195,7 +195,7 @@ def test_an_exception_leaves_nothing():
 @real
 @pytest.mark.parametrize("broken", ["_tbf", "_HARDWARE"])
 def test_a_failing_command_is_passed_on_and_leaves_nothing(monkeypatch, broken):
-    monkeypatch.setattr(links, broken, {"_tbf": lambda *_: "rubbish", "_HARDWARE": "rubbish"}[broken])
+    monkeypatch.setattr(namespaces, broken, {"_tbf": lambda *_: "rubbish", "_HARDWARE": "rubbish"}[broken])
     monkeypatch.setattr(netbench, "_check_machine", lambda: None)
     with pytest.raises(ThinwireError, match=r"`(ip|tc) .*rubbish.*` failed: .+"), Hosts(rate=1e9, name=NAME, keep=True):
         pass
@@ -278,12 +278,12 @@ def test_kept_hosts_stay_until_the_next_of_their_name():
     with Hosts(name=NAME, keep=True) as hosts:
         process = sleeper(hosts.hosts[0])
     assert process.wait(5) == -signal.SIGKILL
-    kept = os.stat(links.NAMESPACES / NAMES[1])
+    kept = os.stat(namespaces.NAMESPACES / NAMES[1])
     with Hosts(name=f"{NAME}x"):
         assert not set(clean()) & set(NAMES)
-    assert os.path.samestat(kept, os.stat(links.NAMESPACES / NAMES[1]))
+    assert os.path.samestat(kept, os.stat(namespaces.NAMESPACES / NAMES[1]))
     with Hosts(name=NAME):
-        assert not os.path.samestat(kept, os.stat(links.NAMESPACES / NAMES[1]))
+        assert not os.path.samestat(kept, os.stat(namespaces.NAMESPACES / NAMES[1]))
     assert left() == []
     with Hosts(name=NAME, keep=True):
         pass
@@ -309,7 +309,7 @@ def test_namespaces_of_others_are_refused_and_spared():
         said = f"{NAMES[2]} exist and were not created by netbench; .*`ip netns delete {NAMES[2]}`.*`--name`"
         with pytest.raises(ConfigError, match=said):
             Hosts(name=NAME).__enter__()
-        assert left() == [str(links.NAMESPACES / NAMES[2])]
+        assert left() == [str(namespaces.NAMESPACES / NAMES[2])]
     finally:
         subprocess.run(["ip", "netns", "delete", NAMES[2]], check=True)
 
@@ -334,8 +334,8 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr("shutil.which", lambda tool: f"/sbin/{tool}")
     monkeypatch.setattr(netbench, "_RECORDS", tmp_path)
-    monkeypatch.setattr(links, "NAMESPACES", tmp_path / "netns")
-    monkeypatch.setattr(links, "run", lambda *words, **_: None)
+    monkeypatch.setattr(namespaces, "NAMESPACES", tmp_path / "netns")
+    monkeypatch.setattr(namespaces, "run", lambda *words, **_: None)
     yield monkeypatch
     monkeypatch.undo()  # before the fixture that looks at the real machine
 
@@ -390,8 +390,8 @@ def test_the_tools_are_needed(machine, missing):
 def test_a_kernel_that_refuses_is_quoted(machine, tool, said):
     def run(*words, **_):
         if words[0] == tool:
-            raise links.CommandError(" ".join(words), "Operation not permitted")
+            raise namespaces.CommandError(" ".join(words), "Operation not permitted")
 
-    machine.setattr(links, "run", run)
+    machine.setattr(namespaces, "run", run)
     with pytest.raises(ConfigError, match=rf"{said} \(Operation not permitted\); "):
         check(2, "x")

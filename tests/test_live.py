@@ -24,8 +24,8 @@ from test_report import _write_run
 from thinwire.cli import main
 from thinwire.comm.times import Clock, Times
 from thinwire.commands import watch as watching
-from thinwire.commands.doing import Doing
-from thinwire.compress import compress
+from thinwire.commands.watch import Doing
+from thinwire.replica.compress import compress
 from thinwire.report import live
 from thinwire.report.live import Followed, FollowedRun, Lines, in_place, line, panel
 from thinwire.report.progress import Progress, Tail

@@ -28,8 +28,7 @@ from thinwire.methods.sketch import SIZE
 from thinwire.methods.statistics import OuterStatistics
 from thinwire.plan import ranks as predicted
 from thinwire.plan.compute import given
-from thinwire.plan.forecast import Forecast, Layout
-from thinwire.plan.links import Links
+from thinwire.plan.forecast import Forecast, Layout, Links
 from thinwire.plan.simulate import Workload, simulate
 from under_way import leaves, waits
 

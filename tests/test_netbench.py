@@ -29,7 +29,7 @@ from thinwire.plan import ranks as predicted
 from thinwire.plan.compute import given
 from thinwire.plan.forecast import Forecast, Layout
 from thinwire.plan.planner import Stopwatch
-from thinwire.plan.workloads import of_recipe
+from thinwire.plan.workload import of_recipe
 from thinwire.train import fit
 
 SOURCES = Path(__file__).parents[1] / "src"

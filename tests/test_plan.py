@@ -23,15 +23,14 @@ from thinwire.cli import main
 from thinwire.comm.ledger import mean_over_nodes
 from thinwire.comm.sent import Sent
 from thinwire.comm.topology import Topology, arrange
+from thinwire.commands.plan import Rows
 from thinwire.plan import compute
 from thinwire.plan import ranks as predicted
 from thinwire.plan.compute import Compute, given, measure
-from thinwire.plan.forecast import Forecast, Layout
-from thinwire.plan.links import Links
+from thinwire.plan.forecast import Forecast, Layout, Links
 from thinwire.plan.planner import Stopwatch, make_plan, over_nodes, pays_below
-from thinwire.plan.show import Rows
 from thinwire.plan.simulate import Workload, simulate
-from thinwire.plan.workloads import of_recipe
+from thinwire.plan.workload import of_recipe
 from thinwire.recipes import Recipe, named
 from thinwire.train import fit
 from thinwire.train.task import PREDICT

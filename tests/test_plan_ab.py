@@ -9,17 +9,15 @@ import torch
 import gang
 import thinwire
 from thinwire.comm.topology import arrange
+from thinwire.commands.plan import beside, caption
 from thinwire.factor.convert import find_layers
 from thinwire.methods.sketch import sketch
 from thinwire.plan import ranks as predicted
 from thinwire.plan.compute import given
-from thinwire.plan.forecast import Forecast, Layout
-from thinwire.plan.links import Links
+from thinwire.plan.forecast import Forecast, Layout, Links
 from thinwire.plan.planner import Stopwatch, make_plan
-from thinwire.plan.show import beside, caption
 from thinwire.plan.simulate import Simulation, simulate
-from thinwire.plan.workload import Workload
-from thinwire.plan.workloads import of_recipe
+from thinwire.plan.workload import Workload, of_recipe
 from thinwire.recipes import named
 from worlds import adamw, batch, small_model, train_step
 

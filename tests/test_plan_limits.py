@@ -15,10 +15,9 @@ from thinwire.cli import main
 from thinwire.commands.plan import configs_of
 from thinwire.methods.registry import METHODS
 from thinwire.plan.compute import given
-from thinwire.plan.forecast import Layout
-from thinwire.plan.limits import LIMITS, limits_of
-from thinwire.plan.links import Links
+from thinwire.plan.forecast import Layout, Links
 from thinwire.plan.planner import Stopwatch, make_plan
+from thinwire.plan.recommend import LIMITS, limits_of
 from thinwire.plan.workload import Workload
 
 ROOT = Path(__file__).parents[1]

@@ -25,8 +25,7 @@ from thinwire.methods.diloco import DiLoCoMethod
 from thinwire.methods.local_sgd import LocalSGDMethod
 from thinwire.plan import ranks as predicted
 from thinwire.plan.compute import given
-from thinwire.plan.forecast import SOME_NODES, Forecast, Layout, simulate_views
-from thinwire.plan.links import Links
+from thinwire.plan.forecast import SOME_NODES, Forecast, Layout, Links, simulate_views
 from thinwire.plan.planner import Plan, Stopwatch, make_plan, over_nodes, total
 from thinwire.plan.shapes_only import ShapesOnly
 from thinwire.plan.simulate import Simulation, _Simulator, simulate

@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Rprop
 from every_method import BUILT_IN
 from thinwire.base.errors import ConfigError
 from thinwire.cli import main
-from thinwire.commands.fields import field_docstrings
+from thinwire.commands.options import field_docstrings
 from thinwire.experiments.data import Folder, Series
 from thinwire.experiments.data.image_folder import Files
 from thinwire.methods.registry import METHODS

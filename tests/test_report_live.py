@@ -14,7 +14,7 @@ from patience import until
 from test_live import evaluated, start, taken, write
 from test_report import _write_run
 from thinwire.cli import main
-from thinwire.commands import report_live
+from thinwire.commands import report
 from thinwire.report import live, read_runs
 from thinwire.report.live import FollowedRun, so_far
 from thinwire.report.page import live_part, write_page
@@ -24,8 +24,8 @@ from thinwire.report.progress import Progress
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch) -> None:
-    monkeypatch.setattr(report_live, "_LOOK_S", 0.02)
-    monkeypatch.setattr(report_live, "RELOAD_S", 0)
+    monkeypatch.setattr(report, "_LOOK_S", 0.02)
+    monkeypatch.setattr(report, "RELOAD_S", 0)
     monkeypatch.setattr(live, "_LOOK_EVERY_S", -1.0)
 
 
@@ -82,7 +82,7 @@ def test_the_page_follows_a_run_and_is_plain_when_it_has_ended(tmp_path):
 
 def test_an_interrupted_page_is_plain_and_names_what_was_under_way(tmp_path, monkeypatch):
     write(tmp_path, start(), taken(1), evaluated(1))
-    monkeypatch.setattr(report_live.time, "sleep", _interrupted)
+    monkeypatch.setattr(report.time, "sleep", _interrupted)
     result = CliRunner().invoke(main, ["report", str(tmp_path), "--live"])
     assert result.exit_code == 0, result.output
     text = (tmp_path / "report.html").read_text()

@@ -19,19 +19,13 @@ import thinwire
 from thinwire.base.errors import ConfigError, DamagedError
 from thinwire.cli import main
 from thinwire.launch.jobs import Job
-from thinwire.plan.links import Links
-from thinwire.tuning.api import Execution, begin, run_trials
+from thinwire.plan.forecast import Links
+from thinwire.tuning.api import Execution, begin, best_config, finished, front, importance, run_trials
 from thinwire.tuning.by_propulate import Evolution, Pending
-from thinwire.tuning.crew import OneRank
-from thinwire.tuning.early import curve_of, reason_to_stop
-from thinwire.tuning.evaluate import evaluate
-from thinwire.tuning.folder import remove
+from thinwire.tuning.evaluate import Ranks, curve_of, evaluate, reason_to_stop
 from thinwire.tuning.objective import FAILED, parse_objective
-from thinwire.tuning.presets import PRESETS, chosen_space
-from thinwire.tuning.results import best_config, finished, front, importance
-from thinwire.tuning.search import Limits, Search
-from thinwire.tuning.space import Code, as_text, read_space, space_of
-from thinwire.tuning.trial import Trial, read_trials
+from thinwire.tuning.search import Limits, Search, Trial, read_trials, remove
+from thinwire.tuning.space import PRESETS, Code, as_text, chosen_space, read_space, space_of
 
 SPACE = {
     "lr": {"from": 1e-4, "to": 1e-1, "scale": "log"},
@@ -514,7 +508,7 @@ def test_a_trial_that_fails_in_any_way_has_a_finite_loss_and_a_reason(
     recipe = f"{tmp_path / 'odd.py'}:odd"
     search = search_in(tmp_path / "out", space, recipe=recipe, method="allreduce", workers=1, steps=4)
     search.limits = Limits(trial=15.0 if how == 3 else None)
-    loss = evaluate(search, search.begin({"with.how": how}), OneRank(1))
+    loss = evaluate(search, search.begin({"with.how": how}), Ranks(1))
     (found,) = search.trials()
     assert (found.status, found.loss) == (status, loss) and reason in found.reason, found
     assert math.isfinite(loss) and (loss < 0) == (how == 0)
@@ -525,7 +519,7 @@ def test_seconds_are_planned_also_for_a_method_without_ranks(tmp_path: Path) -> 
     space, job = {"lr_scale": {"from": 0.3, "to": 3.0}}, {"method": "allreduce", "steps": 4, "workers": 2}
     search = search_in(tmp_path, space, "seconds,accuracy>=0", **job)
     search.links, search.compute = Links(bandwidth=1e7, latency=5e-5), 0.01
-    evaluate(search, search.begin(search.usual()), OneRank(2))
+    evaluate(search, search.begin(search.usual()), Ranks(2))
     (found,) = search.trials()
     assert found.status == "finished" and found.figures["seconds"] > 0.04, found
 

@@ -18,8 +18,8 @@ from click.testing import CliRunner
 import needs
 from thinwire.cli import main
 from thinwire.tuning import by_propulate
-from thinwire.tuning.results import finished
-from thinwire.tuning.trial import read_trials
+from thinwire.tuning.api import finished
+from thinwire.tuning.search import read_trials
 
 ROOT = Path(__file__).parent.parent
 READY = ROOT / ".venv-propulate" / "bin" / "python"
@@ -154,7 +154,7 @@ import random, sys, time
 from pathlib import Path
 from propulate import Islands
 from propulate.utils import get_default_propagator
-from thinwire.tuning.nonblocking import unblock
+from thinwire.tuning.by_propulate import unblock
 
 folder, limits, chance = Path(sys.argv[1]), {f"parameter {i}": (0.0, 1.0) for i in range(60)}, random.Random(0)
 

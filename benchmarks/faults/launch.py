@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from thinwire.netbench.links import Host
+from thinwire.netbench.namespaces import Host
 
 SCRIPT = Path(__file__).parent / "group.py"
 PORT = 29431

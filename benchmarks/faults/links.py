@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from launch import Groups
 
-from thinwire.netbench import links
+from thinwire.netbench import namespaces
 from thinwire.netbench.hosts import Hosts
 
 NOWHERE = "02:00:0a:4d:00:ff"
@@ -105,8 +105,8 @@ def one(method: str, name: str, hosts: Hosts, given: argparse.Namespace) -> dict
 def _apply(fault: Fault, hosts: Hosts) -> None:
     if fault.rate is not None:
         for index in fault.away:
-            links.hold(hosts.hosts[index].namespace, [hosts.hosts[index].interface], fault.rate)
-            links.hold(f"{hosts.hosts[index].namespace.rsplit('-', 1)[0]}-switch", [f"port{index}"], fault.rate)
+            namespaces.hold(hosts.hosts[index].namespace, [hosts.hosts[index].interface], fault.rate)
+            namespaces.hold(f"{hosts.hosts[index].namespace.rsplit('-', 1)[0]}-switch", [f"port{index}"], fault.rate)
         return
     near = [index for index in range(len(hosts.hosts)) if index not in fault.away]
     _address(hosts, [(a, b) for a in fault.away for b in near], lambda index: NOWHERE)
@@ -123,7 +123,7 @@ def _address(hosts: Hosts, pairs: Sequence[tuple[int, int]], hardware: Callable[
     """Where frames between these hosts are sent, in both directions."""
     for a, b in [*pairs, *((b, a) for a, b in pairs)]:
         there = f"neigh replace {hosts.hosts[b].address} lladdr {hardware(b)} nud permanent"
-        links.run("ip", "-n", hosts.hosts[a].namespace, *there.split(), "dev", hosts.hosts[a].interface)
+        namespaces.run("ip", "-n", hosts.hosts[a].namespace, *there.split(), "dev", hosts.hosts[a].interface)
 
 
 def _at_least(groups: Groups, step: int) -> bool:

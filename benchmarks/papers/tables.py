@@ -12,10 +12,9 @@ from run import WORKERS
 
 from thinwire.config import PaperAB
 from thinwire.plan import compute
-from thinwire.plan.forecast import Layout
-from thinwire.plan.links import Links
+from thinwire.plan.forecast import Layout, Links
 from thinwire.plan.planner import Stopwatch, make_plan
-from thinwire.plan.workloads import of_recipe
+from thinwire.plan.workload import of_recipe
 from thinwire.recipes import named
 from thinwire.report.plots import blank, colours, dress
 from thinwire.report.runs import Run, read_run

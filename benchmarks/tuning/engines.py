@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
-from thinwire.tuning.trial import read_trials
+from thinwire.tuning.search import read_trials
 
 HERE = Path(__file__).parent
 ENGINES = ("propulate", "optuna", "random")

@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.base.errors import ConfigError, DisagreementError, DivergedError, LostError, SaveError, ThinwireError
 from thinwire.checkpoint.also import RandomState
-from thinwire.compress import Compressed, compress
 from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, Nesterov, OneBit, PowerSGD, Radial, TopK
 from thinwire.config.faults import Faults
 from thinwire.factor.stability import Stability
@@ -12,6 +11,7 @@ from thinwire.loggers import Log
 from thinwire.methods.base import Method
 from thinwire.methods.registry import register
 from thinwire.replica.attaching import attach
+from thinwire.replica.compress import Compressed, compress
 from thinwire.replica.ema import EMA
 from thinwire.replica.replica import Replica, stop_requested
 

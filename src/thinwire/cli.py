@@ -5,42 +5,40 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable
+import threading
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import get_completion_class
 from rich.console import Console
 from rich.table import Table
 
 from thinwire.base.errors import ConfigError, Stopped, ThinwireError, is_refusal, one_line, printable
 from thinwire.comm.process_groups import failed
+from thinwire.comm.tcp_store import serve
 from thinwire.comm.topology import place
-from thinwire.commands import options, pictures
-from thinwire.commands.completion import completion
+from thinwire.commands import options
 from thinwire.commands.demo import demo
 from thinwire.commands.doctor import doctor
 from thinwire.commands.dry_run import dry_run as take_one_step
 from thinwire.commands.export import export
-from thinwire.commands.fields import WithFields
 from thinwire.commands.netbench import netbench
+from thinwire.commands.options import WithFields
 from thinwire.commands.plan import plan
-from thinwire.commands.plot import plot
-from thinwire.commands.report import page, report, write_report
-from thinwire.commands.runs import runs
-from thinwire.commands.showing import closing_line, print_summary, shown
+from thinwire.commands.report import draw_stabilities, page, plot, report, runs, write_report
 from thinwire.commands.stability import stability
-from thinwire.commands.store import store
 from thinwire.commands.tune import tune
-from thinwire.commands.watch import watch
+from thinwire.commands.watch import closing_line, print_line, print_summary, shown, watch
 from thinwire.config.settings import describe
 from thinwire.elastic import stopping
 from thinwire.launch.jobs import Job, variant, variants
 from thinwire.launch.launcher import HostSpec, inside_job
 from thinwire.methods.registry import METHODS, load_installed
-from thinwire.netbench.linked import linked, nodes_for
+from thinwire.netbench.hosts import linked, nodes_for
 from thinwire.recipes import installed, named
 from thinwire.report import read_run
 from thinwire.report.page.content import Content
@@ -83,9 +81,8 @@ def main() -> None:
     load_installed()
 
 
-def _shared(command: Callable[..., None]) -> Callable[..., None]:
-    """The flags that `run` and `compare` have in common."""
-    shared = [
+_shared = options.all_of(
+    [
         click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="Workers to start."),
         *options.of_training,
         click.option("--validate", is_flag=True, help="Report on validation data, not on the test data."),
@@ -104,9 +101,8 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and nothing else."),
         click.option("--quiet", is_flag=True, help="Do not show how far it is."),
     ]
-    for option in reversed(shared):
-        command = option(command)
-    return command
+)
+"""The flags that `run` and `compare` have in common."""
 
 
 @main.command("list")
@@ -160,7 +156,7 @@ def run(recipe: str, method: str, dry_run: bool, as_json: bool, quiet: bool, out
     if _prints() and not (quiet and inside_job()):
         found = [read_run(folder)]
         if job.stability:
-            pictures.of_stability(found, silent=quiet or as_json)
+            draw_stabilities(found, silent=quiet or as_json)
         page(Content(found), folder, silent=quiet or as_json)
 
 
@@ -238,7 +234,7 @@ def _check_all(jobs: list[tuple[str, Job]]) -> None:
 def _execute(job: Job, title: str, *, quiet: bool) -> dict[str, Any]:
     console = Console(stderr=True)
     with shown(job, title, console, silent=quiet or not _prints()):
-        return job.run(lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
+        return job.run(partial(print_line, console))
 
 
 def _prints() -> bool:
@@ -247,19 +243,35 @@ def _prints() -> bool:
     return here is None or here.rank == 0
 
 
-main.add_command(completion)
-main.add_command(demo)
-main.add_command(doctor)
-main.add_command(export)
-main.add_command(plan)
-main.add_command(plot)
-main.add_command(netbench)
-main.add_command(report)
-main.add_command(runs)
-main.add_command(stability)
-main.add_command(store)
-main.add_command(tune)
-main.add_command(watch)
+@main.command()
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+def completion(shell: str) -> None:
+    """Print a script that completes commands and options: source it in your shell's startup file.
+
+    For bash: thinwire completion bash > ~/.thinwire-complete, and `source ~/.thinwire-complete` in ~/.bashrc.
+    """
+    made = get_completion_class(shell)
+    assert made is not None
+    click.echo(made(main, {}, "thinwire", "_THINWIRE_COMPLETE").source())
+
+
+@main.command()
+@click.option("--host", default="0.0.0.0", show_default=True, help="Address to listen on.")
+@click.option("--port", default=29400, show_default=True, help="Port to listen on; 0 takes a free one.")
+def store(host: str, port: int) -> None:
+    """Keep the store at which groups of a fault-tolerant run meet, until it is interrupted.
+
+    It holds a few kilobytes and never a model. Start it where it will not be killed, such as a login node; a run goes
+    on without it for a while, and finds it again at the same address. It serves one run after another, and several at
+    once if their launchers set different names in THINWIRE_RUN.
+    """
+    server = serve(host, port)
+    click.echo(f"listening on {host}:{server.port}: start the groups with THINWIRE_STORE=HOST:{server.port}")
+    threading.Event().wait()
+
+
+for command in (demo, doctor, export, netbench, plan, plot, report, runs, stability, tune, watch):
+    main.add_command(command)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,9 @@ from thinwire.base import units
 from thinwire.commands import options
 from thinwire.launch.jobs import Job, Variant, variants
 from thinwire.netbench.hosts import why_not
-from thinwire.plan.forecast import Layout
-from thinwire.plan.links import Links
+from thinwire.plan.forecast import Layout, Links
 from thinwire.plan.planner import Stopwatch, make_plan
-from thinwire.plan.workloads import of_recipe
+from thinwire.plan.workload import of_recipe
 
 _RECIPE, _METHODS, _WORKERS = "digits", "allreduce,allreduce:wire=int8,ab", 2
 _RATES = (100e6, 1e9)

@@ -19,12 +19,12 @@ from thinwire.base.errors import ConfigError
 from thinwire.base.files import check_file, read_json
 from thinwire.checkpoint import saves
 from thinwire.commands import options
-from thinwire.commands.doing import Doing
 from thinwire.commands.sources import Found, finished, of_function, unfinished
-from thinwire.compress import Compressed, compress
+from thinwire.commands.watch import Doing
 from thinwire.factor.export import describe_inputs, refuse_onnx, write, write_loader, write_programs
 from thinwire.factor.ranks import chooser
 from thinwire.recipes import installed
+from thinwire.replica.compress import Compressed, compress
 from thinwire.report import read_run
 from thinwire.report.tables import figure, size
 from thinwire.train.run_folder import CHECKPOINTS, MODEL_FILES
@@ -64,26 +64,30 @@ def export(source: str, out: Path, overwrite: bool, onnx: bool, **flags: Any) ->
         doing.update("loading the model")
         origin, *lines = _write(source, how, folder, onnx, flags, doing)
     files = f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}"
-    click.echo("\n".join([origin, files, *lines, *_uses(out)]))
+    program, onnx_file = out / "program.pt2", out / "model.onnx"
+    uses = {
+        "as it is": f'torch.export.load("{program}").module()' if program.is_file() else "",
+        "as ONNX": f'onnxruntime.InferenceSession("{onnx_file}")' if onnx_file.is_file() else "",
+        "into your own class": f'load(MyModel(), "{out}"), with `load` from {out / "load.py"}',
+    }
+    ways = [f"{f'{name}:':<21} {way}" for name, way in uses.items() if way]
+    click.echo("\n".join([origin, files, *lines, *ways]))
 
 
 def _asked_for(flags: dict[str, Any]) -> dict[str, Any]:
     """How to make it smaller; empty to write it as it is."""
-    rank = None if flags["rank"] is None else _number(flags["rank"])
-    how = {"cutoff": flags["cutoff"], "rank": rank, "target": flags["target"]}
+    how = {name: flags[name] for name in ("cutoff", "rank", "target")}
+    if (text := flags["rank"]) is not None:
+        try:
+            how["rank"] = int(text) if text.isdecimal() else float(text)
+        except ValueError as error:
+            raise ConfigError(
+                f"`--rank`={text!r} must be a whole number, or a fraction of each layer's full rank"
+            ) from error
     given = {name: value for name, value in how.items() if value is not None}
     if given:
         chooser(**how)
     return given
-
-
-def _number(text: str) -> float:
-    try:
-        return int(text) if text.isdecimal() else float(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"`--rank`={text!r} must be a whole number, or a fraction of each layer's full rank"
-        ) from error
 
 
 def _refuse_occupied(out: Path, overwrite: bool) -> None:
@@ -253,13 +257,3 @@ def _stay_full(made: Compressed) -> list[str]:
     full = [f"{kept.name} ({kept.why})" for kept in made.kept]
     more = [f"{len(full) - _MOST_NAMED} more"] * (len(full) > _MOST_NAMED)
     return [f"{units.count(len(made.ranks), 'layer')} low-rank; full: {', '.join(full[:_MOST_NAMED] + more) or 'none'}"]
-
-
-def _uses(out: Path) -> list[str]:
-    program, onnx = out / "program.pt2", out / "model.onnx"
-    uses = {
-        "as it is": f'torch.export.load("{program}").module()' if program.is_file() else "",
-        "as ONNX": f'onnxruntime.InferenceSession("{onnx}")' if onnx.is_file() else "",
-        "into your own class": f'load(MyModel(), "{out}"), with `load` from {out / "load.py"}',
-    }
-    return [f"{f'{name}:':<21} {way}" for name, way in uses.items() if way]

@@ -1,8 +1,9 @@
-"""`thinwire netbench`."""
+"""`thinwire netbench`, and the tables of its results."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -10,19 +11,29 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
+from thinwire.base import units
 from thinwire.base.errors import ConfigError
 from thinwire.commands import options
 from thinwire.commands.report import page_of_bench
-from thinwire.commands.showing import shown
+from thinwire.commands.watch import shown
 from thinwire.launch.jobs import Job, variants
 from thinwire.netbench.bench import Bench, nothing_shown
 from thinwire.netbench.hosts import clean, parse_rate
-from thinwire.netbench.show import tables
 from thinwire.recipes import named
 from thinwire.report.live import in_place
-from thinwire.report.tables import wide_console
+from thinwire.report.tables import fitting, simple_table, size, wide_console
+
+_CAPTION = (
+    "Bytes per host, mean over hosts. Ledger is what Thinwire counted, kernel what the interface sent; left is the "
+    "kernel's count minus 66 bytes of headers per packet and the ledger's. Wire is the share of time spent waiting."
+)
+# Below this the remainder is shown in bytes: a percentage of very little means nothing.
+_LITTLE = 100_000
+_HEADINGS = ("method", "per step", "planned", "speed-\nup", "plan-\nned", "wire", "ledger", "kernel", "headers", "left")
+_DISPENSABLE = ("headers", "kernel", "plan-\nned", "wire")
 
 
 @click.command()
@@ -74,13 +85,6 @@ def _during(console: Console, what: str, job: Job | None = None) -> AbstractCont
     return console.status(Text(f"{what} …")) if job is None else shown(job, what, console, silent=False)
 
 
-def _rates(text: str) -> list[float | None]:
-    rates = [parse_rate(part.strip()) for part in text.split(",") if part.strip()]
-    if not rates:
-        raise ConfigError(f"`--rates`={text!r} has no rate; write one or more, such as 100Mbit,1Gbit,unshaped")
-    return rates
-
-
 def _bench(recipe: str, flags: dict[str, Any]) -> Bench:
     trained = named(recipe, steps=flags["steps"])
     hosts = flags["hosts"]
@@ -99,11 +103,67 @@ def _bench(recipe: str, flags: dict[str, Any]) -> Bench:
         model=False,
         overwrite=flags["overwrite"],
     )
+    chosen = variants(flags["methods"], flags["settings"], trained.scheduled)
+    rates = [parse_rate(part.strip()) for part in flags["rates"].split(",") if part.strip()]
+    if not rates:
+        given = flags["rates"]
+        raise ConfigError(f"`--rates`={given!r} has no rate; write one or more, such as 100Mbit,1Gbit,unshaped")
     return Bench(
         base=base,
-        variants=variants(flags["methods"], flags["settings"], trained.scheduled),
+        variants=chosen,
         hosts=hosts,
-        rates=_rates(flags["rates"]),
+        rates=rates,
         name=flags["name"],
         keep=flags["keep"],
     )
+
+
+def tables(found: dict[str, Any], width: int = 120) -> Iterator[Table]:
+    """One table per rate, in so many characters."""
+    for at in found["rates"]:
+        each = found["workers"] // found["hosts"]
+        link = f"{at['rate']} ({units.rate(at['probe_bits'])} of payload measured)"
+        title = f"{found['recipe']}, {units.count(found['steps'], 'step')}, {found['hosts']} hosts × {each}, {link}"
+        out = simple_table(title=title, caption=_CAPTION)
+        lines = [line for row in at["methods"] for line in _lines(row)]
+        widths = {
+            name: max(map(len, (*name.split("\n"), *(cells[i] for cells, _ in lines))))
+            for i, name in enumerate(_HEADINGS)
+        }
+        shown = fitting(widths, _DISPENSABLE, width)
+        for name in shown:
+            out.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+        for cells, style in lines:
+            out.add_row(*(cells[_HEADINGS.index(name)] for name in shown), style=style)
+        yield out
+
+
+def _lines(row: dict[str, Any]) -> Iterator[tuple[list[str], str]]:
+    """The rows of one method, with their style."""
+    yield _cells(row), ""
+    if again := row.get("planned_with_ranks"):
+        planned = units.time(again["seconds_per_step"])
+        yield ["  with its own ranks", "", planned, "", f"{again['speedup']:.2f}", *[""] * 5], "dim"
+    for phase, part in row["phases"].items():
+        yield [f"  {phase}", *[""] * 5, *_bytes(part)], "dim"
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    whole, planned = row["whole"], row["planned"]
+    spent = sum(phase["seconds"] for phase in row["time"].values())
+    waited = sum(phase["wire"] for phase in row["time"].values())
+    return [
+        row["method"],
+        units.time(row["step_s"]),
+        units.time(planned["seconds_per_step"]),
+        "–" if row["speedup"] is None else f"{row['speedup']:.2f}",
+        f"{planned['speedup']:.2f}",
+        f"{100 * waited / spent:.0f} %",
+        *_bytes(whole),
+    ]
+
+
+def _bytes(part: dict[str, Any]) -> list[str]:
+    ledger, left = part["ledger_bytes"], part["left_bytes"]
+    share = f"{100 * left / ledger:.2f} %" if ledger > _LITTLE else size(left)
+    return [size(ledger), size(part["kernel_bytes"]), size(part["headers_bytes"]), share]

@@ -1,6 +1,13 @@
-"""Options that several commands have."""
+"""Options that several commands have, and the fields of a method in `thinwire run RECIPE --method METHOD --help`."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +15,12 @@ import click
 
 from thinwire.base.errors import ConfigError, unknown
 from thinwire.base.files import read_json
+from thinwire.config.settings import allowed
 from thinwire.loggers import NAMES
 from thinwire.loggers.trackers import EVERY
+from thinwire.methods.registry import METHODS
+from thinwire.recipes import named
+from thinwire.report.runs import show
 from thinwire.train.optimizers import OPTIMIZERS
 
 DIR = click.Path(path_type=Path, file_okay=False)
@@ -59,11 +70,15 @@ of_training = [
 """What a run is, besides its method and its seed."""
 
 
-def training(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add these."""
-    for option in reversed(of_training):
-        command = option(command)
-    return command
+def all_of(options: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    """Decorate a command with several options, in their order."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 _WRITTEN = {"set": "settings", "with": "arguments"}
@@ -99,3 +114,47 @@ config = click.option(
     metavar="FILE",
     help="Options from a JSON file, such as `best.json` of `thinwire tune`; RECIPE too.",
 )
+
+
+class WithFields(click.Command):
+    """A command whose help also describes the fields of the method that `--method` names."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[__name__] = list(args)  # click prints the help before it looks at other options
+        return super().parse_args(ctx, args)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        given, *_ = self.make_parser(ctx).parse_args(ctx.meta[__name__])
+        method = str(given.get("method", "")).partition(":")[0]
+        if method not in METHODS:
+            formatter.write_paragraph()
+            formatter.write_text("With `--method METHOD` this help also lists the method's fields.")
+            return
+        recipe = given["recipe"]  # a placeholder of click's where none was typed
+        defaults = named(recipe).defaults(method) if isinstance(recipe, str) else {}
+        with formatter.section(f"Fields of {method} (--set FIELD=VALUE)"):
+            formatter.write_dl(list(rows(METHODS[method].config, defaults)))
+
+
+def rows(config: type, defaults: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Each field's name, and its docstring with what it takes and its default, by the recipe where that has one."""
+    hints, docstrings = typing.get_type_hints(config), field_docstrings(config)
+    for field in dataclasses.fields(config):
+        usual = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = defaults.get(field.name, usual)
+        notes = [allowed(hints[field.name])]
+        if default is not dataclasses.MISSING:
+            notes.append(f"default: {show(list(default) if isinstance(default, tuple) else default)}")
+        yield field.name, f"{docstrings.get(field.name, '')}  [{'; '.join(notes)}]".strip()
+
+
+def field_docstrings(cls: type) -> dict[str, str]:
+    """The text under each field in the source of a class and of those it derives from."""
+    found: dict[str, str] = {}
+    for owner in reversed(cls.__mro__[:-1]):
+        [body] = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        assert isinstance(body, ast.ClassDef)
+        for field, text in zip(body.body, body.body[1:]):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                found[ast.unparse(field.target)] = inspect.cleandoc(str(text.value.value))
+    return found

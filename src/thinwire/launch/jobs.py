@@ -213,42 +213,56 @@ class Job:
 
     def words(self) -> list[str]:
         """The command line of one worker."""
-        optional = {"--save-every": self.save_every, "--keep": self.keep, "--until": self.until}
-        optional |= {"--log-every": self.log_every}
-        trackers = [word for text in self.log for word in ("--log-to", text)]
-        flags = {"--resume": self.resume, "--overwrite": self.overwrite}
-        flags |= {"--no-model": not self.model, "--first-step": self.first_step}
-        return [*self.description(), "--out", str(self.out), *_options(optional), *trackers, *_given(flags), "--quiet"]
+        more = {
+            "--out": self.out,
+            "--save-every": self.save_every,
+            "--keep": self.keep,
+            "--until": self.until,
+            "--log-every": self.log_every,
+            "--log-to": self.log,
+            "--resume": self.resume,
+            "--overwrite": self.overwrite,
+            "--no-model": not self.model,
+            "--first-step": self.first_step,
+            "--quiet": True,
+        }
+        return [*self.description(), *_words(more)]
 
     def description(self) -> list[str]:
         """The command line without how many workers there are, where they write, and how often they save."""
-        words = ["run", self.recipe, "--method", self.method, "--seed", str(self.seed)]
-        words += _options(
-            {
-                "--steps": self.steps,
-                "--epochs": self.epochs,
-                "--group-size": self.group_size,
-                "--data": self.data,
-                "--eval-every": self.eval_every,
-                "--batch-size": self.batch_size,
-                "--optimizer": self.optimizer,
-                "--lr": self.lr,
-                "--weight-decay": self.weight_decay,
-                "--stability": self.stability,
-                "--stability-back": self.stability_back if self.stability else None,
-            }
-        )
-        for flag, texts in {"--set": self.settings, "--rate": self.rate, "--with": self.arguments}.items():
-            words += [word for text in texts for word in (flag, text)]
-        return [*words, *_given({"--validate": self.validate, "--spectra": self.spectra})]
+        options = {
+            "--method": self.method,
+            "--seed": self.seed,
+            "--steps": self.steps,
+            "--epochs": self.epochs,
+            "--group-size": self.group_size,
+            "--data": self.data,
+            "--eval-every": self.eval_every,
+            "--batch-size": self.batch_size,
+            "--optimizer": self.optimizer,
+            "--lr": self.lr,
+            "--weight-decay": self.weight_decay,
+            "--stability": self.stability,
+            "--stability-back": self.stability_back if self.stability else None,
+            "--set": self.settings,
+            "--rate": self.rate,
+            "--with": self.arguments,
+            "--validate": self.validate,
+            "--spectra": self.spectra,
+        }
+        return ["run", self.recipe, *_words(options)]
 
 
-def _options(values: Mapping[str, Any]) -> list[str]:
-    return [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
-
-
-def _given(flags: Mapping[str, bool]) -> list[str]:
-    return [flag for flag, given in flags.items() if given]
+def _words(options: Mapping[str, Any]) -> list[str]:
+    """Options as words: none for None and False, the flag alone for True, the flag again for each text of several."""
+    words = []
+    for flag, value in options.items():
+        if value is True:
+            words.append(flag)
+        elif value is not None and value is not False:
+            for each in value if isinstance(value, tuple) else (value,):
+                words += [flag, str(each)]
+    return words
 
 
 def method_config(method: str, settings: Iterable[str], defaults: Defaults, group_size: str | None) -> Any:

@@ -98,16 +98,16 @@ def _torchrun_commands(workers: int, hosts: Sequence[HostSpec]) -> list[list[str
     if first is None:
         raise ConfigError(f"the first of {len(hosts)} hosts has no address; give the one at which the others reach it")
     # A static rendezvous: the dynamic one would look up this machine's name, which other hosts may not resolve.
-    rendezvous = [f"--nnodes={len(hosts)}", f"--master-addr={first}", f"--master-port={_free_port()}"]
+    rendezvous = [f"--nnodes={len(hosts)}", f"--master-addr={first}", f"--master-port={free_port()}"]
     rendezvous.append(f"--rdzv-conf=timeout={_RENDEZVOUS_S}")
     return [[*host.prefix, *torchrun, *rendezvous, f"--node-rank={number}"] for number, host in enumerate(hosts)]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that is free here, and most likely on the first host too."""
     with socket.socket() as taken:
         taken.bind(("", 0))
-        return taken.getsockname()[1]
+        return int(taken.getsockname()[1])
 
 
 def _start(command: list[str], host: HostSpec, error_dir: str) -> subprocess.Popen[str]:
@@ -133,17 +133,22 @@ def _stopped_at_exit(running: list[subprocess.Popen[str]]) -> Iterator[None]:
         with sigterm_exits():
             yield
     finally:
-        for process in running:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.terminate()
-        deadline = time.monotonic() + _SHUTDOWN_S
-        for process in running:
-            try:
-                process.wait(max(0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end(running, _SHUTDOWN_S)
+
+
+def end(running: Sequence[subprocess.Popen[Any]], seconds: float) -> None:
+    """Terminate processes, and kill those that still run after so many seconds."""
+    for process in running:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.terminate()
+    deadline = time.monotonic() + seconds
+    for process in running:
+        try:
+            process.wait(max(0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Run a recipe with several methods over shaped links, and compare the ledger with the kernel's counters.
 
-For every rate the plan is computed first; then the methods run, one after the other, on the same hosts.
+A short all-reduce run over unshaped links calibrates plans to this machine. Then, for every rate, the plan is computed
+first, and the methods run, one after the other, on the same hosts.
 """
 
 from __future__ import annotations
@@ -17,16 +18,21 @@ from thinwire.base import units
 from thinwire.comm.counters import HEADERS
 from thinwire.launch.jobs import Job, Variant
 from thinwire.launch.launcher import HostSpec
-from thinwire.netbench.calibrate import CALIBRATION, Calibration, calibrate
-from thinwire.netbench.hosts import Hosts, check
-from thinwire.netbench.links import Counters
-from thinwire.plan.forecast import Layout
-from thinwire.plan.planner import make_plan
+from thinwire.netbench.hosts import Hosts, Probe, check
+from thinwire.plan import compute
+from thinwire.plan.forecast import Layout, Links
+from thinwire.plan.planner import Stopwatch, make_plan
+from thinwire.plan.workload import of_recipe
 from thinwire.report.records import read_records
 from thinwire.report.runs import BASELINE
 from thinwire.train.run_folder import locked, refuse_locked, refuse_occupied
 
 RESULT = "netbench.json"
+CALIBRATION = "calibration"
+"""Folder of the calibration run."""
+_STEPS = 40
+# Between workers of one host: its loopback.
+_FAST = {"fast_bandwidth": 10e9, "fast_latency": 15e-6}
 
 
 class During(Protocol):
@@ -121,8 +127,9 @@ class Bench:
             rows.append({"method": v.label, **measured, "planned": row})
             if row["slow_bytes_range"]:
                 (rows[-1]["planned_with_ranks"],) = planned({v.label: job.config}, job.out)
-        usual = (row["step_s"] for (v, job), row in zip(jobs, rows, strict=True) if _is_baseline(job))
-        baseline = next(usual, None)
+        # Planned speed-ups are relative to this job too.
+        usual = (job.method == BASELINE and job.config.wire == "fp32" for _, job in jobs)
+        baseline = next((row["step_s"] for row, is_usual in zip(rows, usual, strict=True) if is_usual), None)
         for row in rows:
             row["speedup"] = baseline / row["step_s"] if baseline else None
         return {
@@ -136,11 +143,6 @@ class Bench:
 
 def _label(rate: float | None) -> str:
     return units.rate(rate) if rate else "unshaped"
-
-
-def _is_baseline(job: Job) -> bool:
-    """Whether planned speed-ups are relative to this job."""
-    return job.method == BASELINE and job.config.wire == "fp32"
 
 
 def _own_lines(say: Callable[[str], None]) -> Callable[[str], None]:
@@ -164,14 +166,12 @@ def _measured(job: Job, lab: Hosts, say: Callable[[str], None]) -> dict[str, Any
         "traffic_vs_allreduce_fp32": summary["traffic_vs_allreduce_fp32"],
         "phases": phases,
         "whole": _sum(phases),
-        "hosts": [_sent(*both) for both in zip(before, after, strict=True)],
+        # What each sent, from torchrun's first packet to its last.
+        "hosts": [
+            {"sent_bytes": ended.sent_bytes - began.sent_bytes, "sent_packets": ended.sent_packets - began.sent_packets}
+            for began, ended in zip(before, after, strict=True)
+        ],
     }
-
-
-def _sent(before: Counters, after: Counters) -> dict[str, int]:
-    """What a host sent, from torchrun's first packet to its last."""
-    packets = after.sent_packets - before.sent_packets
-    return {"sent_bytes": after.sent_bytes - before.sent_bytes, "sent_packets": packets}
 
 
 def _cpu_ticks() -> tuple[int, int]:
@@ -206,3 +206,49 @@ def _seconds_per_step(folder: Path) -> float:
     if first is last:
         return first["wall_s"]
     return (last["wall_s"] - first["wall_s"]) / (last["step"] - first["step"])
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The cost of a step and of a collective on this machine, apart from the bytes sent."""
+
+    stopwatch: Stopwatch
+    slowdown: float
+    """A worker's step time while the others run, relative to running alone."""
+    overhead: float
+    """Seconds per collective, apart from its bytes."""
+
+    def links(self, rate: float | None, probe: Probe) -> Links:
+        """The links for a plan; an unshaped one has its measured rate."""
+        bandwidth = rate or probe.bits_per_second / Links().payload
+        return Links(bandwidth=bandwidth, latency=probe.latency_s, overhead=self.overhead, **_FAST)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"slowdown": self.slowdown, "overhead_s": self.overhead}
+
+
+def calibrate(base: Job, lab: Hosts, say: Callable[[str], None]) -> Calibration:
+    """Train a few steps over unshaped links, and measure their cost apart from the bytes."""
+    lab.shape(None)
+    probe = lab.probe()
+    steps = min(_STEPS, base.trained.steps)
+    job = replace(base, method=BASELINE, group_size=None, out=base.out / CALIBRATION, hosts=lab.specs())
+    job = replace(job, steps=steps, eval_every=max(1, steps // 2))
+    traffic = job.run(say)["traffic"]
+    computing, waiting = _second_half(job)
+    workload = of_recipe(base.trained, base.workers, base.data)
+    slowdown = computing / compute.measure(workload).seconds
+    moving = 8 * traffic["slow_bytes"] / steps / probe.bits_per_second
+    overhead = max(0.0, waiting - moving) * steps / max(1, traffic["slow_calls"])
+    return Calibration(Stopwatch(workload, slowdown=slowdown), slowdown, overhead)
+
+
+def _second_half(job: Job) -> tuple[float, float]:
+    """Seconds per step computing and waiting, without the first steps, which load data."""
+    seen = [r["time"] for r in read_records(job.out / "records.jsonl") if r["kind"] == "evaluation"]
+    sums = [{key: sum(row[key] for row in split.values()) for key in ("steps", "compute", "wire")} for split in seen]
+    # The last evaluation is of the finished model; a run of one step has only that step.
+    late, early = sums[-2], sums[0] if sums[0]["steps"] < sums[-2]["steps"] else dict.fromkeys(sums[0], 0.0)
+    steps = late["steps"] - early["steps"]
+    return (late["compute"] - early["compute"]) / steps, (late["wire"] - early["wire"]) / steps

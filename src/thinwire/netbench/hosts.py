@@ -14,7 +14,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -24,8 +24,8 @@ from thinwire.base.files import parse_json
 from thinwire.base.schema import COUNT, FLAG, TEXT, Record, wrong
 from thinwire.comm.counters import LINK, VARIABLE
 from thinwire.launch.launcher import HostSpec, sigterm_exits
-from thinwire.netbench import links
-from thinwire.netbench.links import CommandError, Counters, Host, Probe, parse_rate
+from thinwire.netbench import namespaces
+from thinwire.netbench.namespaces import CommandError, Counters, Host, Probe, parse_rate
 
 __all__ = ["Counters", "Host", "Hosts", "Probe", "check", "clean", "parse_rate", "why_not"]
 
@@ -46,7 +46,7 @@ class Hosts:
 
     def __init__(self, count: int = 2, rate: float | None = None, name: str = "thinwire", keep: bool = False) -> None:
         self.hosts = [Host(f"{name}-h{index}", f"10.77.0.{index + 1}") for index in range(count)]
-        self._rate = None if rate is None else links.allowed(rate, units.rate(rate))
+        self._rate = None if rate is None else namespaces.allowed(rate, units.rate(rate))
         self._name = name
         self._keep = keep
         self._switch = f"{name}-switch"
@@ -63,7 +63,7 @@ class Hosts:
                 _free_name(record)
                 stack.callback(self._leave, record)
                 record.write()
-                links.build(self.hosts, self._switch)
+                namespaces.build(self.hosts, self._switch)
                 if self._rate is not None:
                     self.shape(self._rate)
             self._built = True
@@ -75,8 +75,8 @@ class Hosts:
 
     def shape(self, rate: float | None) -> None:
         """Change the rate of all links, in bit/s; None removes the limit."""
-        self._rate = None if rate is None else links.allowed(rate, units.rate(rate))
-        links.shape(self.hosts, self._switch, self._rate)
+        self._rate = None if rate is None else namespaces.allowed(rate, units.rate(rate))
+        namespaces.shape(self.hosts, self._switch, self._rate)
 
     def specs(self) -> tuple[HostSpec, ...]:
         """The hosts for the launcher, each with its interface counted, and its rate on record."""
@@ -95,10 +95,10 @@ class Hosts:
 
     def probe(self) -> Probe:
         """Measure the link from host 0 to host 1; takes about two seconds."""
-        found = links.measure(self.hosts[0], self.hosts[1])
+        found = namespaces.measure(self.hosts[0], self.hosts[1])
         if self._rate is not None:  # drop what the probe left in the queues, so that it is not counted
-            links.shape(self.hosts, self._switch, None)
-            links.shape(self.hosts, self._switch, self._rate)
+            namespaces.shape(self.hosts, self._switch, None)
+            namespaces.shape(self.hosts, self._switch, self._rate)
         return found
 
     def _leave(self, record: _Record) -> None:
@@ -192,7 +192,7 @@ def _locked() -> Iterator[None]:
         _RECORDS.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ThinwireError(f"netbench keeps its records in {_RECORDS}, which cannot be created: {error}") from error
-    with links.locked(_RECORDS / "lock"):
+    with namespaces.locked(_RECORDS / "lock"):
         yield
 
 
@@ -224,7 +224,7 @@ def _remove(record: _Record) -> list[str]:
     failed = None
     for namespace in found:
         try:
-            links.run("ip", "netns", "delete", namespace)
+            namespaces.run("ip", "netns", "delete", namespace)
         except CommandError as error:
             failed = error
     if failed and _present(found):
@@ -233,28 +233,28 @@ def _remove(record: _Record) -> list[str]:
     return found
 
 
-def _present(namespaces: Sequence[str]) -> list[str]:
-    return [namespace for namespace in namespaces if (links.NAMESPACES / namespace).exists()]
+def _present(names: Sequence[str]) -> list[str]:
+    return [name for name in names if (namespaces.NAMESPACES / name).exists()]
 
 
-def _end_processes(namespaces: Sequence[str]) -> None:
+def _end_processes(names: Sequence[str]) -> None:
     """Kill until no process is inside: a killed one may just have started another."""
     deadline = time.monotonic() + _TIMEOUT_S
-    while pids := _pids_inside(namespaces):
+    while pids := _pids_inside(names):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
-            raise ThinwireError(f"processes {pids} in {', '.join(namespaces)} survive SIGKILL")
+            raise ThinwireError(f"processes {pids} in {', '.join(names)} survive SIGKILL")
         time.sleep(0.005)
 
 
-def _pids_inside(namespaces: Sequence[str]) -> list[int]:
+def _pids_inside(names: Sequence[str]) -> list[int]:
     """The processes inside, in one pass over /proc, where `ip netns pids` takes one per namespace.
 
     The namespace of this process itself is left out, whatever its name.
     """
-    places = [os.stat(links.NAMESPACES / namespace) for namespace in _present(namespaces)]
+    places = [os.stat(namespaces.NAMESPACES / name) for name in _present(names)]
     places = [place for place in places if not os.path.samestat(place, os.stat("/proc/self/ns/net"))]
     inside = []
     for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
@@ -309,15 +309,35 @@ def _check_machine() -> None:
 
 def _try(namespace: str) -> None:
     try:
-        links.run("ip", "netns", "add", namespace)
+        namespaces.run("ip", "netns", "add", namespace)
     except CommandError as error:
         raise ConfigError(
             f"this machine refuses network namespaces ({error.output}); run this on the machine itself, "
             "or in a container with CAP_SYS_ADMIN and CAP_NET_ADMIN"
         ) from error
     try:
-        links.hold(namespace, ["lo"], 1e6)
+        namespaces.hold(namespace, ["lo"], 1e6)
     except CommandError as error:
         raise ConfigError(
             f"this kernel cannot shape links ({error.output}); load tbf with `modprobe sch_tbf`"
         ) from error
+
+
+def nodes_for(workers: int, group_size: str | None) -> int:
+    """A group is a node, and without a size every worker is."""
+    size = int(group_size) if group_size is not None and group_size.isdecimal() else 1
+    if group_size == "world" or size < 1 or workers % size or workers // size < 2:
+        raise ConfigError(
+            f"`--link` is between nodes, and {workers} workers with `--group-size`={group_size} are not two or more "
+            "nodes of one size; use `--workers 4 --group-size 2`, or leave out `--group-size` for one worker a node"
+        )
+    return workers // size
+
+
+@contextmanager
+def linked(rate: str, nodes: int, workers: int) -> Iterator[tuple[HostSpec, ...]]:
+    """Create the hosts, and remove them at the end."""
+    name = f"thinwire-{os.getpid()}"
+    check(nodes, name, workers // nodes)
+    with Hosts(count=nodes, rate=parse_rate(rate), name=name) as lab:
+        yield lab.specs()

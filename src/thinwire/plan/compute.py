@@ -48,12 +48,9 @@ class Compute:
 
     def ready_at(self, sizes: Sequence[int]) -> list[float]:
         """When each of these buckets is full, in seconds of the backward pass."""
-        whole = sum(sizes)
-        return [self.backward * self._ready_share(size / whole) for size in itertools.accumulate(sizes)]
-
-    def _ready_share(self, share: float) -> float:
-        after = min(bisect.bisect_left([s for s, _ in self.ready], share), len(self.ready) - 1)
-        return self.ready[after][1]
+        whole, shares = sum(sizes), [share for share, _ in self.ready]
+        after = (bisect.bisect_left(shares, size / whole) for size in itertools.accumulate(sizes))
+        return [self.backward * self.ready[min(place, len(shares) - 1)][1] for place in after]
 
 
 def given(seconds: float) -> Compute:

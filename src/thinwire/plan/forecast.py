@@ -13,7 +13,6 @@ from thinwire.comm.topology import Topology, arrange
 from thinwire.methods.agree import decomposers
 from thinwire.methods.registry import METHODS, name_of
 from thinwire.plan.compute import Compute
-from thinwire.plan.links import Links
 from thinwire.plan.memory import Memory
 from thinwire.plan.ranks import RankPredictor
 from thinwire.plan.simulate import Simulation, simulate_together
@@ -23,6 +22,8 @@ from thinwire.plan.workload import Workload
 # The mean over nodes is exact up to here; where only times are needed, a few nodes are enough.
 ALL_NODES, SOME_NODES = 16, 2
 EVALUATION = "evaluate"
+PAYLOAD = 0.935
+"""Share of an Ethernet link that TCP leaves to payload: 1448 of 1514 bytes per packet, less acknowledgements."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +51,58 @@ class Layout:
     def views(self, group_size: Any, most: int) -> list[Topology]:
         """Seen from the first worker of each node, or of a few nodes if there are more than `most`."""
         first = _arranged(self, group_size)
-        return [first.seen_from(first.nodes[view][0]) for view in _views(len(first.nodes), most)]
+        count = len(first.nodes)
+        # One from each half if there are many; those near a tree's root send more.
+        chosen = range(count) if count <= most else (count // 4, count - 1)
+        return [first.seen_from(first.nodes[node][0]) for node in chosen]
 
     def over(self, nodes: int, group_size: Any) -> "Layout":
         """As many workers per node on another number of nodes."""
         each = max(len(node) for node in self.topology(0, group_size).nodes)
         return Layout(workers=each * nodes, nodes=nodes, algorithm=self.algorithm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Both links: bandwidth in bits per second each way, latency in seconds one way."""
+
+    bandwidth: float = 1e9
+    """Between nodes, of each node's link."""
+    latency: float = 50e-6
+    """Between nodes."""
+    fast_bandwidth: float = 100e9
+    """Inside a node, from one worker to another."""
+    fast_latency: float = 5e-6
+    """Inside a node."""
+    overhead: float = 100e-6
+    """What a collective costs besides its bytes: software, threads that wake up, the slowest worker's delay."""
+    payload: float = PAYLOAD
+    """Share of the slow link's bandwidth that is left to payload."""
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth", "fast_bandwidth"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"`{name}`={getattr(self, name)!r} must be above 0 bits per second, such as 1Gbit")
+        for name in ("latency", "fast_latency", "overhead"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"`{name}`={getattr(self, name)!r} must be a time of 0 or more, such as 50us")
+        if not 0 < self.payload <= 1:
+            raise ConfigError(f"`payload`={self.payload!r} must be a share above 0, up to 1")
+
+    def seconds(self, sent: Sent) -> float:
+        """A collective alone on the links: bytes that queue at the narrowest place, and its rounds' latencies."""
+        if not (sent.slow_queue or sent.fast_queue):
+            return 0.0
+        slow = 8 * sent.slow_queue / (self.bandwidth * self.payload)
+        fast = 8 * sent.fast_queue / self.fast_bandwidth
+        return self.overhead + max(slow, fast) + sent.slow_rounds * self.latency + sent.fast_rounds * self.fast_latency
+
+    def exposed(self, parts: Sequence[Sent], ready: Sequence[float], end: float) -> float:
+        """How long workers wait after `end` for parts that start one after the other, each when it is ready."""
+        free = 0.0
+        for sent, start in zip(parts, ready, strict=True):
+            free = max(free, start) + self.seconds(sent)
+        return max(0.0, free - end)
 
 
 class Forecast:
@@ -137,7 +184,7 @@ class Forecast:
                 total[call.phase] += times * max(0.0, seconds - hidden)
         for exchange, times in simulation.exchanges.items():
             step = self._computing(simulation, exchange.phase)
-            ready = step.ready_at([_size(part) for part in exchange.parts])
+            ready = step.ready_at([max(sent.slow_queue, sent.fast_queue) for sent in exchange.parts])
             total[exchange.phase] += times * links.exposed(exchange.parts, ready, step.backward)
         return dict(total)
 
@@ -162,12 +209,3 @@ def _arranged(layout: Layout, group_size: Any) -> Topology:
     nodes = layout.nodes or 1
     first = arrange(0, [r * nodes // layout.workers for r in range(layout.workers)], group_size)
     return replace(first, algorithm=layout.algorithm)
-
-
-def _size(sent: Sent) -> int:
-    return max(sent.slow_queue, sent.fast_queue)
-
-
-def _views(nodes: int, most: int) -> list[int]:
-    """Nodes to simulate: all, or one from each half if there are many; those near a tree's root send more."""
-    return list(range(nodes)) if nodes <= most else [nodes // 4, nodes - 1]

@@ -15,8 +15,7 @@ from thinwire.factor.convert import find_layers
 from thinwire.plan import compute
 from thinwire.plan import ranks as predicted
 from thinwire.plan.compute import Compute
-from thinwire.plan.forecast import ALL_NODES, SOME_NODES, Forecast, Layout, simulate_views
-from thinwire.plan.links import Links
+from thinwire.plan.forecast import ALL_NODES, SOME_NODES, Forecast, Layout, Links, simulate_views
 from thinwire.plan.recommend import Recommendation, recommend
 from thinwire.plan.simulate import Simulation
 from thinwire.plan.workload import Workload
@@ -113,7 +112,7 @@ class Plan:
 
     def row_as_dict(self, row: Row) -> dict[str, Any]:
         """One method as plain values."""
-        forecast, steps = row.forecast, self.workload.steps
+        forecast, steps, usual = row.forecast, self.workload.steps, self.baseline.slow_bytes
         split = forecast.seconds(self.links)
         seconds = sum(split.values())
         bounds = [f.slow_bytes for f in (row.lowest, row.highest) if f]
@@ -123,7 +122,7 @@ class Plan:
             "slow_bytes": forecast.slow_bytes,
             "slow_bytes_range": sorted(bounds) if bounds else None,
             "slow_bytes_per_step": forecast.slow_bytes / steps,
-            "traffic_vs_allreduce_fp32": _ratio(forecast.slow_bytes, self.baseline.slow_bytes),
+            "traffic_vs_allreduce_fp32": forecast.slow_bytes / usual if usual else None,
             "traffic": _without_seconds(forecast.ledger.summary()),
             "seconds": seconds,
             "seconds_per_step": seconds / steps,
@@ -285,7 +284,3 @@ def _without_seconds(traffic: dict[str, Any]) -> dict[str, Any]:
         for row in table.values():
             del row["seconds"]
     return traffic
-
-
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole else None

@@ -7,10 +7,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from thinwire.base.errors import ConfigError
-from thinwire.tuning.crew import OneRank, devices_for
-from thinwire.tuning.evaluate import evaluate
-from thinwire.tuning.search import Search
-from thinwire.tuning.trial import Trial
+from thinwire.tuning.evaluate import Ranks, devices_for, evaluate
+from thinwire.tuning.search import Search, Trial
 
 SAMPLERS = ("optuna", "random")
 """Optuna's default, TPE; and its random sampler, which any search should beat."""
@@ -18,7 +16,10 @@ SAMPLERS = ("optuna", "random")
 
 def search_by_optuna(search: Search, sampler: str, trials: int, at_once: int = 1) -> None:
     """Run so many trials, some of them side by side."""
-    optuna = _optuna()
+    try:
+        import optuna
+    except ImportError as error:
+        raise ConfigError("`--engine optuna` needs the package optuna: pip install 'thinwire[optuna]'") from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     begun = search.trials()
     chance = (search.seed + 1_000_003 * len(begun)) % 2**32
@@ -38,7 +39,9 @@ def search_by_optuna(search: Search, sampler: str, trials: int, at_once: int = 1
                     first = False  # one begins in any case: a resumed search may have but little left to do
                     asked, trial = coming
                     slot = free.pop(0)
-                    running[pool.submit(evaluate, search, trial, _ranks(search, slot))] = (asked, slot)
+                    workers = search.job.workers
+                    ranks = Ranks(workers, devices_for(range(slot * workers, (slot + 1) * workers)))
+                    running[pool.submit(evaluate, search, trial, ranks)] = (asked, slot)
                 if not running:
                     return
                 for done in wait(running, return_when=FIRST_COMPLETED).done:
@@ -63,12 +66,6 @@ def _to_come(search: Search, study: Any, ranges: Any, begun: list[Trial], trials
         yield asked, search.begin(asked.params)
 
 
-def _ranks(search: Search, slot: int) -> OneRank:
-    """The processes of the slot-th trial at once, and its GPUs."""
-    first = slot * search.job.workers
-    return OneRank(search.job.workers, devices_for(range(first, first + search.job.workers)))
-
-
 def _distribution(optuna: Any, search: Search, name: str) -> Any:
     """A parameter's codes as Optuna sees them: it knows choices, and logarithms are taken already."""
     parameter = search.space[name]
@@ -77,11 +74,3 @@ def _distribution(optuna: Any, search: Search, name: str) -> Any:
         return optuna.distributions.CategoricalDistribution(tuple(range(len(parameter.choices))))
     kind = optuna.distributions.IntDistribution if parameter.is_whole else optuna.distributions.FloatDistribution
     return kind(low, high)
-
-
-def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError as error:
-        raise ConfigError("`--engine optuna` needs the package optuna: pip install 'thinwire[optuna]'") from error
-    return optuna

@@ -10,6 +10,7 @@ import os
 import random
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
@@ -19,12 +20,10 @@ from typing import Any
 
 from thinwire.base.checks import check_whole, is_number
 from thinwire.base.errors import ConfigError, ThinwireError
-from thinwire.tuning.crew import devices_for, free_port, place
-from thinwire.tuning.evaluate import evaluate
-from thinwire.tuning.nonblocking import NonBlocking, unblock
-from thinwire.tuning.search import Search
+from thinwire.launch.launcher import free_port
+from thinwire.tuning.evaluate import Ranks, devices_for, evaluate, place
+from thinwire.tuning.search import Search, Trial
 from thinwire.tuning.space import Code
-from thinwire.tuning.trial import Trial
 
 _ATTEMPTS = 20
 """How often Propulate is asked for settings that are new; a small space has no others in the end."""
@@ -33,6 +32,9 @@ _MISSING = (
     "searching with Propulate needs {what}: pip install 'thinwire[tune]' in an environment of its own (Propulate pins "
     "old versions of numpy and matplotlib), or use `--engine optuna` on one machine"
 )
+
+_PAUSE = 0.02
+"""Seconds between looks. MPI itself looks without a pause, on a core that a trial needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +70,16 @@ def in_mpi() -> bool:
     return any(name in os.environ for name in _SIZES)
 
 
-class MpiRanks:
+class MpiRanks(Ranks):
     """The ranks of one trial."""
 
     def __init__(self, comm: Any) -> None:
-        self.comm, self.rank, self.workers = comm, comm.rank, comm.size
-        node = _node_of(comm)
-        self._here, self._devices = node.rank, devices_for(node.allgather(_local_rank()))
+        from mpi4py import MPI
+
+        self.comm, self.rank = comm, comm.rank
+        node, node_of_all = (ranks.Split_type(MPI.COMM_TYPE_SHARED) for ranks in (comm, MPI.COMM_WORLD))
+        super().__init__(comm.size, devices_for(node.allgather(int(node_of_all.rank))))
+        self._here = node.rank
         self._local_world = node.size
         self._one_node = comm.allreduce(int(node.size == comm.size)) == comm.size
 
@@ -87,20 +92,7 @@ class MpiRanks:
     def places(self) -> list[dict[str, str]]:
         host = "127.0.0.1" if self._one_node else os.uname().nodename
         address = self.share({"MASTER_ADDR": host, "MASTER_PORT": str(free_port())})
-        return [address | place(self.rank, self.workers, self._here, self._local_world, self._devices)]
-
-
-def _node_of(comm: Any) -> Any:
-    from mpi4py import MPI
-
-    return comm.Split_type(MPI.COMM_TYPE_SHARED)
-
-
-def _local_rank() -> int:
-    """This rank's number among all of the search on its node."""
-    from mpi4py import MPI
-
-    return int(_node_of(MPI.COMM_WORLD).rank)
+        return [address | place(self.rank, self.workers, self._here, self._local_world, self.devices)]
 
 
 def check_installed() -> None:
@@ -145,18 +137,19 @@ def search_by_propulate(search: Search, evolution: Evolution) -> None:
 
 
 def _search(search: Search, evolution: Evolution) -> None:
+    from mpi4py import MPI
     from propulate import Islands
     from propulate.utils import get_default_propagator
 
     comm = world()
     at_once = check_world(comm, evolution, search.job.workers)
-    limits = {name: _limits(search, name) for name in search.space}
+    limits = {name: _parameter_limits(search, name) for name in search.space}
     crews: list[MpiRanks] = []  # made at the first trial, since only Propulate knows who is in it
 
     def loss_of(individual: Any, trial_comm: Any = None) -> float:
         """What Propulate minimises; called on all ranks of a trial."""
         if not crews:
-            crews.append(MpiRanks(trial_comm or _alone()))
+            crews.append(MpiRanks(trial_comm or MPI.COMM_SELF))
         ranks = crews[0]
         trial = None
         if ranks.rank == 0:
@@ -198,13 +191,7 @@ def _search(search: Search, evolution: Evolution) -> None:
         NonBlocking(comm).barrier()
 
 
-def _alone() -> Any:
-    from mpi4py import MPI
-
-    return MPI.COMM_SELF
-
-
-def _limits(search: Search, name: str) -> tuple[Code, Code]:
+def _parameter_limits(search: Search, name: str) -> tuple[Code, Code]:
     """As Propulate wants them: whole numbers for codes that are, so that it does not look between them."""
     parameter = search.space[name]
     low, high = parameter.limits
@@ -268,3 +255,54 @@ def _restore(propulator: Any, search: Search, pending: Pending, limits: Mapping[
     mine = [trial for trial in own if trial.worker == propulator.island_comm.rank]
     propulator.generation = sum(trial.has_ended for trial in mine)
     pending.trials = sorted((trial for trial in mine if not trial.has_ended), key=lambda trial: trial.generation)
+
+
+class NonBlocking:
+    """A communicator of mpi4py whose `send` returns at once, and whose `barrier` leaves the core to others.
+
+    Propulate sends with MPI's blocking `send`, which may wait until the receiver calls MPI itself. Open MPI 5 does so
+    over shared memory, inside a node, however small the message is; and the receiver calls MPI after its trial. So
+    islands would wait for each other's trials.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self._sent: list[Any] = []
+        """Requests hold what they send, so they are kept until it has been received."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def send(self, value: Any, dest: int, tag: int = 0) -> None:
+        """Send without waiting for the receiver."""
+        self._forget_received()
+        self._sent.append(self._comm.isend(value, dest=dest, tag=tag))
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        reached = self._comm.Ibarrier()
+        while not reached.Test():
+            time.sleep(_PAUSE)
+
+    def finish(self) -> None:
+        """Take what nobody asked for any more, until everything is received; called by all."""
+        reached = None
+        while reached is None or not reached.Test():
+            while self._comm.iprobe():
+                self._comm.recv()
+            self._forget_received()
+            if reached is None and not self._sent:
+                reached = self._comm.Ibarrier()
+            time.sleep(_PAUSE)
+
+    def _forget_received(self) -> None:
+        self._sent = [request for request in self._sent if not request.test()[0]]
+
+
+def unblock(propulator: Any) -> list[NonBlocking]:
+    """Make no worker wait for another's trial; returns the communicators, none where a rank only helps in trials."""
+    if propulator.propulate_comm is None:
+        return []
+    propulator.propulate_comm = NonBlocking(propulator.propulate_comm)
+    propulator.island_comm = NonBlocking(propulator.island_comm)
+    return [propulator.propulate_comm, propulator.island_comm]

@@ -1,9 +1,13 @@
-"""A search: what is searched, in which folder, and its trials so far."""
+"""A search: what is searched, in which folder, and its trials so far.
+
+A trial is a run with certain settings, and what became of it. Its folder is that of a run, with a trial.json.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -17,18 +21,16 @@ from typing import Any
 
 from thinwire.base.errors import ConfigError
 from thinwire.base.files import read_json, write_json
+from thinwire.base.schema import ANY, COUNT, FIGURE, NUMBER, TEXT
 from thinwire.config.common import Nesterov
 from thinwire.config.settings import in_force
 from thinwire.launch.jobs import Job
-from thinwire.plan.links import Links
+from thinwire.plan.forecast import Links
 from thinwire.recipes.names import function_named, given_arguments
-from thinwire.train.run_folder import locked, refuse_occupied
+from thinwire.train.run_folder import clear, locked, refuse_occupied
 from thinwire.train.task import describe_optimizer
-from thinwire.tuning.folder import remove
 from thinwire.tuning.objective import Objective
 from thinwire.tuning.space import Code, Space, Value, as_text
-from thinwire.tuning.trial import FILE as TRIAL
-from thinwire.tuning.trial import FINISHED, Trial, folder_name, read_trials
 
 FILE = "search.json"
 BEST, PARETO, PICTURE = "best.json", "pareto.json", "importance.png"
@@ -41,6 +43,19 @@ _FLAGS = {
 RATE, ARGUMENT, SCALE = "rate.", "with.", "lr_scale"
 _SAME = (("lr", SCALE), ("steps", "epochs"))
 """Parameters that say the same, so that a space has one of them."""
+TRIAL_FILE = "trial.json"
+ERRORS, LOG = "errors", "log.txt"
+RUNNING, FINISHED, STOPPED = "running", "finished", "stopped early"
+_SCHEMA = {
+    **dict.fromkeys(("status", "reason"), TEXT),
+    **dict.fromkeys(("island", "worker", "generation"), COUNT),
+    "codes": {str: NUMBER},
+    "values": {str: ANY},
+    "figures": {str: FIGURE},
+    "loss": (None, NUMBER),
+    "seconds": NUMBER,
+    "curve": ANY,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +222,7 @@ class Search:
             refuse_occupied(self.folder, found, resume=path.is_file())
         self.held.enter_context(locked(self.folder))
         if overwrite:
-            for written in self.folder.glob(f"trial-*/{TRIAL}"):
+            for written in self.folder.glob(f"trial-*/{TRIAL_FILE}"):
                 remove(written.parent)
             for name in (BEST, PARETO, PICTURE):
                 (self.folder / name).unlink(missing_ok=True)
@@ -225,7 +240,7 @@ class Search:
         """A new trial, written down before it runs."""
         taken = {trial.generation for trial in self.trials() if (trial.island, trial.worker) == (island, worker)}
         generation = next(number for number in count() if number not in taken)
-        folder = self.folder / folder_name(island, worker, generation)
+        folder = self.folder / f"trial-{island}-{worker}-{generation:04}"
         trial = Trial(
             folder=folder,
             codes=dict(codes),
@@ -268,3 +283,65 @@ def _typed(name: str, text: str) -> Any:
     except ValueError:
         kind = "a whole number (write `from` and `to` without a point)" if _FLAGS[name] is int else "a number"
         raise ConfigError(f"`{name}`={text} must be {kind}") from None
+
+
+@dataclass(kw_only=True)
+class Trial:
+    """What was tried, by whom, and what came of it."""
+
+    folder: Path
+    codes: dict[str, Code]
+    """What the search algorithm chose."""
+    values: dict[str, Value]
+    """What that stands for."""
+    island: int = 0
+    worker: int = 0
+    generation: int = 0
+    status: str = RUNNING
+    """running, finished, stopped early, failed, diverged or out of time."""
+    reason: str = ""
+    """Why it did not finish."""
+    figures: dict[str, float] = field(default_factory=dict)
+    loss: float | None = None
+    """What the search makes small; None while it runs."""
+    seconds: float = 0.0
+    curve: list[list[float]] = field(default_factory=list)
+    """Share of the run, and the metric there."""
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def has_ended(self) -> bool:
+        return self.loss is not None
+
+    def settings(self) -> str:
+        """What was tried, in one line."""
+        return " ".join(f"{name}={as_text(value)}" for name, value in self.values.items())
+
+    def write(self) -> None:
+        """Whole or not at all."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        new = self.folder / f"{TRIAL_FILE}.new"
+        write_json(new, {key: value for key, value in dataclasses.asdict(self).items() if key != "folder"})
+        os.replace(new, self.folder / TRIAL_FILE)
+
+
+def read_trials(search: Path) -> list[Trial]:
+    """All trials of a search, in the order of their names."""
+    names, found = {own.name for own in dataclasses.fields(Trial)}, []
+    for file in sorted(search.glob(f"trial-*/{TRIAL_FILE}")):
+        written = read_json(file, "remove its folder, and the trial is made again", _SCHEMA)
+        found.append(Trial(folder=file.parent, **{name: value for name, value in written.items() if name in names}))
+    return found
+
+
+def remove(trial: Path) -> None:
+    """Delete what a trial wrote into its folder, and nothing else."""
+    clear(trial)
+    for path in (*(trial / ERRORS).glob("*.json"), trial / LOG, trial / TRIAL_FILE):
+        path.unlink(missing_ok=True)
+    for folder in (trial / ERRORS, trial):
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()

@@ -239,13 +239,10 @@ def _whole(
     parts = []
     for done, layer in enumerate(layers):
         report("decomposing layers", done, len(layers))
-        parts.append(_part(layer, had.get(layer.key)))
+        pair = had.get(layer.key)
+        parts.append(Part.of(layer) if pair is None else Part.of(layer, pair.rank, pair.numbers))
     aside = {key: pair for key, pair in had.items() if key not in {layer.key for layer in layers}}
     return Whole(parameters, parts, saved=sum(_saved(small, *item) for item in aside.items()))
-
-
-def _part(layer: Layer, had: Pair | None) -> Part:
-    return Part.of(layer) if had is None else Part.of(layer, had.rank, had.numbers)
 
 
 def _factor(layer: Layer, a: Tensor, b: Tensor) -> None:
