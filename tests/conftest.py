@@ -23,7 +23,11 @@ def pytest_configure(config) -> None:
     for line in machine.lines():
         config.addinivalue_line("filterwarnings", line)
     hands_out = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
-    if not hands_out:
+    if hands_out:
+        import forked
+
+        forked.fork_from_one_server()
+    else:
         import torch
 
         # Models are tiny: a second thread gains nothing, and where cores are busy each waits for the other.

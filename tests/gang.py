@@ -20,13 +20,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 
 context = mp.get_context("forkserver")
 # All that the modules of tests import: a worker that loads it itself spends more on that than on a few steps.
-context.set_forkserver_preload(["thinwire.cli", "torch.distributed.optim", "torch._dynamo", "pytest"])
+context.set_forkserver_preload(
+    ["thinwire.cli", "torch.distributed.fsdp", "torch.distributed.optim", "torch._dynamo", "pytest"]
+)
 _CLONE_NEWNET = 0x40000000
 PATIENCE_S = 120
 _LINGERS_S = 5
@@ -50,12 +53,34 @@ class Case(NamedTuple):
     fresh: bool
 
 
+class Files:
+    """Files of this process that a new one takes for its own: its input is 0, its output 1, its errors are 2."""
+
+    def __init__(self, files: dict[int, int]) -> None:
+        self.files = files
+
+    def __getstate__(self) -> dict[int, Any]:
+        return {number: DupFd(file) for number, file in self.files.items()}
+
+    def __setstate__(self, files: dict[int, Any]) -> None:
+        self.files = {number: file.detach() for number, file in files.items()}
+
+    def take(self) -> None:
+        for number, file in self.files.items():
+            os.dup2(file, number)
+            os.close(file)
+
+
+SAID = Files({1: 1, 2: 2})
+"""pytest shows with a test that fails what its processes said; their server belongs to all tests."""
+
+
 class Worker:
     """A process that does one case after the other."""
 
     def __init__(self) -> None:
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, SAID), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -114,14 +139,14 @@ def _pace(rank: int) -> float:
 
 def start(function: Callable[..., Any], *args: Any) -> Any:
     """One process that calls `function(*args)`, without the seconds that a fresh one spends on loading torch."""
-    process = context.Process(
-        target=_begin, args=(os.environ.get("PYTEST_CURRENT_TEST", ""), function, args), daemon=True
-    )
+    test = os.environ.get("PYTEST_CURRENT_TEST", "")
+    process = context.Process(target=_begin, args=(test, SAID, function, args), daemon=True)
     process.start()
     return process
 
 
-def _begin(test: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _begin(test: str, files: Files, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    files.take()
     os.environ["PYTEST_CURRENT_TEST"] = test  # that of the server is another one's
     _called(function, args)
 
@@ -187,9 +212,10 @@ def _collect(gang: list[Worker], timeout: float) -> list[Any]:
     return [found[rank] for rank in range(len(gang))]
 
 
-def _serve(pipe: Any) -> None:
+def _serve(pipe: Any, files: Files) -> None:
     import torch
 
+    files.take()
     torch.set_num_threads(1)
     seed = torch.initial_seed()
     gc.freeze()  # a collection after a case then looks at that case alone
