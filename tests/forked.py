@@ -12,6 +12,15 @@ from execnet import gateway_base, gateway_io
 
 import gang
 
+# What collecting the tests imports beside what workers need, and what several files of tests do.
+_LOADED = (
+    "accelerate.utils",
+    "transformers.utils",
+    "transformers.trainer_callback",
+    "pytorch_optimizer",
+    "matplotlib.figure",
+)
+
 
 def fork_from_one_server() -> None:
     """For the process that hands out tests: what execnet starts from now on is forked."""
@@ -21,6 +30,7 @@ def fork_from_one_server() -> None:
         return _Forked(execmodel) if spec.popen and not spec.python else create(spec, execmodel)
 
     gateway_io.create_io = create_io
+    gang.context.set_forkserver_preload([*gang.LOADED, *_LOADED])
     errors, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)  # for whatever it forks; gang.SAID is where tests see what theirs say
     forkserver.ensure_running()  # it loads while pytest makes itself ready

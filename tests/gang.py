@@ -26,10 +26,9 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 context = mp.get_context("forkserver")
-# All that the modules of tests import: a worker that loads it itself spends more on that than on a few steps.
-context.set_forkserver_preload(
-    ["thinwire.cli", "torch.distributed.fsdp", "torch.distributed.optim", "torch._dynamo", "pytest"]
-)
+LOADED = ("thinwire.cli", "torch.distributed.fsdp", "torch.distributed.optim", "torch._dynamo", "pytest")
+"""All that cases import: a worker that loads it itself spends more on that than on a few steps."""
+context.set_forkserver_preload([*LOADED])
 _CLONE_NEWNET = 0x40000000
 PATIENCE_S = 120
 _LINGERS_S = 5
