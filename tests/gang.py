@@ -5,6 +5,7 @@ its own, and what it leaves behind in a worker fails it. Tests of processes them
 """
 
 import ctypes
+import functools
 import gc
 import multiprocessing as mp
 import os
@@ -318,15 +319,16 @@ def _held() -> dict[str, Any]:
     }
 
 
-def _definitions() -> dict[str, Any]:
-    """Constants and functions of Thinwire, by identity; a case may change them for itself alone."""
-    return {
-        f"{module}.{name}": id(value)
-        for module, held in list(sys.modules.items())
-        if module.startswith("thinwire.")
-        for name, value in vars(held).items()
-        if name.isupper() or isinstance(value, FunctionType)
-    }
+def _definitions() -> dict[str, dict[str, int]]:
+    """Constants and functions of Thinwire's modules, by identity; a case may change them for itself alone."""
+    ours = [(module, vars(held)) for module, held in list(sys.modules.items()) if module.startswith("thinwire.")]
+    return {module: {name: id(held.get(name)) for name in _defined(module)} for module, held in ours}
+
+
+@functools.cache
+def _defined(module: str) -> list[str]:
+    held = vars(sys.modules[module])
+    return [name for name, value in held.items() if name.isupper() or isinstance(value, FunctionType)]
 
 
 def _left(before: dict[str, Any]) -> str:
@@ -344,7 +346,7 @@ def _left(before: dict[str, Any]) -> str:
 def _difference(before: Any, now: Any) -> str:
     if isinstance(before, dict):
         names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-        return ", ".join(f"{name} was {before.get(name)}, is {now.get(name)}" for name in names)
+        return ", ".join(f"{name} {_difference(before.get(name), now.get(name))}" for name in names)
     return f"was {before}, is {now}"
 
 
