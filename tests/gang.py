@@ -129,7 +129,7 @@ def _pace(rank: int) -> float:
     import torch
     import torch.distributed as dist
 
-    weight, begun, steps = torch.ones(50, 50), time.monotonic(), 50
+    weight, begun, steps = torch.ones(50, 50), time.monotonic(), 25
     for _ in range(steps):
         for _ in range(20):
             weight = (weight @ weight).clamp(0, 1)
