@@ -29,7 +29,7 @@ demo: setup
 
 test: setup
 	# Three files at a time: tests wait for workers, for links and for timeouts, and two leave cores idle.
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 # What the slow tests use beyond `make setup`; without it they say what they did not try.
 test-tools: $(TOOLS_STAMP) $(PROPULATE_STAMP)

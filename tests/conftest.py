@@ -23,7 +23,11 @@ def pytest_configure(config) -> None:
     for line in machine.lines():
         config.addinivalue_line("filterwarnings", line)
     hands_out = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
-    if not hands_out:
+    if hands_out:
+        import forked
+
+        forked.fork_from_one_server()
+    else:
         import torch
 
         # Models are tiny: a second thread gains nothing, and where cores are busy each waits for the other.
@@ -39,19 +43,22 @@ def pytest_ignore_collect(collection_path, config) -> bool | None:
     return slow or (collection_path.suffix == ".py" and whole in collection_path.read_text()) or None
 
 
-# One test of these takes minutes: begun last, it would run alone.
-FIRST = ("tune_propulate", "demo", "netbench", "convergence", "plan_quick", "package")
+# What takes long: begun last, it would run alone.
+FIRST = {
+    True: ("golden", "elastic", "membership", "ab_groups", "contract", "daso", "user_loops", "poison", "resume"),
+    False: ("tune_propulate", "demo", "netbench", "convergence", "plan_quick", "package"),
+}
+"""Files by whether the suite is the quick one."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config, items) -> None:
-    """Experiments and real hosts are for `make test-slow`, which begins with the longest."""
+    """Experiments and real hosts are for `make test-slow`; both suites begin with what takes long."""
     for item in items:
         if "experiments" in item.path.parts or item.get_closest_marker("root"):
             item.add_marker(pytest.mark.slow)
-    if config.option.markexpr != "not slow":
-        order = {f"test_{name}": number for number, name in enumerate(FIRST)}
-        items.sort(key=lambda item: order.get(item.path.stem, len(FIRST)))
+    first = [f"test_{name}" for name in FIRST[config.option.markexpr == "not slow"]]
+    items.sort(key=lambda item: first.index(item.path.stem) if item.path.stem in first else len(first))
 
 
 def pytest_runtest_setup(item) -> None:

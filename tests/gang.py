@@ -5,6 +5,7 @@ its own, and what it leaves behind in a worker fails it. Tests of processes them
 """
 
 import ctypes
+import functools
 import gc
 import multiprocessing as mp
 import os
@@ -20,13 +21,15 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 
 context = mp.get_context("forkserver")
-# All that the modules of tests import: a worker that loads it itself spends more on that than on a few steps.
-context.set_forkserver_preload(["thinwire.cli", "torch.distributed.optim", "torch._dynamo", "pytest"])
+LOADED = ("thinwire.cli", "torch.distributed.fsdp", "torch.distributed.optim", "torch._dynamo", "pytest")
+"""All that cases import: a worker that loads it itself spends more on that than on a few steps."""
+context.set_forkserver_preload([*LOADED])
 _CLONE_NEWNET = 0x40000000
 PATIENCE_S = 120
 _LINGERS_S = 5
@@ -50,12 +53,34 @@ class Case(NamedTuple):
     fresh: bool
 
 
+class Files:
+    """Files of this process that a new one takes for its own: its input is 0, its output 1, its errors are 2."""
+
+    def __init__(self, files: dict[int, int]) -> None:
+        self.files = files
+
+    def __getstate__(self) -> dict[int, Any]:
+        return {number: DupFd(file) for number, file in self.files.items()}
+
+    def __setstate__(self, files: dict[int, Any]) -> None:
+        self.files = {number: file.detach() for number, file in files.items()}
+
+    def take(self) -> None:
+        for number, file in self.files.items():
+            os.dup2(file, number)
+            os.close(file)
+
+
+SAID = Files({1: 1, 2: 2})
+"""pytest shows with a test that fails what its processes said; their server belongs to all tests."""
+
+
 class Worker:
     """A process that does one case after the other."""
 
     def __init__(self) -> None:
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, SAID), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -104,7 +129,7 @@ def _pace(rank: int) -> float:
     import torch
     import torch.distributed as dist
 
-    weight, begun, steps = torch.ones(50, 50), time.monotonic(), 50
+    weight, begun, steps = torch.ones(50, 50), time.monotonic(), 25
     for _ in range(steps):
         for _ in range(20):
             weight = (weight @ weight).clamp(0, 1)
@@ -114,14 +139,14 @@ def _pace(rank: int) -> float:
 
 def start(function: Callable[..., Any], *args: Any) -> Any:
     """One process that calls `function(*args)`, without the seconds that a fresh one spends on loading torch."""
-    process = context.Process(
-        target=_begin, args=(os.environ.get("PYTEST_CURRENT_TEST", ""), function, args), daemon=True
-    )
+    test = os.environ.get("PYTEST_CURRENT_TEST", "")
+    process = context.Process(target=_begin, args=(test, SAID, function, args), daemon=True)
     process.start()
     return process
 
 
-def _begin(test: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _begin(test: str, files: Files, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    files.take()
     os.environ["PYTEST_CURRENT_TEST"] = test  # that of the server is another one's
     _called(function, args)
 
@@ -187,9 +212,10 @@ def _collect(gang: list[Worker], timeout: float) -> list[Any]:
     return [found[rank] for rank in range(len(gang))]
 
 
-def _serve(pipe: Any) -> None:
+def _serve(pipe: Any, files: Files) -> None:
     import torch
 
+    files.take()
     torch.set_num_threads(1)
     seed = torch.initial_seed()
     gc.freeze()  # a collection after a case then looks at that case alone
@@ -293,15 +319,16 @@ def _held() -> dict[str, Any]:
     }
 
 
-def _definitions() -> dict[str, Any]:
-    """Constants and functions of Thinwire, by identity; a case may change them for itself alone."""
-    return {
-        f"{module}.{name}": id(value)
-        for module, held in list(sys.modules.items())
-        if module.startswith("thinwire.")
-        for name, value in vars(held).items()
-        if name.isupper() or isinstance(value, FunctionType)
-    }
+def _definitions() -> dict[str, dict[str, int]]:
+    """Constants and functions of Thinwire's modules, by identity; a case may change them for itself alone."""
+    ours = [(module, vars(held)) for module, held in list(sys.modules.items()) if module.startswith("thinwire.")]
+    return {module: {name: id(held.get(name)) for name in _defined(module)} for module, held in ours}
+
+
+@functools.cache
+def _defined(module: str) -> list[str]:
+    held = vars(sys.modules[module])
+    return [name for name, value in held.items() if name.isupper() or isinstance(value, FunctionType)]
 
 
 def _left(before: dict[str, Any]) -> str:
@@ -319,7 +346,7 @@ def _left(before: dict[str, Any]) -> str:
 def _difference(before: Any, now: Any) -> str:
     if isinstance(before, dict):
         names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-        return ", ".join(f"{name} was {before.get(name)}, is {now.get(name)}" for name in names)
+        return ", ".join(f"{name} {_difference(before.get(name), now.get(name))}" for name in names)
     return f"was {before}, is {now}"
 
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import gang
 from patience import LIMIT_S, until
 from thinwire.checkpoint import saves
 from thinwire.cli import main
+from thinwire.launch import jobs
 
 STEPS, SAVE_EVERY = 40, 8
 COMPARED = ["--steps", "20", "--set", "every=5", "--no-model"]  # a field that one of the two methods has
@@ -43,11 +45,11 @@ def _start(said: Path, *words):
     return gang.start(_command, [str(word) for word in words], str(said))
 
 
-def _thinwire(*words, expect=0) -> str:
+def _thinwire(*words, expect=0, only="output") -> str:
     """What it prints and says; without the seconds that a fresh process would spend on loading torch."""
     result = CliRunner().invoke(main, [str(word) for word in words])
     assert result.exit_code == expect, result.output
-    return result.output
+    return getattr(result, only)
 
 
 def _ab(out, *more) -> list:
@@ -86,25 +88,37 @@ def _rank(pid: int) -> int | None:
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory) -> tuple[Path, str]:
+    """By workers that need not load torch first; slow tests leave the launching to the launcher, and compare."""
+
+    def launch(words: list[str], workers: int, on_line: Any, *_: Any, **__: Any) -> None:
+        for line in _in_a_job(workers, *words)[0].splitlines():
+            on_line(line)
+
     out = tmp_path_factory.mktemp("unbroken") / "run"
-    result = CliRunner().invoke(main, [str(word) for word in _ab(out, "--json")])
-    assert result.exit_code == 0, result.output
-    return out, result.stdout
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "launch", launch)
+        return out, _thinwire(*_ab(out, "--json"), only="stdout")
 
 
-def _compare_as_workers(rank: int, out: str, port: int) -> str:
+def _in_a_job(workers: int, *words: str) -> list[str]:
+    """What each of the workers of a job of torchrun prints."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    return gang.run(_as_worker, workers, words, port, fresh=True)
+
+
+def _as_worker(rank: int, words: tuple[str, ...], port: int) -> str:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    return _thinwire("compare", "digits", "--methods", "allreduce,ab-paper", *COMPARED, "--out", out)
+    return _thinwire(*words)
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory) -> tuple[Path, str]:
     """As inside a job of torchrun, whose workers train one method after the other."""
     out = tmp_path_factory.mktemp("compared")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    printed, nothing = gang.run(_compare_as_workers, 2, str(out), port, fresh=True)
+    words = ("compare", "digits", "--methods", "allreduce,ab-paper", *COMPARED, "--out", str(out))
+    printed, nothing = _in_a_job(2, *words)
     assert nothing == ""
     return out, printed
 

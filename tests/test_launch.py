@@ -47,6 +47,8 @@ def test_a_job_of_two_hosts_has_two_nodes():
 
 def test_a_failing_prefix_ends_the_job_with_its_output():
     said: list[str] = []
+    launch(["run", "digits"], 1, said.append, [HostSpec(prefix=("sh", "-c", 'echo "$@"', "sh"))])
+    assert said.pop().endswith("-m torch.distributed.run --nproc-per-node=1 --standalone -m thinwire run digits")
     with pytest.raises(WorkerError, match="the workers exited with code 3: no way there"):
         launch([], 1, said.append, [HostSpec(prefix=("sh", "-c", "echo no way there; exit 3"))])
     assert said == ["no way there"]
