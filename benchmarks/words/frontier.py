@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +43,8 @@ from thinwire.factor.load_exported import load
 SETS = sets_of("words")
 PATHS = {f"{key}/{setting.name}" for key, settings in SETS.items() for setting in settings}
 BATCH = 64
+LAST = 300
+"""Steps at the end of a run that its training loss is the mean of."""
 
 
 class Run(NamedTuple):
@@ -59,43 +62,52 @@ class Run(NamedTuple):
         return f"{self.setting.name}-seed{self.seed}"
 
 
+class Queue(NamedTuple):
+    """What the queue says now."""
+
+    wanted: list[Run]
+    dropped: list[Run]
+    workers: int
+    ends: bool
+
+    @classmethod
+    def read(cls, path: Path, workers: int) -> "Queue":
+        lines = [line.split() for line in path.read_text(encoding="utf-8").split("\n")]
+        return cls(
+            wanted=[Run(*line) for line in lines if len(line) == 2 and line[0] in PATHS],
+            dropped=[Run(*line[1:]) for line in lines if line[:1] == ["drop"] and len(line) == 3],
+            workers=[workers, *(int(line[1]) for line in lines if line[:1] == ["workers"])][-1],
+            ends=["stop"] in lines,
+        )
+
+
 def main() -> None:
     given = arguments()
     given.out.mkdir(parents=True, exist_ok=True)
-    measure = Measure(given.data)
+    measure, start, told = Measure(given.data), time.monotonic(), 0.0
     running: dict[Run, subprocess.Popen[bytes]] = {}
-    begun, plain, start, told = set[Run](), set[Run](), time.monotonic(), 0.0
+    begun, plain = set[Run](), set[Run]()
     while True:
-        lines = [line.split() for line in given.queue.read_text(encoding="utf-8").split("\n")]
-        dropped = [Run(*line[1:]) for line in lines if line[:1] == ["drop"]]
-        wanted = [Run(*line) for line in lines if len(line) == 2 and line[0] in PATHS]
-        waiting = [run for run in wanted if run not in begun and run not in dropped]
-        most = [int(line[1]) for line in lines if line[:1] == ["workers"]][-1:] or [given.workers_total]
-        for run in [run for run in waiting if (given.out / run.name / "summary.json").is_file()]:
-            begun.add(run)
-            waiting.remove(run)
-            finish(given.out, run, measure)
-        for run in [run for run in running if run in dropped]:
+        queue = Queue.read(given.queue, given.workers_total)
+        for run in [run for run in running if run in queue.dropped]:
             os.killpg(running.pop(run).pid, signal.SIGKILL)
             say(start, f"dropped: {run.name}")
-        while run := next((run for run in waiting if fits(run, running, most[0])), None):
+        waiting = [run for run in queue.wanted if run not in begun and run not in queue.dropped]
+        while run := next((run for run in waiting if fits(run, running, queue.workers)), None):
             waiting.remove(run)
             begun.add(run)
-            running[run] = begin(given, run, compiled=run not in plain)
-            say(start, f"begins: {run.name}")
+            if not is_finished(given.out, run):
+                running[run] = begin(given, run, compiled=run not in plain)
+                say(start, f"begins: {run.name}")
         for run in [run for run, process in running.items() if process.poll() is not None]:
             del running[run]
-            if (given.out / run.name / "summary.json").is_file():
-                row = finish(given.out, run, measure)
-                figures = f"validation {row['value']:.2f}, test {row['test']:.2f}, bytes {row['bytes']:.5f}"
-                say(start, f"ended: {run.name}: {figures}, {row['wall_s']} s")
-            elif run not in plain:
-                say(start, f"FAILED, again without compilation: {run.name}")
-                plain.add(run)
-                begun.discard(run)
+            if is_finished(given.out, run):
+                say(start, f"ended: {run.name}: {finish(given.out, run, measure)}")
             else:
-                say(start, f"FAILED: {run.name}")
-        if ["stop"] in lines and not running and not waiting:
+                say(start, f"FAILED{', again without compilation' if run not in plain else ''}: {run.name}")
+                begun -= {run} - plain
+                plain.add(run)
+        if queue.ends and not running and not waiting:
             break
         if time.monotonic() - told > given.tell_every:
             told = time.monotonic()
@@ -115,6 +127,10 @@ def arguments() -> argparse.Namespace:
 
 def say(start: float, what: str) -> None:
     print(f"{time.monotonic() - start:5.0f} s  {what}", flush=True)
+
+
+def is_finished(out: Path, run: Run) -> bool:
+    return (out / run.name / "summary.json").is_file()
 
 
 def fits(run: Run, running: dict[Run, "subprocess.Popen[bytes]"], most: int) -> bool:
@@ -144,7 +160,7 @@ def progress(folder: Path) -> str:
 
 
 class Measure:
-    """Perplexity of a finished model on the validation and the test part."""
+    """Perplexity of a finished model on the test part, and on the validation part `again`."""
 
     def __init__(self, folder: Path) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -165,19 +181,19 @@ class Measure:
         return PREDICT.figures(totals)["perplexity"]
 
 
-def finish(out: Path, run: Run, measure: Measure) -> dict[str, Any]:
-    """Measure the model of a run on test data, and write the rows of all runs."""
+def finish(out: Path, run: Run, measure: Measure) -> str:
+    """Measure the model of a run on test data, and write the rows of all runs; its figures."""
     folder = out / run.name
-    if not (folder / "test.json").is_file():
-        try:
-            (folder / "test.json").write_text(json.dumps(measure(folder / "model")), encoding="utf-8")
-        except (OSError, ValueError, RuntimeError) as error:  # the other runs go on
-            print(f"{run.name} could not be measured: {error}", flush=True)
+    try:
+        (folder / "test.json").write_text(json.dumps(measure(folder / "model")), encoding="utf-8")
+    except (OSError, ValueError, RuntimeError) as error:  # the other runs go on
+        print(f"{run.name} could not be measured: {error}", flush=True)
     rows = [row | more(out / f"{row['name']}-seed{row['seed']}") for row in results.read([out])["runs"]]
     new = out / "frontier.new"
     new.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     new.replace(out / "frontier.jsonl")
-    return next(row for row in rows if f"{row['name']}-seed{row['seed']}" == run.name)
+    row = next(row for row in rows if f"{row['name']}-seed{row['seed']}" == run.name)
+    return f"validation {row['value']:.2f}, test {row['test']:.2f}, bytes {row['bytes']:.5f}, {row['wall_s']} s"
 
 
 def more(folder: Path) -> dict[str, Any]:
@@ -188,7 +204,7 @@ def more(folder: Path) -> dict[str, Any]:
         found = {"test": math.nan, "again": math.nan}
     losses = [record["loss"] for record in read_records(folder / "records.jsonl") if record["kind"] == "step"]
     by_phase = summary["traffic"]["by_phase"]
-    return {**found, "train_loss": round(sum(losses[-300:]) / len(losses[-300:]), 4), "by_phase": by_phase}
+    return {**found, "train_loss": round(fmean(losses[-LAST:]), 4), "by_phase": by_phase}
 
 
 if __name__ == "__main__":

@@ -70,5 +70,6 @@ def compile_layers(layers: nn.ModuleList) -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return cast(Tensor, (fast if self.training else plain)(self, x))
 
+    compiled = type(kind.__name__, (kind,), {"forward": forward})
     for layer in layers:
-        layer.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+        layer.__class__ = compiled

@@ -124,27 +124,13 @@ SETS: dict[str, list[Setting]] = {
             diloco(48),
         )
     ],
-    "pieces-rates": [
-        pieces_allreduce(lr, dropout) for lr in ("1e-3", "2e-3", "4e-3") for dropout in ("0.2", "0.3", "0.4", "0.5")
-    ],
+    "pieces-rates": [pieces_allreduce(lr, dropout) for lr in ("1e-3", "2e-3") for dropout in ("0.3", "0.4", "0.5")],
     "pieces-rounds": [
-        rounds(every, lr, dropout, *more)
-        for lr in ("1e-3", "2e-3", "4e-3")
-        for dropout in ("0.2", "0.3", "0.4", "0.5")
-        for every, *more in (
-            (12,),
-            (24,),
-            (48,),
-            (96,),
-            (192,),
-            (384,),
-            (48, "every_max=384"),
-            (96, "outer=0.7/0.9"),
-            (96, "outer=1.0/0.7"),
-            (96, "outer=none"),
-            (96, "wire=bit"),
-            (192, "wire=bit"),
-            (384, "wire=bit"),
-        )
+        *(rounds(every, "1e-3", "0.3") for every in (12, 24, 48, 96, 192, 384)),
+        rounds(96, "2e-3", "0.3"),
+        *(rounds(96, "1e-3", dropout) for dropout in ("0.2", "0.4")),
+        rounds(48, "1e-3", "0.3", "every_max=384"),
+        *(rounds(96, "1e-3", "0.3", outer) for outer in ("outer=none", "outer=1.0/0.7", "outer=0.7/0.9")),
+        *(rounds(every, "1e-3", "0.3", "wire=bit") for every in (96, 192)),
     ],
 }
