@@ -280,8 +280,8 @@ def flipped_signs(rank: int) -> tuple[int, float]:
     model = small_model()
     optimizer = adamw(model)
     if rank == 1:
-        honest = agree.decompose.decompose_if_smaller
-        agree.decompose.decompose_if_smaller = lambda matrix, cutoff: _flip(
+        honest = agree.matrix.decompose_if_smaller
+        agree.matrix.decompose_if_smaller = lambda matrix, cutoff: _flip(
             honest(matrix, 0.3 if matrix.shape[1] < 20 else cutoff)
         )
     replica = thinwire.attach(model, optimizer, ab(warmup=2))

@@ -17,7 +17,7 @@ from selection import first_of
 from thinwire import AB, ConfigError, DiLoCo, LocalSGD
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.topology import arrange
-from thinwire.comm.wire import Wire
+from thinwire.comm.collectives import ProcessGroupWire
 from thinwire.factor.optimizers import Optimizers
 from thinwire.methods.context import MethodContext
 from thinwire.methods.second_moment import SecondMoment
@@ -384,7 +384,7 @@ def lopsided(rank: int) -> dict[str, Tensor]:
         p.grad[1] = 0
         p.grad[0, 3] = 7
     optimizer.step()
-    wire = Wire.open(1, "", torch.device("cpu"), Ledger())
+    wire = ProcessGroupWire.open(1, "", torch.device("cpu"), Ledger())
     context = MethodContext(nn.Identity(), Optimizers(optimizer), wire)  # type: ignore[arg-type]
     second = SecondMoment(context, "shared", 0.5, lambda: True, "fp32")
     before = {name: value.clone() for name, value in optimizer.state[p].items()}

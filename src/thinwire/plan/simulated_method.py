@@ -26,8 +26,12 @@ class CountedPasses(Replicated):
 
     _buffers_of_model: list[Tensor]
 
-    def _follow_model(self, members: tuple[int, ...]) -> None:
+    def wrap(self, members: tuple[int, ...]) -> None:
+        super().wrap(members)
         self._buffers_of_model = list(self.model.buffers())
+
+    def _follow_model(self, members: tuple[int, ...]) -> None:
+        """There are no gradients to hook into."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass, and what the backward pass after it sends."""
