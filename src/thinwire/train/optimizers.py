@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from thinwire.base.errors import ConfigError, unknown
 from thinwire.train.schedule import Cosine
-from thinwire.train.task import MakeOptimizer, MethodOverrides, Recipe
+from thinwire.train.task import MakeOptimizer, Recipe
 
 _ELSEWHERE = "pytorch_optimizer"
 
@@ -43,10 +43,7 @@ def with_optimizer_named(recipe: Recipe, name: str) -> Recipe:
     known = OPTIMIZERS.get(name)
     if known is None:
         raise unknown("optimizer", name, list(OPTIMIZERS))
-    suited = {
-        method: MethodOverrides(own.settings, clip=own.clip, rate=own.rate, schedules=own.schedules)
-        for method, own in recipe.suited.items()
-    }
+    suited = {method: replace(own, optimizer=None) for method, own in recipe.suited.items()}
     rate = recipe.rate if known.is_scheduled else Cosine(floor=1.0)
     return recipe.replace(optimizer=_maker(name, known), suited=suited, rate=rate)
 
