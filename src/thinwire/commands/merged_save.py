@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ConfigError, DamagedError, unknown
-from thinwire.base.files import read_json
+from thinwire.base.files import read_json, read_tensors
 from thinwire.checkpoint.snapshot import WORKER
-from thinwire.checkpoint.tensors import read_tensors
 
 
 def merged(folder: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
