@@ -25,7 +25,7 @@ import small
 import thinwire
 from patience import LIMIT_S, until
 from thinwire.base.errors import DamagedError, SaveError
-from thinwire.checkpoint import manifest, saves
+from thinwire.checkpoint import saves
 from thinwire.recipes import named
 from thinwire.train import fit
 from thinwire.train.recorder import Recorder
@@ -88,8 +88,8 @@ def test_damage_to_any_file_is_named_before_anything_is_loaded(harm: Callable[[P
     replica, _ = attached(small.ab(group_size=1), seed=1)
     before = small.model_bits(replica.module)
     names = {path.name for path in whole.iterdir()}
-    assert names - {manifest.MANIFEST} == set(json.loads((whole / manifest.MANIFEST).read_text())["files"])
-    for name in names - {manifest.MANIFEST}:
+    assert names - {saves.MANIFEST} == set(json.loads((whole / saves.MANIFEST).read_text())["files"])
+    for name in names - {saves.MANIFEST}:
         folder = tmp_path / name
         shutil.copytree(whole, folder)
         harm(folder / name)
@@ -102,7 +102,7 @@ def test_damage_to_any_file_is_named_before_anything_is_loaded(harm: Callable[[P
 @pytest.mark.parametrize("harm", [cut_in_half, lose, flip_a_bit], ids=lambda harm: harm.__name__)
 def test_a_damaged_manifest_is_found_as_well(harm: Callable[[Path], None], whole, tmp_path) -> None:
     shutil.copytree(whole, tmp_path / "save")
-    harm(tmp_path / "save" / manifest.MANIFEST)
+    harm(tmp_path / "save" / saves.MANIFEST)
     with pytest.raises(DamagedError, match="restore the file, or use an older save"):
         attached(small.ab(group_size=1))[0].load(tmp_path / "save")
 

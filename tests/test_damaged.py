@@ -8,8 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from thinwire.base.errors import DamagedError
-from thinwire.base.files import read_json
-from thinwire.checkpoint.tensors import read_tensors
+from thinwire.base.files import read_json, read_tensors
 from thinwire.cli import main
 
 RUN = ["run", "digits", "--method", "allreduce", "--workers", "1", "--steps", "6", "--save-every", "4", "--quiet"]

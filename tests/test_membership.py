@@ -23,13 +23,13 @@ from launchers import free_port
 from patience import until
 from thinwire import Faults, LocalSGD
 from thinwire.base.errors import CollectiveError, DisagreementError, GivenUpError, LostError, OtherRankError
+from thinwire.checkpoint.state import Undo
 from thinwire.comm.tcp_store import serve
 from thinwire.elastic.heartbeat import Beat
 from thinwire.elastic.membership import Membership, Report, _Wait
 from thinwire.elastic.recovery import _TRIES, Recovery
 from thinwire.elastic.stopping_groups import ElasticStop
 from thinwire.elastic.store import Meeting, Slot, Store, StoreLostError
-from thinwire.elastic.undo import Undo
 
 TIMEOUT = 20.0
 

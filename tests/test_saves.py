@@ -14,7 +14,7 @@ import gang
 import small
 import thinwire
 from thinwire.base.errors import ConfigError, DivergedError, ThinwireError
-from thinwire.checkpoint import manifest
+from thinwire.checkpoint import saves
 
 
 def attached(optimizer_of: Any = small.sgd, config: Any = None) -> tuple[Any, Any]:
@@ -76,14 +76,14 @@ def test_other_groups_of_parameters_are_refused_with_the_files_name(save: Path) 
 def test_state_for_a_parameter_that_is_not_there_names_the_file(save: Path) -> None:
     file = save / "optimizer.safetensors"
     save_file({**load_file(file), "0.99.exp_avg": torch.zeros(2)}, file)
-    manifest.sign(save)
+    saves.sign(save)
     assert "optimizer.json holds state '0.99.exp_avg' of a parameter that is not here" in error_of(save)
 
 
 def test_state_of_another_shape_names_the_file(save: Path) -> None:
     file = save / "optimizer.safetensors"
     save_file({**load_file(file), "0.0.exp_avg": torch.zeros(2)}, file)
-    manifest.sign(save)
+    saves.sign(save)
     assert "optimizer.json holds 'exp_avg' of shape [2] for a parameter of shape [8, 1, 3, 3]" in error_of(save)
 
 
@@ -109,7 +109,7 @@ def test_a_missing_file_is_named(save: Path) -> None:
 def test_a_value_that_lies_is_refused(save: Path) -> None:
     state = json.loads((save / "state.json").read_text())
     (save / "state.json").write_text(json.dumps({**state, "format": 99}))
-    manifest.sign(save)
+    saves.sign(save)
     assert "has format 99" in error_of(save)
 
 

@@ -15,9 +15,9 @@ import small
 import thinwire
 from selection import first_of
 from thinwire import AB, ConfigError, DiLoCo, LocalSGD
+from thinwire.comm.collectives import ProcessGroupWire
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.topology import arrange
-from thinwire.comm.collectives import ProcessGroupWire
 from thinwire.factor.optimizers import Optimizers
 from thinwire.methods.context import MethodContext
 from thinwire.methods.second_moment import SecondMoment

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import small
 import thinwire
-from thinwire.checkpoint.tensors import write_tensors
+from thinwire.base.files import write_tensors
 from thinwire.cli import main
 from thinwire.factor.convert import find_layers, to_factors
 from thinwire.factor.export import write

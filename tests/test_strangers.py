@@ -29,9 +29,9 @@ import thinwire
 from covering import few
 from thinwire import ConfigError
 from thinwire.base.errors import DamagedError, printable
-from thinwire.base.files import lines_of, parse_json, read_json, read_safetensors, write_json
+from thinwire.base.files import lines_of, parse_json, read_json, read_tensors, write_json
 from thinwire.base.schema import ANY, COUNT, FLAG, NUMBER, TEXT, Record, Row, like, wrong
-from thinwire.checkpoint import manifest
+from thinwire.checkpoint import saves
 from thinwire.cli import main
 from thinwire.factor.load_exported import load
 from thinwire.factor.stability import compare
@@ -199,7 +199,7 @@ def test_a_file_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(DamagedError, match=r"a.json` is damaged, it has 1,099,511,627,776 bytes, more than"):
         read_json(path)
     with pytest.raises(DamagedError, match=r"a.json` is damaged, it has 1,099,511,627,776 bytes, more than"):
-        read_safetensors(path)
+        read_tensors(path)
     path.unlink()
     os.mkfifo(path)  # reading it would wait forever
     with pytest.raises(DamagedError, match=r"a.json` is not a regular file; restore"):
@@ -238,7 +238,7 @@ def _claims(file: Path, shape: list[int], size: int) -> None:
 def test_tensors_larger_than_their_file_are_refused(shape: list[int], size: int, tmp_path: Path) -> None:
     _claims(tmp_path / "x.safetensors", shape, size)
     with pytest.raises(DamagedError, match=r"x.safetensors` is damaged, not a valid safetensors file"):
-        read_safetensors(tmp_path / "x.safetensors")
+        read_tensors(tmp_path / "x.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_tensors_are_compared_with_the_model_before_they_are_read(
 ) -> None:
     save_file(tensors, tmp_path / "x.safetensors")
     with pytest.raises(ConfigError, match=why):
-        read_safetensors(tmp_path / "x.safetensors", expected={"a": torch.zeros(2)})
+        read_tensors(tmp_path / "x.safetensors", expected={"a": torch.zeros(2)})
 
 
 LAYER = {"kind": "sequential", "parts": [{"class": "Linear", "arguments": {"in_features": 4, "out_features": 2}}] * 2}
@@ -321,7 +321,7 @@ def test_a_rank_is_that_of_the_factors(tmp_path: Path) -> None:
     name = next(iter(state["method"]["ranks"]))
     state["method"]["ranks"][name] = 10**9
     file.write_text(json.dumps(state))
-    manifest.sign(file.parent)
+    saves.sign(file.parent)
     with pytest.raises(DamagedError, match=rf"the rank 1000000000 of '{name}' is not that in `model.safetensors`"):
         attached()[0].load(tmp_path / "save")
 
@@ -352,7 +352,7 @@ def test_settings_of_an_optimizer_are_of_their_kind(what: str, tmp_path: Path) -
     saved = json.loads(file.read_text())
     change(saved)
     file.write_text(json.dumps(saved))
-    manifest.sign(file.parent)
+    saves.sign(file.parent)
     other, optimizer = attached()
     if not why:
         other.load(tmp_path / "save")
@@ -371,7 +371,7 @@ def test_state_that_an_optimizer_would_miss_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "save" / "optimizer.safetensors"
     tensors = load_file(file)
     save_file({name.replace("0.1.exp_avg_sq", "0.1.exp_avg_sr"): t for name, t in tensors.items()}, file)
-    manifest.sign(file.parent)
+    saves.sign(file.parent)
     with pytest.raises(DamagedError, match="has no valid 'exp_avg_sq'"):
         replica.load(tmp_path / "save")
 

@@ -34,7 +34,7 @@ from tiny import Tiny, tiny
 
 import thinwire
 from thinwire.base.errors import ThinwireError, is_refusal
-from thinwire.checkpoint import manifest
+from thinwire.checkpoint import saves
 from thinwire.cli import main
 from thinwire.factor.load_exported import load as load_exported
 from thinwire.launch.jobs import method_config
@@ -174,8 +174,8 @@ def _in_groups(folder: Path, whole: Path) -> None:
     state |= {"in_sync": False, "world_size": 2, "groups": [[0], [1]]}
     state["config"]["merge"] = "weighted"
     (save / "state.json").write_text(json.dumps(state))
-    names = sorted(path.name for path in save.iterdir() if path.name != manifest.MANIFEST)
-    manifest.write(save, {name: manifest.entry(save / name) for name in names})
+    names = sorted(path.name for path in save.iterdir() if path.name != saves.MANIFEST)
+    saves.write_manifest(save, {name: saves.digest_of(save / name) for name in names})
 
 
 def _datasets(folder: Path) -> None:
@@ -284,9 +284,9 @@ ENTRANCES = {
 def _sign(file: Path) -> None:
     """Checksums find what was damaged; who changes a save on purpose makes them anew."""
     whole = all(other.is_file() and other.stat().st_size < 1 << 24 for other in file.parent.iterdir())
-    if whole and (file.parent / manifest.MANIFEST).is_file() and file.name != manifest.MANIFEST and file.is_file():
+    if whole and (file.parent / saves.MANIFEST).is_file() and file.name != saves.MANIFEST and file.is_file():
         with contextlib.suppress(OSError, ThinwireError):  # the manifest or a file may be one no more
-            manifest.sign(file.parent)
+            saves.sign(file.parent)
 
 
 def entrance_of(number: int, seed: int) -> str:

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from thinwire.base.errors import ConfigError
-from thinwire.checkpoint import manifest, saves
+from thinwire.checkpoint import saves
 from thinwire.config.settings import describe
 from thinwire.launch.jobs import Job
 from thinwire.train import checkpoint
@@ -32,7 +32,7 @@ def branch(saved: Path, job: Job) -> int:
     if job.method == "allreduce":
         state["method"] = {"step": state["method"]["step"], "phase": "train", "scale": 1.0}
     file.write_text(json.dumps(state))
-    manifest.sign(place)
+    saves.sign(place)
     (job.out / "summary.json").unlink(missing_ok=True)  # of an earlier run, which `--resume` would take for this one
     shutil.copy(saved.parent / "records.jsonl", job.out / "records.jsonl")
     return position["step"]

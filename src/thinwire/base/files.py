@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from thinwire.base.errors import ConfigError, DamagedError, ThinwireError
@@ -185,9 +185,7 @@ def _not_understood(path: Path, remedy: str, error: Exception) -> DamagedError:
     return DamagedError(f"`{path}` is damaged and cannot be resumed from ({type(error).__name__}: {about}); {remedy}")
 
 
-def read_safetensors(
-    path: Path, remedy: str = REMEDY, expected: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
+def read_tensors(path: Path, remedy: str = REMEDY, expected: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """The tensors of a file, onto the CPU; if some are `expected`, they are compared before memory is taken."""
     check_file(path, remedy)
     try:
@@ -196,6 +194,13 @@ def read_safetensors(
         return load_file(path)
     except SafetensorError as error:
         raise DamagedError(f"`{path}` is damaged, not a valid safetensors file ({error}); {remedy}") from error
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors to a safetensors file."""
+    refuse_link(path)
+    with on_file(path):
+        save_file({name: t.contiguous() for name, t in tensors.items()}, path)
 
 
 def header(path: Path, remedy: str = REMEDY) -> dict[str, list[int]]:

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import ConfigError, DamagedError, one_line
-from thinwire.base.files import REMEDY, json_text, read_json, understood
-from thinwire.checkpoint.saves import Files
-from thinwire.checkpoint.tensors import copied, read_tensors
+from thinwire.base.files import REMEDY, json_text, read_json, read_tensors, understood
+from thinwire.checkpoint.saves import Files, copied
 
 log = logging.getLogger("thinwire")
 

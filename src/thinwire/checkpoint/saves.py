@@ -4,8 +4,14 @@ No collective runs while files are written: each worker's thread leaves a note i
 rank 0's thread then writes the manifest and renames the folder. So training goes on, and a save is in place as soon as
 the last worker has written. A process that is killed at any moment leaves the old folder or the new one, the old one
 perhaps under its name + ".old".
+
+The manifest has size and digest of each file, and is compared before anything is loaded. The digest is BLAKE2b, because
+hashlib has it everywhere and it needs no special instructions: about as fast as a good disk. It runs outside of
+Python's lock, so a save in the background does not stop training. A CRC would find accidents as well, but Python's own
+has 32 bits, few for files of many gigabytes.
 """
 
+import hashlib
 import itertools
 import logging
 import os
@@ -21,10 +27,17 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire.base.errors import AbandonedSaveError, CollectiveError, ConfigError, DamagedError, SaveError, one_line
-from thinwire.base.files import on_file
-from thinwire.checkpoint import manifest
-from thinwire.checkpoint.tensors import write_tensors
+from thinwire.base.errors import (
+    AbandonedSaveError,
+    CollectiveError,
+    ConfigError,
+    DamagedError,
+    DisagreementError,
+    SaveError,
+    one_line,
+)
+from thinwire.base.files import REMEDY, on_file, read_json, write_json, write_tensors
+from thinwire.base.schema import COUNT, TEXT
 from thinwire.comm import process_groups
 from thinwire.comm.wire import Wire
 
@@ -32,6 +45,10 @@ log = logging.getLogger("thinwire")
 
 Files = dict[str, str | dict[str, Tensor]]
 """What a worker writes into a save: JSON as text, or tensors that nobody changes any more."""
+MANIFEST = "manifest.json"
+Entry = Mapping[str, Any]
+"""`size` in bytes and `blake2b`, the digest."""
+_SCHEMA = {"files": {str: {"size": COUNT, "blake2b": TEXT}}}
 
 _SAVED = re.compile(
     r"(manifest|state|position|random-\d+|(worker|also)-rank\d+|(model|method|optimizer|average).*)\.(json|safetensors)"
@@ -41,6 +58,11 @@ _STEP = re.compile(r"(step-(\d+))(\.old|\.writing|\.removed)?")
 _OTHERS_WRITE_S, _AT_EXIT_S = 1800.0, 60.0
 _LOOK_S = 0.02
 _LOST = "a group was lost while it was written"
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in the CPU's memory, which training does not change."""
+    return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
 
 
 class Save:
@@ -146,7 +168,7 @@ class Save:
             if process_groups.posted(key) is None:
                 process_groups.post(key, note)
 
-    def _commit(self, entries: dict[str, manifest.Entry]) -> None:
+    def _commit(self, entries: dict[str, Entry]) -> None:
         """Put the save in place, or remove what there is of it; then the others need not wait any more."""
         keys, in_place = [f"{self._key}/{rank}" for rank in range(1, self._size)], False
         try:
@@ -159,10 +181,10 @@ class Save:
         if in_place:
             self._after()
 
-    def _put_together(self, entries: dict[str, manifest.Entry], others: list[Any]) -> bool:
+    def _put_together(self, entries: dict[str, Entry], others: list[Any]) -> bool:
         if self._error is not None or any(why for _, why in others):
             return False
-        manifest.write(self._draft, dict(itertools.chain(entries.items(), *(own.items() for own, _ in others))))
+        write_manifest(self._draft, dict(itertools.chain(entries.items(), *(own.items() for own, _ in others))))
         _put_in_place(self._draft, self.folder)
         return True
 
@@ -246,7 +268,7 @@ def find(folder: Path) -> Path | None:
 
 def find_sound(folder: Path) -> Path:
     """The latest save in `folder` whose checksums are right; warns of later ones, and raises if there is none."""
-    return _first_sound(all_saves(folder), manifest.verify)
+    return _first_sound(all_saves(folder), verify)
 
 
 def prune(folder: Path, keep: int, step: int) -> None:
@@ -269,7 +291,7 @@ def find_sound_together(folder: Path, wire: Wire) -> Path | None:
     if not names:
         return None
     candidates = sorted((folder / name for name in names), key=_step, reverse=True)
-    return _first_sound(candidates, lambda path: manifest.verify(path, wire), says=wire.topology.rank == 0)
+    return _first_sound(candidates, lambda path: verify(path, wire), says=wire.topology.rank == 0)
 
 
 def _first_sound(candidates: list[Path], check: Callable[[Path], None], *, says: bool = True) -> Path:
@@ -310,7 +332,7 @@ def _outcome(call: Callable[[], None]) -> Exception | None:
     return None
 
 
-def _write(files: Mapping[str, str | dict[str, Tensor]], folder: Path) -> dict[str, manifest.Entry]:
+def _write(files: Mapping[str, str | dict[str, Tensor]], folder: Path) -> dict[str, Entry]:
     """Write this worker's files and return their entries."""
     for name, content in files.items():
         path = folder / name
@@ -319,14 +341,14 @@ def _write(files: Mapping[str, str | dict[str, Tensor]], folder: Path) -> dict[s
                 path.write_text(content, encoding="utf-8")
         else:
             write_tensors(path, content)
-    return {name: manifest.entry(folder / name, flush=True) for name in files}
+    return {name: digest_of(folder / name, flush=True) for name in files}
 
 
 def _refuse_foreign_folder(path: Path) -> None:
     """Other files with the names of a save's files would be overwritten."""
     if path.exists() and not path.is_dir():
         raise ConfigError(f"`{path}` is a file and cannot become a saved folder; give another name")
-    if path.is_dir() and not any((path / name).is_file() for name in (manifest.MANIFEST, "state.json")):
+    if path.is_dir() and not any((path / name).is_file() for name in (MANIFEST, "state.json")):
         names = sorted(entry.name for entry in path.iterdir() if _SAVED.fullmatch(entry.name))
         if names:
             raise ConfigError(f"`{path}` holds {names[0]!r} but is not a Thinwire save; give another folder")
@@ -362,3 +384,80 @@ def _flush(folder: Path) -> None:
 
 def _beside(path: Path, ending: str) -> Path:
     return path.with_name(path.name + ending)
+
+
+# The manifest.
+
+
+def digest_of(path: Path, *, flush: bool = False) -> dict[str, Any]:
+    """A file's entry; with `flush` the file is on the disk afterwards, not only in the system's memory."""
+    with on_file(path), path.open("rb") as file:
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        if flush:
+            os.fsync(file.fileno())
+        return {"size": os.fstat(file.fileno()).st_size, "blake2b": digest}
+
+
+def write_manifest(folder: Path, entries: Mapping[str, Entry]) -> None:
+    """Write the manifest: from now on the folder is a whole save."""
+    write_json(folder / MANIFEST, {"files": dict(sorted(entries.items()))})
+    digest_of(folder / MANIFEST, flush=True)
+
+
+def sign(folder: Path) -> None:
+    """Write the manifest again, for files that were changed on purpose."""
+    write_manifest(folder, {name: digest_of(folder / name) for name in _listed(folder)})
+
+
+def _listed(folder: Path) -> dict[str, Entry]:
+    """What the manifest says of each file; none may be outside the folder."""
+    listed: dict[str, Entry] = read_json(folder / MANIFEST, schema=_SCHEMA)["files"]
+    if odd := next((name for name in listed if Path(name).name != name), None):
+        raise DamagedError(f"`{folder / MANIFEST}` is damaged, {odd!r} is no file of this folder; {REMEDY}")
+    return listed
+
+
+def verify(folder: Path, wire: Wire | None = None) -> None:
+    """Raise if a file of the save is missing or not as it was written; collective if there is a wire.
+
+    Each worker reads a part of the files, and all raise the same error: either all load this save or none does.
+    """
+    rank, workers = (wire.topology.rank, wire.topology.world_size) if wire else (0, 1)
+    fault, seen = None, None
+    try:
+        listed = _listed(folder)
+        seen = digest_of(folder / MANIFEST)["blake2b"]
+        fault = _fault(folder, {name: listed[name] for name in sorted(listed)[rank::workers]})
+    except (DamagedError, OSError) as error:
+        fault = str(error) if isinstance(error, DamagedError) else _unreadable(folder / MANIFEST, error)
+    found = wire.all_gather_object((fault, seen)) if wire else [(fault, seen)]
+    if faults := [fault for fault, _ in found if fault]:
+        raise DamagedError(faults[0])
+    odd = [other for other, (_, digest) in enumerate(found) if digest != found[0][1]]
+    if odd:
+        raise DisagreementError(f"rank {odd[0]} and rank 0 see different saves in `{folder}`; give all the same folder")
+
+
+def _fault(folder: Path, listed: Mapping[str, Entry]) -> str | None:
+    """What is wrong with the first of these files that is not as listed."""
+    return next((fault for name, known in listed.items() if (fault := _fault_of(folder / name, known))), None)
+
+
+def _fault_of(path: Path, known: Entry) -> str | None:
+    try:
+        size = path.stat().st_size
+        if not path.is_file():  # opening a pipe could wait for ever
+            return f"`{path}` is damaged, it is not a file; {REMEDY}"
+        if size != known["size"]:
+            return f"`{path}` is damaged, it has {size:,} bytes instead of {known['size']:,}; {REMEDY}"
+        if digest_of(path)["blake2b"] != known["blake2b"]:
+            return f"`{path}` is damaged, its checksum is not that of what was saved; {REMEDY}"
+    except FileNotFoundError:
+        return f"`{path}` is missing; {REMEDY}"
+    except OSError as error:
+        return _unreadable(path, error)
+    return None
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    return f"`{path}` cannot be read ({one_line(error)}); {REMEDY}"

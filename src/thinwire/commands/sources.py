@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from thinwire.base.checks import check_cutoff
 from thinwire.base.errors import ConfigError, DamagedError, unknown
-from thinwire.base.files import check_file, read_json, understood
+from thinwire.base.files import check_file, read_json, read_tensors, understood
 from thinwire.base.schema import COUNT, FLAG, POSITIVE, TEXT, Kind, wrong
 from thinwire.checkpoint import snapshot
 from thinwire.checkpoint.snapshot import WORKER
-from thinwire.checkpoint.tensors import read_tensors
 from thinwire.factor.export import arguments
 from thinwire.factor.forms import LISTING
 from thinwire.factor.layers import FORMS

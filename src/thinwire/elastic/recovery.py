@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import CollectiveError, DisagreementError, GivenUpError, LostError, OtherRankError
+from thinwire.checkpoint.state import RunState, Undo
 from thinwire.comm.watch import attempt
-from thinwire.elastic.handover import hand_over, take_over
 from thinwire.elastic.membership import Groups, Membership, Report, Reports
 from thinwire.elastic.stopping_groups import ElasticStop, Left
-from thinwire.elastic.undo import Undo
 from thinwire.methods.base import Method
 from thinwire.methods.context import Saved
 from thinwire.methods.merging import restored
@@ -44,6 +43,7 @@ class Recovery:
 
     def __init__(self, method: Method, membership: Membership) -> None:
         self.method, self.membership = method, membership
+        self.state = RunState(method)
         self.stop = ElasticStop(membership)
         self.votes = 0
         """Votes that this worker has seen complete."""
@@ -72,7 +72,10 @@ class Recovery:
             self.membership.join_and(self._open_and_take)
 
     def _take(self) -> None:
-        self._count_votes(take_over(self.method, self.membership))
+        """Be what a group in the run is."""
+        packed = self.method.wire.broadcast_bytes(None, self.membership.donor_and_new, "join")
+        assert packed is not None, "this worker is not among those that take"
+        self._count_votes(self.state.take(packed)["votes"])
         self.stop.learn(self.method.step)  # now: others may be about to stop here
 
     def _open_and_take(self) -> None:
@@ -390,9 +393,15 @@ class Recovery:
         method.forwards = method.step
         self._lets_in = False
         self._record(before, lost)
-        if membership.joined and (again := attempt(lambda: hand_over(method, membership, self.votes))) is not None:
+        if membership.joined and (again := attempt(self._hand_over)) is not None:
             self._regroup(again, ready=False)
         return done
+
+    def _hand_over(self) -> None:
+        """Give groups that join what this run has come to."""
+        ranks, wire = self.membership.donor_and_new, self.method.wire
+        gives = self.method.topology.rank == ranks[0]
+        wire.broadcast_bytes(self.state.packed(votes=self.votes) if gives else None, ranks, "join")
 
     def _report(self, lost: CollectiveError | None, *, admits: bool) -> Report:
         beat, membership = self.membership.heartbeat.beat, self.membership

@@ -24,7 +24,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from thinwire.base.errors import ConfigError
-from thinwire.base.files import read_json, read_safetensors
+from thinwire.base.files import read_json, read_tensors
 from thinwire.base.schema import TEXT
 from thinwire.factor.convert import TABLES
 
@@ -130,7 +130,7 @@ def read(source: Source) -> Layers:
     if isinstance(source, Mapping):
         return Layers(_distinct(source))
     file = _file(Path(source))
-    tensors = read_safetensors(file, "restore it, or write it again")
+    tensors = read_tensors(file, "restore it, or write it again")
     listing = file.parent / "layers.json"
     layers = read_json(listing, "export the model again", LISTING)["layers"] if listing.exists() else {}
     sequentials = {name for name, about in layers.items() if about["kind"] == "sequential"}

@@ -42,7 +42,7 @@ class EMA(AveragedModel):
         super().__init__(_full_copy(replica.module), device, None, get_ema_multi_avg_fn(decay), use_buffers)
         self.module.requires_grad_(False)
         self._replica = [replica]  # in a list, so that it is not registered as a submodule
-        replica.averages.append(self)
+        replica._state.add_average(self)
 
     def update_parameters(self, model: nn.Module | None = None) -> None:
         """Add the replica's current weights to the average."""

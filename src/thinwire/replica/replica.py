@@ -28,6 +28,7 @@ from thinwire.checkpoint import saves, snapshot
 from thinwire.checkpoint.also import Also
 from thinwire.checkpoint.loads import Loads
 from thinwire.checkpoint.saves import Files, Save
+from thinwire.checkpoint.state import RunState
 from thinwire.comm.fsdp import ShardedModel, to_plain_shards, whole_of
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.process_groups import next_number
@@ -99,8 +100,6 @@ class Replica(nn.Module):
         self._stop_number = next_number()  # here, where all workers are: some may ask for a stop before others look
         self._recompiles = Recompilations()
         self._decomposed = 0  # how often, when moving averages were last looked for
-        self.averages: list[nn.Module] = []
-        """Moving averages of this replica, which saves include."""
         self.finished_ranks: dict[str, int] = {}
         """The rank of each weight that `finish` left as factors, by its key in the dense model's state dict."""
         self.read_layers: list[str] = []
@@ -108,6 +107,9 @@ class Replica(nn.Module):
         self._full = _count(self.module)
         self._trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         self._baseline = Baseline(self._trained)
+        self._state = RunState(
+            method, scaler, read_baseline=self.baseline, begin_baseline=lambda b: self._baseline.begin(b, self.step)
+        )
         # Here and not by a decorator: that would load Dynamo, seconds, with the package.
         self.forward = untraced(self.forward)  # type: ignore[method-assign]
         sign_as(self.forward, method.model)
@@ -120,6 +122,7 @@ class Replica(nn.Module):
         if scaler is not None:
             context.scale = scaler.get_scale
         if recovery is not None:
+            recovery.state = self._state
             recovery.on_regroup.append(self._keep_baseline)
             recovery.on_lost.append(self._abandon_save)
             recovery.on_rejoin.append(self._forget_save)
@@ -436,7 +439,7 @@ class Replica(nn.Module):
     def _captured(self) -> Files:
         self._method.wire.barrier("save()")
         check_parameters(self._method, "save()")
-        return snapshot.capture(self._method, self._scaler, self.baseline(), self.averages)
+        return snapshot.capture(self._state)
 
     def _end_of_save(self) -> SaveError | None:
         save, failed = self._save, self._save_error
@@ -500,8 +503,7 @@ class Replica(nn.Module):
     def _load(self, folder: Path | str, *, check: bool, also: Also | None) -> None:
         self._method.wire.barrier("load()")
         self._loads.clear()
-        earlier = snapshot.load(self._method, self._scaler, folder, self.averages, check=check, also=also)
-        self._baseline.begin(earlier, self.step)
+        snapshot.load(self._state, folder, check=check, also=also)
         if self.ranks():
             guard_averages()
 

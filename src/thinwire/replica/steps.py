@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from thinwire.base.errors import ConfigError, LostError, SaveError
+from thinwire.base.files import write_tensors
 from thinwire.checkpoint import saves
 from thinwire.checkpoint.also import Also, check
-from thinwire.checkpoint.tensors import write_tensors
 from thinwire.elastic.stopping import EXIT_CODE, SIGNALS
 
 log = logging.getLogger("thinwire")

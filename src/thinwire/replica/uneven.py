@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.base.errors import ConfigError, DisagreementError
+from thinwire.checkpoint.state import RunState, pack, unpack
 from thinwire.comm import process_groups
-from thinwire.elastic.handover import load_values, pack, unpack, values_of
 from thinwire.methods.base import Method
 from thinwire.methods.features import Feature, joins_not
 from thinwire.methods.registry import refuse
@@ -186,17 +186,14 @@ class Joining:
         return together and self.method.topology.rank in others
 
     def _give(self, giver: int, takers: list[int]) -> None:
-        """Model, optimizer state and learning rates of one worker to those that took fewer steps; collective."""
+        """Model and optimizers of one worker, with their learning rates, to those that took fewer steps; collective."""
         if not takers:
             return
-        wire, method = self.method.wire, self.method
-        gives = method.topology.rank == giver
-        payload = pack(values_of(method) | {"rates": _rates(method)}) if gives else None
-        packed = wire.broadcast_bytes(payload, (giver, *takers), "join")
+        state, gives = RunState(self.method), self.method.topology.rank == giver
+        payload = pack(state.read("model", "optimizer")) if gives else None
+        packed = self.method.wire.broadcast_bytes(payload, (giver, *takers), "join")
         if packed is not None and not gives:
-            whole = unpack(packed)
-            load_values(method, whole)
-            _set_rates(method, whole["rates"])
+            state.fill(unpack(packed))
 
 
 def refuse_joining(method: Method, *, has_scaler: bool, has_faults: bool) -> None:
@@ -215,13 +212,3 @@ def refuse_joining(method: Method, *, has_scaler: bool, has_faults: bool) -> Non
     for what, is_used in uses.items():
         if is_used:
             raise ConfigError(joins_not(what))
-
-
-def _rates(method: Method) -> list[float | None]:
-    return [None if (rate := group.get("lr")) is None else float(rate) for _, group in method.optimizers.groups]
-
-
-def _set_rates(method: Method, rates: list[float | None]) -> None:
-    for (_, group), rate in zip(method.optimizers.groups, rates, strict=True):
-        if rate is not None:
-            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate

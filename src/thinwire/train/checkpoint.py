@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from thinwire.base.errors import ConfigError, DamagedError
-from thinwire.base.files import json_text, read_json
+from thinwire.base.files import json_text, read_json, read_tensors
 from thinwire.base.schema import ANY, COUNT, FIGURE, NUMBER, Row, like
 from thinwire.checkpoint.also import RandomState
-from thinwire.checkpoint.saves import Files, all_saves, find_sound_together
-from thinwire.checkpoint.tensors import copied, read_tensors
+from thinwire.checkpoint.saves import Files, all_saves, copied, find_sound_together
 from thinwire.config.settings import describe
 from thinwire.replica.replica import Replica
 from thinwire.train.task import Recipe, describe_optimizer

@@ -19,8 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from thinwire.base.errors import ConfigError, DamagedError
 from thinwire.base.files import read_json
-from thinwire.checkpoint.manifest import verify
-from thinwire.checkpoint.saves import Save, newest
+from thinwire.checkpoint.saves import Save, newest, verify
 from thinwire.comm.buckets import checksum
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.topology import place
