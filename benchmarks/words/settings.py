@@ -58,6 +58,25 @@ def longer(setting: Setting) -> Setting:
     return setting._replace(name=f"longer-{setting.name}", fields=fields, recipe=recipe, eval_every=1000, options=())
 
 
+def pieces(setting: Setting, lr: str, dropout: str) -> Setting:
+    """For the larger model at this rate and dropout, compiled; the model is kept, for test data."""
+    recipe = f"{Path(__file__).parent / 'longer.py'}:dropout_{dropout[-1]}"
+    name = f"pieces-{setting.name}-lr{lr}-dropout{dropout}"
+    return setting._replace(name=name, recipe=recipe, eval_every=1000, options=("--lr", lr), keeps_model=True)
+
+
+def pieces_allreduce(lr: str, dropout: str) -> Setting:
+    return pieces(Setting("allreduce", "allreduce", (), "", workers=1), lr, dropout)
+
+
+def rounds(every: int, lr: str, dropout: str, *more: str) -> Setting:
+    """Groups that average this rarely in int2; later fields win."""
+    usual = ("wire=int2", "outer=1.0/0.5", "warmup=0.0125", "warmup_wire=lowrank:2")
+    fields = {field.partition("=")[0]: field for field in (f"every={every}", *usual, *more)}
+    name = "-".join([f"rounds-{every}", *(field.replace("=", "").replace("/", "-") for field in more)])
+    return pieces(Setting(name, "diloco", tuple(fields.values()), ""), lr, dropout)
+
+
 SETS: dict[str, list[Setting]] = {
     "rates": [allreduce(f"{rate}e-3") for rate in (1, 1.4, 2, 2.8, 4)],
     "allreduce": [allreduce()],
@@ -104,5 +123,14 @@ SETS: dict[str, list[Setting]] = {
             local(8, "-shared", "2e-3", "every_max=64"),
             diloco(48),
         )
+    ],
+    "pieces-rates": [pieces_allreduce(lr, dropout) for lr in ("1e-3", "2e-3") for dropout in ("0.3", "0.4", "0.5")],
+    "pieces-rounds": [
+        *(rounds(every, "1e-3", "0.3") for every in (12, 24, 48, 96, 192, 384)),
+        rounds(96, "2e-3", "0.3"),
+        *(rounds(96, "1e-3", dropout) for dropout in ("0.2", "0.4")),
+        rounds(48, "1e-3", "0.3", "every_max=384"),
+        *(rounds(96, "1e-3", "0.3", outer) for outer in ("outer=none", "outer=1.0/0.7", "outer=0.7/0.9")),
+        *(rounds(every, "1e-3", "0.3", "wire=bit") for every in (96, 192)),
     ],
 }
