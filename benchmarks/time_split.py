@@ -17,8 +17,8 @@ from workers import run_workers
 
 import thinwire
 from thinwire.comm.ledger import Ledger
-from thinwire.comm.sent import Sent
 from thinwire.comm.times import Clock, Times
+from thinwire.comm.topology import Sent
 from thinwire.train.models import DigitNet
 
 TARGET = "<= 1.01"

@@ -13,7 +13,7 @@ import small
 import thinwire
 from thinwire import LocalSGD, Radial
 from thinwire.methods.agreement import Agreement
-from thinwire.methods.sketch import SIZE, sketch
+from thinwire.methods.averaged import SIZE, sketch
 
 # Sketches.
 

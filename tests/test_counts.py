@@ -8,7 +8,7 @@ import pytest
 
 import thinwire
 from thinwire.comm.ledger import Ledger
-from thinwire.comm.sent import Sent
+from thinwire.comm.topology import Sent
 from thinwire.recipes import named
 from thinwire.train import fit
 from thinwire.train.summary import Counts

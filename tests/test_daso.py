@@ -18,7 +18,7 @@ import thinwire
 from selection import first_of
 from thinwire import DASO, ConfigError, DisagreementError, DivergedError
 from thinwire.comm.buckets import checksum
-from thinwire.methods.plateau import Plateau
+from thinwire.methods.daso import Plateau
 from under_way import leaves, waits
 
 PAIRS, RAGGED = ((0, 1), (2, 3)), ((0, 1), (2,))

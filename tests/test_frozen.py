@@ -15,8 +15,8 @@ import thinwire
 from thinwire import ConfigError
 from thinwire.comm.topology import arrange
 from thinwire.factor.optimizers import Optimizers
+from thinwire.methods.coding import FrozenSecondMoment
 from thinwire.methods.context import MethodContext
-from thinwire.methods.frozen import FrozenSecondMoment
 from thinwire.plan import ranks as predicted
 from thinwire.plan.simulate import simulate
 from thinwire.plan.workload import Workload

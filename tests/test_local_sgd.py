@@ -22,9 +22,9 @@ import thinwire
 from selection import first_of
 from thinwire import ConfigError, DiLoCo, DivergedError, LocalSGD, Nesterov
 from thinwire.comm.topology import arrange
+from thinwire.methods.averaged import SIZE
 from thinwire.methods.averaging import LocalTraining
-from thinwire.methods.fragments import fragments_of
-from thinwire.methods.sketch import SIZE
+from thinwire.methods.rounds import fragments_of
 from thinwire.methods.statistics import OuterStatistics
 from thinwire.plan import ranks as predicted
 from thinwire.plan.compute import given

@@ -28,7 +28,7 @@ from thinwire.comm.tcp_store import serve
 from thinwire.elastic.heartbeat import Beat
 from thinwire.elastic.membership import Membership, Report, _Wait
 from thinwire.elastic.recovery import _TRIES, Recovery
-from thinwire.elastic.stopping_groups import ElasticStop
+from thinwire.elastic.stopping import ElasticStop
 from thinwire.elastic.store import Meeting, Slot, Store, StoreLostError
 
 TIMEOUT = 20.0

@@ -21,8 +21,7 @@ from selection import first_of, slow_but
 from thinwire.base.errors import ConfigError
 from thinwire.cli import main
 from thinwire.comm.ledger import mean_over_nodes
-from thinwire.comm.sent import Sent
-from thinwire.comm.topology import Topology, arrange
+from thinwire.comm.topology import Sent, Topology, arrange
 from thinwire.commands.plan import Rows
 from thinwire.plan import compute
 from thinwire.plan import ranks as predicted

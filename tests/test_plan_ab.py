@@ -11,7 +11,7 @@ import thinwire
 from thinwire.comm.topology import arrange
 from thinwire.commands.plan import beside, caption
 from thinwire.factor.convert import find_layers
-from thinwire.methods.sketch import sketch
+from thinwire.methods.averaged import sketch
 from thinwire.plan import ranks as predicted
 from thinwire.plan.compute import given
 from thinwire.plan.forecast import Forecast, Layout, Links

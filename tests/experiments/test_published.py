@@ -20,7 +20,7 @@ from thinwire.experiments.data import Folder
 from thinwire.experiments.series import Forecast, Halving
 from thinwire.experiments.tables import RESNET50, VGG16, VIT_B16, nearest
 from thinwire.launch.jobs import Job, variants
-from thinwire.methods.ab_timetable import timetable
+from thinwire.methods.ab_paper import timetable
 from thinwire.recipes import installed, named
 from thinwire.train.data import Source
 from thinwire.train.task import AsIs, describe_optimizer

@@ -14,10 +14,8 @@ from thinwire.base.errors import OtherRankError, one_line
 from thinwire.comm import missing, process_groups
 from thinwire.comm.buckets import by_dtype, checksum, pack, rounded, size_of, unpack_into, unrounded
 from thinwire.comm.ledger import Ledger
-from thinwire.comm.sent import Ranks, Sent
-from thinwire.comm.topology import Topology, discover
-from thinwire.comm.watch import Watch
-from thinwire.comm.wire import Pending, Wire
+from thinwire.comm.topology import Ranks, Sent, Topology, discover
+from thinwire.comm.wire import Pending, Watch, Wire
 
 
 class ProcessGroupWire(Wire):

@@ -13,8 +13,8 @@ from typing import Any
 
 from thinwire.base import units
 from thinwire.comm.counters import Counted, Interface, mean_counted
-from thinwire.comm.sent import Sent
 from thinwire.comm.times import Clock, Mark, Times, mean_times
+from thinwire.comm.topology import Sent
 
 
 @dataclass

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.comm.sent import Ranks
+from thinwire.comm.topology import Ranks
 
 _FIRST, _LARGEST, _GROWTH, _TINY = 1 << 14, 1 << 26, 4, 64
 _LONG_ENOUGH_S, _TRANSFER_S, _REPEATS = 0.1, 0.4, 5

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm.connections import connection_to, is_hung_up
-from thinwire.comm.sent import Ranks
 from thinwire.comm.times import Stage
+from thinwire.comm.topology import Ranks
 
 # Process groups cost connections, and a process that attaches twice wants the same ones again.
 _process_groups: dict[tuple[Any, ...], Any] = {}

@@ -27,8 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from thinwire.base.errors import ConfigError
 from thinwire.comm import process_groups
 from thinwire.comm.buckets import WIRES, size_of
-from thinwire.comm.sent import Ranks, Sent
-from thinwire.comm.topology import Topology
+from thinwire.comm.topology import Ranks, Sent, Topology
 from thinwire.comm.wire import Wire
 
 # Newer versions of torch call it by another name.

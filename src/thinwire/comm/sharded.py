@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from thinwire.base.errors import ConfigError
 from thinwire.comm.buckets import size_of
 from thinwire.comm.collectives import ProcessGroupWire
-from thinwire.comm.sent import Ranks, Sent
-from thinwire.comm.topology import Topology
+from thinwire.comm.topology import Ranks, Sent, Topology
 from thinwire.comm.wire import Pending
 
 _REMEDY = 'fully_shard(model, mesh=init_device_mesh(device, (groups, workers), mesh_dim_names=("between", "in"))["in"])'

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from thinwire.base.errors import CollectiveError, ThinwireError, one_line
 from thinwire.comm import process_groups
 from thinwire.comm.connections import Connections
-from thinwire.comm.watch import Watch
+from thinwire.comm.wire import Watch
 from thinwire.config.faults import Faults
 from thinwire.elastic.store import Store, StoreLostError
 

@@ -42,9 +42,8 @@ from typing import Any, NamedTuple
 from thinwire.base.errors import CollectiveError, ConfigError, GivenUpError, LostError, one_line
 from thinwire.comm import process_groups
 from thinwire.comm.connections import Connections
-from thinwire.comm.sent import Ranks
-from thinwire.comm.topology import Topology
-from thinwire.comm.watch import attempt
+from thinwire.comm.topology import Ranks, Topology
+from thinwire.comm.wire import attempt
 from thinwire.config.faults import Faults
 from thinwire.elastic.heartbeat import Heartbeat
 from thinwire.elastic.store import Meeting, Store, StoreLostError

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from thinwire.base.errors import CollectiveError, DisagreementError, GivenUpError, LostError, OtherRankError
 from thinwire.checkpoint.state import RunState, Undo
-from thinwire.comm.watch import attempt
+from thinwire.comm.wire import attempt
 from thinwire.elastic.membership import Groups, Membership, Report, Reports
-from thinwire.elastic.stopping_groups import ElasticStop, Left
+from thinwire.elastic.stopping import ElasticStop, Left
 from thinwire.methods.base import Method
 from thinwire.methods.context import Saved
 from thinwire.methods.merging import restored

@@ -13,6 +13,7 @@ code has left out by then is sent in int8 with the last average before the chang
 """
 
 import functools
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -25,7 +26,6 @@ from thinwire.comm.topology import Topology
 from thinwire.config import AB
 from thinwire.factor.convert import Kept
 from thinwire.methods.ab_shapes import ABShapes
-from thinwire.methods.ab_sides import Sides
 from thinwire.methods.agree import empty_factors
 from thinwire.methods.averaged import AveragedTensors
 from thinwire.methods.averaging import LocalTraining
@@ -332,3 +332,44 @@ class ABMethod(ABShapes, LocalTraining):
 def _has_gradients(factors: Sequence[Tensor]) -> bool:
     """Factors of zeros have none."""
     return bool(factors[0].any())
+
+
+class Sides:
+    """The factors of one group; rounds are counted from when weights became factors."""
+
+    def __init__(self, train: str, topology: Topology) -> None:
+        self.train = train
+        self.sizes = [float(len(group)) for group in topology.groups]
+        self.own = topology.group_index
+        self.half = math.ceil(len(self.sizes) / 2)
+        """Of groups that train different factors, how many train the first one."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this group is in the first half."""
+        return self.own < self.half
+
+    def trained(self, rounds: int) -> str:
+        """The factors that this group trains: "a", "b" or "ab"."""
+        if self.train == "both":
+            return "ab"
+        second = self.train == "split" and not self.is_first
+        return "ab"[(rounds + second) % 2]
+
+    def senders(self, kind: str, rounds: int) -> Sequence[int] | None:
+        """The groups that trained this factor, where groups train different ones; None for all groups."""
+        if self.train != "split" or not kind:
+            return None
+        first = "ab"[rounds % 2] == kind
+        return [i for i in range(len(self.sizes)) if (i < self.half) == first]
+
+    def weights(self, kind: str, rounds: int, losses: Sequence[float] | None) -> list[float] | None:
+        """Of all groups: by workers, by loss too if losses are given, among those that trained it; None by workers."""
+        senders, sizes = self.senders(kind, rounds), self.sizes
+        if losses is None and senders is None:
+            return None
+        if losses is not None:
+            sizes = [size / max(loss, 1e-8) for size, loss in zip(sizes, losses, strict=True)]
+        if senders is not None:
+            sizes = [size if i in senders else 0.0 for i, size in enumerate(sizes)]
+        return [size / sum(sizes) for size in sizes]

@@ -23,7 +23,6 @@ from thinwire.comm.topology import Topology
 from thinwire.config import PaperAB
 from thinwire.factor import moments
 from thinwire.factor.convert import Layer, to_factors, to_full
-from thinwire.methods.ab_timetable import timetable
 from thinwire.methods.agree import empty_factors
 from thinwire.methods.averaged import AveragedTensors, all_restored, not_finite
 from thinwire.methods.context import MethodContext, Saved
@@ -310,3 +309,20 @@ class PaperABMethod(Factoring):
 def _trained_factor(topology: Topology) -> str:
     count = len(topology.groups)
     return "a" if count > 1 and topology.group_index < math.ceil(count / 2) else "b"
+
+
+class Segment(NamedTuple):
+    """A phase and the step at which it ends."""
+
+    phase: str
+    end: int
+
+
+def timetable(config: PaperAB) -> list[Segment]:
+    """The phases of a run. The last one is full-rank and has no end of its own."""
+    segments, step = [Segment("warmup", config.warmup_length)], config.warmup_length
+    while step + config.group_length <= config.total_steps:
+        segments.append(Segment("groups", step + config.group_length))
+        step = min(step + config.group_length + config.rebound_length, config.total_steps)
+        segments.append(Segment("rebound", step))
+    return [*segments, Segment("final", config.total_steps)]

@@ -13,9 +13,9 @@ from thinwire.factor import moments
 from thinwire.factor.convert import Layer
 from thinwire.factor.matrix import decompose
 from thinwire.factor.ranks import smallest_size
+from thinwire.methods.agree import agreed_in_turn, gathered, gathered_state
 from thinwire.methods.context import MethodContext
 from thinwire.methods.factoring import Factoring
-from thinwire.methods.gathered import agreed_in_turn, gathered, gathered_state
 from thinwire.methods.rates import RateMatching
 
 Factors = tuple[Tensor, ...]

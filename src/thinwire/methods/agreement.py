@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from thinwire.comm.wire import Wire
 from thinwire.config.common import Radial
-from thinwire.methods.averaged import AveragedTensors
-from thinwire.methods.sketch import SIZE
+from thinwire.methods.averaged import SIZE, AveragedTensors
 
 log = logging.getLogger("thinwire")
 

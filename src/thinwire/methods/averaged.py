@@ -5,6 +5,7 @@ agreed values, because codes would lose small changes of large values; the mean 
 the outer step.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from thinwire.comm.buckets import all_finite, pack_wide, reals
 from thinwire.comm.wire import Wire
 from thinwire.config.common import Nesterov, Radial
 from thinwire.methods.merging import restored
-from thinwire.methods.notes import ChangeNotes
 
 Tensors = Callable[[], Sequence[Tensor]]
 
@@ -408,3 +408,68 @@ def _views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     """A flat vector in the shapes of the tensors that it holds one after the other."""
     parts = flat.split([shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+class ChangeNotes:
+    """Means over groups, small enough to arrive before the average itself does."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self.values: Tensor | None = None
+        """After `receive`, for each tensor the mean length of its changes and the mean of their sketches, (1 + 64,
+        tensors)."""
+        self._sum = Exact(wire, [], "control")
+        self._sum.weighted = True
+
+    def send(self, changes: Sequence[Tensor], weights: Sequence[float] | None, overlap: int) -> None:
+        """This group's, times its weight in the mean of each tensor."""
+        topology, first = self.wire.topology, changes[0]
+        if len(topology.groups) == 1:
+            self.values = None  # those of a pending average, which others have sent
+            return
+        self.values = self.wire.read(lambda: self._own(changes, weights), first.new_empty(1 + SIZE, len(changes)))
+        self._sum.begin([self.values], steps=overlap)
+
+    def _own(self, changes: Sequence[Tensor], weights: Sequence[float] | None) -> Tensor:
+        topology, first = self.wire.topology, changes[0]
+        sketches = torch.stack([sketch(change) for change in changes], dim=1)  # (sketch, tensors)
+        values = torch.cat([torch.stack(torch._foreach_norm(list(changes)))[None], sketches])
+        share = len(topology.group) / topology.world_size
+        return values.mul_(share if weights is None else first.new_tensor(weights))
+
+    def receive(self) -> None:
+        """Wait for those of all groups."""
+        if self.values is not None:
+            self._sum.end([self.values])
+
+
+SIZE = 64
+_COLUMNS = 4096
+
+
+def sketch(tensor: Tensor) -> Tensor:
+    """64 sums of elements with random signs, the same for all tensors of this size; small tensors are kept as they are.
+
+    The mean of the squared length is that of the tensor; it varies by 18 %, and by up to 35 % for those of
+    regular values, such as rank one.
+    """
+    flat = tensor.reshape(-1)
+    if len(flat) <= SIZE:
+        return torch.nn.functional.pad(flat, (0, SIZE - len(flat)))
+    # Every element of a block has a sign of its own: with one per row, changes of low rank would add up or cancel.
+    signs = _signs(flat.device, flat.dtype)
+    count, rest = divmod(len(flat), len(signs))
+    tail = torch.nn.functional.pad(flat[len(flat) - rest :] * signs[:rest], (0, -rest % SIZE))
+    found = tail.view(-1, SIZE).sum(0)
+    if not count:
+        return found
+    blocks = flat[: len(flat) - rest].view(count, SIZE, _COLUMNS).transpose(0, 1)
+    sums = torch.bmm(blocks, signs.view(SIZE, _COLUMNS, 1))[..., 0]  # (64, count, columns) @ (64, columns, 1)
+    more = _signs(flat.device, flat.dtype, seed=1).repeat(-(-sums.numel() // len(signs)))[: sums.numel()]
+    return found + (sums * more.view_as(sums)).sum(1)
+
+
+@functools.cache
+def _signs(device: torch.device, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 2, (SIZE * _COLUMNS,), generator=generator).mul_(2).sub_(1).to(device, dtype)

@@ -28,9 +28,8 @@ from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.contributions import Contributions
 from thinwire.methods.diverged import refuse_diverged
 from thinwire.methods.features import Feature, joins_not, refuses_code
-from thinwire.methods.fragments import fragments_of
 from thinwire.methods.merging import average_buffers, average_moments
-from thinwire.methods.rounds import Round
+from thinwire.methods.rounds import Round, fragments_of
 from thinwire.methods.same_bits import Named, SameBits
 from thinwire.methods.statistics import OuterStatistics
 

@@ -15,8 +15,9 @@ around updates, it adds to its context. `register` makes it known; docs/extendin
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -27,15 +28,26 @@ from thinwire.comm import process_groups
 from thinwire.comm.fsdp import shard_again, with_modules
 from thinwire.comm.topology import Topology
 from thinwire.factor.convert import Kept, Layer, OrderOfUse, find_layers, to_factors, to_full
-from thinwire.methods.agree import agreed_factors
+from thinwire.methods.agree import agreed_factors, agreed_in_turn, gathered_layer
 from thinwire.methods.context import MethodContext, Saved
-from thinwire.methods.counters import Counters
 from thinwire.methods.features import Feature
-from thinwire.methods.gathered import agreed_in_turn, gathered_layer
 from thinwire.methods.gradients import GradientAveraging
 from thinwire.methods.masters import Masters
-from thinwire.methods.untraced import untraced
-from thinwire.methods.waits import Waits
+from thinwire.methods.meetings import Counters, Waits
+
+
+def untraced(method: Callable[..., Any]) -> Any:
+    """The method as `torch.compile` leaves it alone; what it calls may be compiled."""
+    try:
+        return torch.compiler.disable(method, recursive=False)
+    except AttributeError:  # torch 2.6 marks functions only, not methods
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return method(*args, **kwargs)
+
+        return torch.compiler.disable(call, recursive=False)
+
 
 if TYPE_CHECKING:
     from thinwire.methods.agreement import Agreement

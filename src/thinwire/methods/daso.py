@@ -19,7 +19,7 @@ import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,9 +34,31 @@ from thinwire.methods.context import MethodContext, Saved
 from thinwire.methods.diverged import refuse_diverged
 from thinwire.methods.features import Feature, joins_not, needs_whole_weights
 from thinwire.methods.merging import average_buffers
-from thinwire.methods.plateau import Plateau
 from thinwire.methods.registry import register
 from thinwire.methods.second_moment import SecondMoment
+
+
+@dataclass
+class Plateau:
+    """The best loss so far, and how many since were not better."""
+
+    patience: int
+    threshold: float
+    best: float | None = None
+    worse: int = 0
+    """Losses in a row that were not better."""
+
+    def reached(self, loss: float) -> bool:
+        """Add a loss; counting starts again when this returns True."""
+        if self.best is None or loss < self.best - self.threshold * abs(self.best):
+            self.best, self.worse = loss, 0
+        else:
+            self.worse += 1
+        if self.worse <= self.patience:
+            return False
+        self.worse = 0
+        return True
+
 
 log = logging.getLogger("thinwire")
 

@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from thinwire.base.errors import DivergedError
 from thinwire.comm.buckets import all_finite
-from thinwire.comm.sent import Ranks
+from thinwire.comm.topology import Ranks
 from thinwire.comm.wire import Wire
 
 _LOSS = -1

@@ -11,9 +11,9 @@ from thinwire.comm.fsdp import with_modules
 from thinwire.comm.topology import Topology
 from thinwire.factor.convert import Layer, OrderOfUse, find_layers, warn_unmatched_patterns
 from thinwire.factor.matrix import smallest_cutoff
+from thinwire.methods.agree import gathered_layer
 from thinwire.methods.base import Method
 from thinwire.methods.context import MethodContext
-from thinwire.methods.gathered import gathered_layer
 
 log = logging.getLogger("thinwire")
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from thinwire.base.errors import ConfigError
 from thinwire.comm.ledger import Ledger, mean_over_nodes
-from thinwire.comm.sent import Sent
-from thinwire.comm.topology import Topology, arrange
+from thinwire.comm.topology import Sent, Topology, arrange
 from thinwire.methods.agree import decomposers
 from thinwire.methods.registry import METHODS, name_of
 from thinwire.plan.compute import Compute

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from thinwire.codecs.aggregate import Aggregator
 from thinwire.codecs.quantized import CompressedSum
 from thinwire.comm.buckets import size_of
-from thinwire.methods.averaged import AveragedTensors, PendingAverage
+from thinwire.methods.averaged import AveragedTensors, ChangeNotes, PendingAverage
 from thinwire.methods.base import Method
 from thinwire.methods.change_scales import ChangeScales
-from thinwire.methods.frozen import FrozenSecondMoment
+from thinwire.methods.coding import FrozenSecondMoment
 from thinwire.methods.gradients import GradientAveraging
-from thinwire.methods.notes import ChangeNotes
 from thinwire.methods.rows import SeenRows
 from thinwire.methods.second_moment import SecondMoment
 

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from thinwire.comm.buckets import WIRES, by_dtype, size_of
 from thinwire.comm.ledger import Ledger
-from thinwire.comm.sent import Ranks, Sent
-from thinwire.comm.topology import Topology
+from thinwire.comm.topology import Ranks, Sent, Topology
 from thinwire.comm.wire import Pending, T, Wire
 
 

@@ -1,5 +1,6 @@
 """Checks while a replica trains, so that workers never diverge silently."""
 
+import functools
 import gc
 import inspect
 import logging
@@ -8,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from thinwire.base.errors import ConfigError, DisagreementError, DivergedError, ThinwireError
 from thinwire.comm.buckets import all_finite
@@ -275,3 +277,25 @@ def sign_as(forward: Any, model: nn.Module) -> None:
         forward.__signature__ = inspect.signature(model.forward)
     except (TypeError, ValueError):  # built-in functions may have none
         return
+
+
+@functools.cache
+def guard_averages() -> None:
+    """Let torch's moving averages say what to use instead where their model has another shape.
+
+    For the class: a model does not know what was copied from it, and a search among all objects takes as long as many
+    steps.
+    """
+    update = AveragedModel.update_parameters
+
+    @functools.wraps(update)
+    def checked(self: AveragedModel, model: nn.Module) -> None:
+        is_torchs = type(self).update_parameters is checked  # not a subclass that follows, such as thinwire.EMA
+        if is_torchs and [p.shape for p in self.module.parameters()] != [p.shape for p in model.parameters()]:
+            raise ThinwireError(
+                "torch's AveragedModel cannot follow a model whose layers have been factored: use thinwire.EMA(replica,"
+                " decay), made after attach(), which averages full weights and goes on through every change of shape"
+            )
+        update(self, model)
+
+    AveragedModel.update_parameters = checked  # type: ignore[method-assign]

@@ -36,15 +36,13 @@ from thinwire.comm.topology import Topology
 from thinwire.comm.wire import Wire
 from thinwire.config.settings import describe as describe_config
 from thinwire.elastic.recovery import Recovery
-from thinwire.elastic.stopping import Stop, handle_signals, release_signals
-from thinwire.elastic.stopping_groups import ElasticStop
+from thinwire.elastic.stopping import ElasticStop, Stop, handle_signals, release_signals
 from thinwire.factor.layers import mark_as_read, weight_was_read
 from thinwire.factor.plain import to_plain
 from thinwire.methods.agreement import Agreement
-from thinwire.methods.base import Method
+from thinwire.methods.base import Method, untraced
+from thinwire.methods.meetings import Waits
 from thinwire.methods.registry import name_of
-from thinwire.methods.untraced import untraced
-from thinwire.methods.waits import Waits
 from thinwire.replica.baseline import Baseline
 from thinwire.replica.compiling import Recompilations, compile_in_place
 from thinwire.replica.guards import (
@@ -53,16 +51,15 @@ from thinwire.replica.guards import (
     agree_on_loads,
     attached,
     check_parameters,
+    guard_averages,
     refuse_evaluating,
     refuse_masters,
     refuse_state,
     refuse_wrappers,
     sign_as,
 )
-from thinwire.replica.moving_averages import guard_averages
 from thinwire.replica.notices import OneGroupNotice, log_finished, log_past_end
-from thinwire.replica.scaling import SharedScale
-from thinwire.replica.stepping import Stepping
+from thinwire.replica.stepping import SharedScale, Stepping
 from thinwire.replica.steps import iterate, rescue
 from thinwire.replica.uneven import Joining, refuse_joining
 

@@ -9,10 +9,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from thinwire.base.errors import ThinwireError
+from thinwire.comm.wire import Wire
 from thinwire.factor.optimizers import Optimizers
 
 Release = Callable[[], None]
@@ -180,3 +182,27 @@ class Stepping:
                 "would drift apart. Was the optimizer rebuilt after attach()? Attach with the one that steps, or "
                 "detach() first"
             )
+
+
+class SharedScale:
+    """A scaler whose state is agreed on after each merge; None does nothing."""
+
+    def __init__(self, scaler: Any, wire: Wire) -> None:
+        self.scaler = scaler
+        self.wire = wire
+        self._is_due = False
+
+    def expect(self) -> None:
+        """Agree at the next call: a merge happens inside scaler.step, before the scaler's own update."""
+        self._is_due = self.scaler is not None
+
+    def agree(self) -> None:
+        """The smallest scale and growth tracker of all workers, or each would unscale by its own factor."""
+        if not self._is_due:
+            return
+        self._is_due = False
+        state = self.scaler.state_dict()
+        if state:
+            mine = torch.tensor([-state["scale"], -float(state["_growth_tracker"])], dtype=torch.float64)
+            scale, growth = (-self.wire.all_reduce_max(mine, "control")).tolist()
+            self.scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": int(growth)})
