@@ -42,6 +42,16 @@ OTHERS = [
     *((name, each) for each in ("saved and loaded", "2 groups of 2 shards") for name in ALL),
 ]
 LOST = "a group of 3 lost"
+variants = pytest.mark.parametrize(
+    "name", [name if name in METHODS else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+"""A method with its defaults in the quick suite; with other settings in the slow one."""
+
+
+def _of(name: str, layout: str) -> list[dict[str, Any]]:
+    """What each worker saw of a case; the defaults of all methods are run together, and so are other settings."""
+    alike = tuple(case for case in CASES if (case in METHODS) == (name in METHODS))
+    return [worker[name] for worker in trajectories(layout, alike)]
 
 
 def _golden(seen: dict[str, Any]) -> dict[str, Any]:
@@ -75,9 +85,9 @@ def _compare(name: str, situation: str, found: list[dict[str, Any]], mode: str) 
 
 
 @layouts
-@pytest.mark.parametrize("name", CASES)
+@variants
 def test_a_trajectory_is_the_golden_one(name: str, layout: str, request: pytest.FixtureRequest) -> None:
-    _compare(name, layout, [worker[name] for worker in trajectories(layout)], request.config.getoption("--golden"))
+    _compare(name, layout, _of(name, layout), request.config.getoption("--golden"))
 
 
 @pytest.mark.slow
@@ -111,10 +121,10 @@ def test_groups_are_screened_and_intervals_grow() -> None:
 
 
 @layouts
-@pytest.mark.parametrize("name", CASES)
+@variants
 def test_workers_agree_when_they_must(name: str, layout: str) -> None:
     """In sync, all hold the same parameters, buffers and optimizer state; after an average, what it averages."""
-    ranks, case = [worker[name] for worker in trajectories(layout)], CASES[name]
+    ranks, case = _of(name, layout), CASES[name]
     for step in range(1, STEPS + 1):
         must = {"parameters": case.parameters, "buffers": case.buffers, "state": case.optimizer}
         for what, due in must.items():
@@ -126,7 +136,7 @@ def test_workers_agree_when_they_must(name: str, layout: str) -> None:
 @layouts
 @pytest.mark.parametrize("name", METHODS)
 def test_members_of_a_group_always_agree(name: str, layout: str) -> None:
-    ranks, size = [worker[name] for worker in trajectories(layout)], LAYOUTS[layout][1]
+    ranks, size = _of(name, layout), LAYOUTS[layout][1]
     for group in (ranks[start : start + size] for start in range(0, len(ranks), size)):
         for what in ("parameters", "buffers", "state"):
             assert len({tuple(seen[what]) for seen in group}) == 1, what
@@ -135,7 +145,7 @@ def test_members_of_a_group_always_agree(name: str, layout: str) -> None:
 @layouts
 @pytest.mark.parametrize("name", METHODS)
 def test_every_phase_is_named_and_happens(name: str, layout: str) -> None:
-    seen = set(trajectories(layout)[0][name]["phases"])
+    seen = set(_of(name, layout)[0]["phases"])
     assert seen <= set(METHODS[name].method.phases) and len(seen) >= len(METHODS[name].method.phases) - 1
 
 
@@ -143,7 +153,7 @@ def test_every_phase_is_named_and_happens(name: str, layout: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_plan_says_what_the_ledger_then_counts(name: str, layout: str) -> None:
     workers, size = LAYOUTS[layout]
-    seen = trajectories(layout)[0][name]
+    seen = _of(name, layout)[0]
     optimizer = functools.partial(torch.optim.AdamW, lr=3e-3)
     inputs = (small.batch(0, 0)[0],)
     workload = Workload(name=name, model=small.net(smooth=True), optimizer=optimizer, steps=STEPS, inputs=inputs)
