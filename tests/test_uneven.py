@@ -1,5 +1,6 @@
 """Workers with fewer batches than others end cleanly, and all hold one model."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LambdaLR
 import gang
 import small
 import thinwire
-from thinwire import AB, DASO, AllReduce, ConfigError, DiLoCo, LocalSGD, OneBit, PowerSGD, TopK
+from thinwire import AB, DASO, OIALR, AllReduce, ConfigError, DiLoCo, LocalSGD, OneBit, PowerSGD, TopK
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+import gossip
 
 BATCHES = (7, 5, 9)
 CONFIGS: dict[str, Any] = {
@@ -26,6 +30,8 @@ CONFIGS: dict[str, Any] = {
     "diloco": DiLoCo(every=3, wire="int4", group_size=1),
     "streaming": DiLoCo(every=4, fragments=2, overlap=1, wire="int8", group_size=1),
     "ab": AB(total_steps=20, warmup=2, every=2, factor_at=4, cutoff=0.6, group_size=1),
+    "oialr": OIALR(total_steps=20, factor_at=4, redecompose=3, cutoff=0.3, layer_fraction=0.5, group_size=1),
+    "a method of one's own": gossip.Gossip(every=3, group_size=1),
 }
 
 
