@@ -270,7 +270,8 @@ def looped(
     scheduler = ExponentialLR(optimizer, 0.97)  # goes on from the rate that is there, right or wrong
     replica = thinwire.attach(model, optimizer, config, faults=Faults(timeout=TIMEOUT))
     note(replica, "training")
-    first, rates, merged = replica.step, {}, {}
+    ema = thinwire.EMA(replica, 0.5)
+    first, rates, merged, averaged = replica.step, {}, {}, {}
     for step in replica.steps(total, folder=out, save_every=5, scheduler=scheduler):
         if (dies or {}).get(group) == step:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -278,11 +279,14 @@ def looped(
             held(replica)
         rates[step] = optimizer.param_groups[0]["lr"]
         small.step(replica, optimizer, replica.data_rank, step)
+        ema.update_parameters()
+        averaged[step] = small.model_bits(ema.module)
         if replica.step % 3 == 0:  # after the step, as many loops do
             with replica.merged():
                 merged[replica.step] = small.model_bits(model)
-    bits = small.model_bits(replica.finish())
-    return {"bits": bits, "first": first, "rates": rates, "merged": merged, "events": replica.events}
+    bits, sent = small.model_bits(replica.finish()), replica.baseline()
+    found = {"bits": bits, "first": first, "rates": rates, "merged": merged, "events": replica.events}
+    return found | {"averaged": averaged, "sent": sent}
 
 
 def one(found: dict[tuple[int, int], Any], count: int) -> list[dict[str, Any]]:
@@ -312,7 +316,9 @@ def test_a_loop_over_steps_saves_sets_rates_and_ends_for_a_joiner_too(config: An
     found = one(launchers.collect(), 3)
     joiner = found[1]
     assert joiner["first"] == min(joiner["rates"]) > 8
-    for what in ("rates", "merged"):
+    assert joiner["sent"] == found[0]["sent"], "what all-reduce would have sent, also before it came"
+    alike = ("averaged",) if isinstance(config, AllReduce) else ()  # others' moving averages are each group's own
+    for what in ("rates", "merged", *alike):
         assert joiner[what] == {step: found[0][what][step] for step in joiner[what]}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000015", "step-000020"]
 

@@ -21,7 +21,7 @@ import small
 import thinwire
 from launchers import free_port
 from patience import until
-from thinwire import Faults, LocalSGD
+from thinwire import AB, Faults, LocalSGD
 from thinwire.base.errors import CollectiveError, DisagreementError, GivenUpError, LostError, OtherRankError
 from thinwire.checkpoint.state import Undo
 from thinwire.comm.tcp_store import serve
@@ -404,6 +404,55 @@ def test_what_groups_did_together_is_taken_back() -> None:
     empty.restore()
     assert not any(optimizer.state.values()), "a parameter without state has none again"
     replica.detach()
+
+
+def test_settings_that_change_by_group_are_taken_back() -> None:
+    """As Schedule-Free's, which say what weights are there, and steps that packages count by group."""
+    model = small.net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), foreach=False)
+    replica = thinwire.attach(model, optimizer, LocalSGD(every=2, warmup=0))
+    (group,) = optimizer.param_groups
+    group |= {"step": 3, "train_mode": True, "function": len}
+    rate, undo = group["lr"], Undo(replica._method)
+    group |= {"step": 0, "train_mode": False}
+    rate.fill_(0.5)
+    undo.restore()
+    assert (group["step"], group["train_mode"], group["betas"]) == (3, True, (0.9, 0.999))
+    assert group["lr"] is rate and float(rate) == pytest.approx(0.01) and group["function"] is len
+    replica.detach()
+
+
+def test_a_group_that_joins_takes_all_that_a_run_consists_of() -> None:
+    def attached(rate: float) -> Any:
+        model = small.net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        config = AB(total_steps=20, warmup=1, every=2, factor_at=3, redecompose=9, cutoff=0.6)
+        return thinwire.attach(model, optimizer, config), optimizer
+
+    giver, optimizer = attached(0.01)
+    averages = [thinwire.EMA(giver, decay) for decay in (0.5, 0.9)]
+    for number in range(6):
+        small.step(giver, optimizer, 0, number)
+        [average.update_parameters() for average in averages]
+    giver._baseline.begin({"allreduce_fp32": 7, "ideal_fp32": 5}, 6)
+    optimizer.param_groups[0] |= {"step": 6, "weight_decay": 0.5}  # the optimizer counts, a script sets
+    assert giver.ranks(), "nothing was factored"
+    taker, other = attached(0.5)
+    early = thinwire.EMA(taker, 0.5)
+    assert taker._state.take(giver._state.packed(votes=4))["votes"] == 4
+    late = thinwire.EMA(taker, 0.9)  # as in a script that has just begun
+    for mine, theirs in zip((early, late), averages, strict=True):
+        assert small.same(dict(mine.state_dict()), dict(theirs.state_dict()))
+    assert small.model_bits(taker.module) == small.model_bits(giver.module)
+    assert (taker.step, taker.phase, taker.ranks()) == (6, giver.phase, giver.ranks())
+    assert (taker.decompositions, taker.found_ranks) == (giver.decompositions, giver.found_ranks)
+    assert taker.baseline() == {"allreduce_fp32": 7, "ideal_fp32": 5}
+    (group,) = other.param_groups
+    assert (group["step"], group["lr"], group["weight_decay"]) == (6, 0.5, 0.01)
+    mine, theirs = (o.state_dict()["state"] for o in (other, optimizer))
+    assert mine.keys() == theirs.keys() and all(small.same(mine[i], theirs[i]) for i in mine)
+    giver.detach()
+    taker.detach()
 
 
 @pytest.mark.parametrize(

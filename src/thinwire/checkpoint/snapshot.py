@@ -113,8 +113,9 @@ def _about(method: Method) -> dict[str, Any]:
 def _of_group(method: Method, part: Part, value: Any) -> Files:
     """What this worker writes of what each group has: nothing, if another one does."""
     is_average = part.resumed == "mean"
-    if is_average or part.name == "model":
-        _refuse_extra(value)
+    odd = next((name for name, each in value.items() if not isinstance(each, Tensor)), None)
+    if odd and (is_average or part.name == "model"):
+        raise ConfigError(f"{odd!r} is a module's extra state, not a tensor: it cannot be saved without pickle")
     is_whole = method.wire.agree(list(value.values()), "checksums") if is_average else _is_whole(method)
     rank = method.topology.rank
     if rank != (0 if is_whole else method.topology.group[0]):
@@ -124,11 +125,6 @@ def _of_group(method: Method, part: Part, value: Any) -> Files:
         plain, tensors = _optimizers_apart(value)
         return {f"{stem}.safetensors": copied(tensors), f"{stem}.json": json_text(plain)}
     return {f"{stem}.safetensors": copied(apart(value)[1])}
-
-
-def _refuse_extra(values: Mapping[str, Any]) -> None:
-    if odd := next((name for name, value in values.items() if not isinstance(value, Tensor)), None):
-        raise ConfigError(f"{odd!r} is a module's extra state, not a tensor: it cannot be saved without pickle")
 
 
 def _optimizers_apart(value: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -204,17 +200,14 @@ def load(state: RunState, folder: Path | str, *, check: bool = True, also: Also 
             elif part.resumed == "mean":
                 state.fill({part.name: _mean_over_groups(method, about, folder / part.name, part.read())})
     states.load()
-    _warn_of_more_averages(folder, len(state.averages))
-    method.gradients.rewrap()
-
-
-def _warn_of_more_averages(folder: Path, here: int) -> None:
-    if (folder / f"average{here}.safetensors").is_file() or [*folder.glob(f"average{here}-rank*")]:
+    here = len(state.averages)
+    if [*folder.glob(f"average{here}.safetensors"), *folder.glob(f"average{here}-rank*")]:
         warnings.warn(
-            f"{folder} holds more moving averages than the {here} here; make thinwire.EMA(replica) before "
-            "load() to continue it",
-            stacklevel=4,
+            f"{folder} holds more moving averages than the {here} here; make thinwire.EMA(replica) before load() to "
+            "continue it",
+            stacklevel=3,
         )
+    method.gradients.rewrap()
 
 
 def _check(method: Method, about: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
     part         who has one     resumed by others    a group joins    an undo    what it is
     model        each group      same                 same             yes        parameters and buffers
-    optimizer    each group      same                 same             yes        state, and settings but for rates
+    optimizer    each group      same                 same             yes        state, and settings by group
     method       each group      same                 same             yes        step, phase, ranks, outer values
     own          each worker     dropped              dropped          yes        what is not sent yet, and counters
     averageN     each group      mean                 same             no         the Nth moving average
@@ -11,12 +11,13 @@
     baseline     the world       same                 same             no         bytes that all-reduce would have sent
 
 A part that is the same is what one of the groups before had; one that is kept stays where it is, and a worker that
-comes begins with none. Rates are left to schedulers where a group joins. Of what is dropped, the codes of gradients
-divide what they can among the workers that resume, and counters are those of the first worker. An undo takes back what
-groups change together; everything else of a run was done all the same.
+comes begins with none. Of an optimizer's settings a group that joins takes what the optimizer counts; scripts and
+schedulers bring the others, such as rates. Of what is dropped, the codes of gradients divide what they can among the
+workers that resume, and counters are those of the first worker. An undo takes back what groups change together.
 """
 
 import functools
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -115,8 +116,10 @@ class RunState:
         """What a group that joins is given, and more, as bytes."""
         found = {part.name: part.read() for part in self.parts if part.joined == "same" or part.name == "own"}
         found["own"] = {name: value for name, value in found["own"].items() if not apart(value)[1]}
-        for group in found["optimizer"]["param_groups"]:
-            group.pop("lr", None)
+        settings = found["optimizer"]["param_groups"]
+        for (optimizer, _), group in zip(self.method.optimizers.groups, settings, strict=True):
+            for name in inspect.signature(type(optimizer)).parameters:  # set by scripts and schedulers
+                group.pop(name, None)
         return pack(found | more)
 
     def take(self, packed: Tensor) -> dict[str, Any]:
@@ -129,9 +132,8 @@ class RunState:
         method.load_state_dict(Saved(shared, [own], None, lambda: self.fill(values), stays=True))
         method.forwards = method.step
         self.fill(whole)
-        self._arrived = {name: value for name, value in whole.items() if name.startswith("average")}
-        for part in self.parts:
-            self._arrived.pop(part.name, None)
+        here = {part.name for part in self.parts}
+        self._arrived = {name: v for name, v in whole.items() if name.startswith("average") and name not in here}
         return whole
 
     # How parts are read and filled.
@@ -155,28 +157,19 @@ class RunState:
 
 def _distinct(model: nn.Module) -> dict[str, Any]:
     """A model's state, with one name for each tensor: tied weights are there once."""
-    seen: set[tuple[int, torch.Size]] = set()
-    kept = {}
+    kept: dict[Any, tuple[str, Any]] = {}
     for name, t in model.state_dict().items():
-        place = (t.data_ptr(), t.shape) if isinstance(t, Tensor) and t.numel() else None
-        if place is None or place not in seen:
-            kept[name] = t
-        if place is not None:
-            seen.add(place)
-    return kept
+        kept.setdefault((t.data_ptr(), t.shape) if isinstance(t, Tensor) and t.numel() else name, (name, t))
+    return dict(kept.values())
 
 
 def _fill(model: nn.Module, values: Mapping[str, Any]) -> None:
     """Load a state with tied weights under all their names again; one of another model is refused."""
     own = model.state_dict()
-    by_place = {t.data_ptr(): values[name] for name, t in own.items() if isinstance(t, Tensor) and name in values}
-
-    def value(name: str, t: Any) -> Any:
-        if name in values or not isinstance(t, Tensor):
-            return values.get(name)
-        return by_place.get(t.data_ptr(), t if t.numel() == 0 else None)
-
-    found = {name: value(name, t) for name, t in own.items()}
+    tensors = {name: t for name, t in own.items() if isinstance(t, Tensor)}
+    by_place = {t.data_ptr(): values[name] for name, t in tensors.items() if name in values}
+    tied = {name: by_place.get(t.data_ptr(), t if t.numel() == 0 else None) for name, t in tensors.items()}
+    found = {name: values.get(name, tied.get(name)) for name in own}
     wrong = sorted({name for name, t in found.items() if t is None} ^ (values.keys() - own.keys()))
     if wrong:
         raise ConfigError(f"the save is of another model: {wrong[0]!r} is in only one of the two; build the same model")
@@ -203,10 +196,11 @@ def read_optimizers(method: Method) -> dict[str, Any]:
         for i, p in enumerate(held)
         for name, value in optimizer.state.get(p, {}).items()
     }
-    named = [
-        [(name, _item(group[name])) for name in group if name != "params"] for _, group in method.optimizers.groups
-    ]
-    return {"state": state, "param_groups": [{name: v for name, v in own if _is_plain(v)} for own in named]}
+    settings: list[dict[str, Any]] = []
+    for _, group in method.optimizers.groups:
+        items = {name: v.item() if isinstance(v, Tensor) else v for name, v in group.items() if name != "params"}
+        settings.append({name: value for name, value in items.items() if _is_plain(value)})
+    return {"state": state, "param_groups": settings}
 
 
 @torch.no_grad()
@@ -237,10 +231,6 @@ def _put_state(optimizer: Optimizer, p: nn.Parameter, name: str, value: Any) -> 
     on_device = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
     kept = value.to(p.device) if value.dim() or on_device else value
     optimizer.state[p][name] = like_whole(kept, p) if kept.shape == local(p).shape else kept
-
-
-def _item(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value
 
 
 def _is_plain(value: Any) -> bool:

@@ -196,6 +196,8 @@ class Method(ABC):
                 "step": self.step,
                 "phase": self.phase,
                 "events": [dict(event) for event in self.events],
+                "decompositions": self.decompositions,
+                "found_ranks": self.found_ranks,
                 "gradients": gradients["shared"],
             },
             "local": {
@@ -227,6 +229,7 @@ class Method(ABC):
         self.step = saved.shared["step"]
         self.set_phase(saved.shared["phase"])
         self.events[:] = saved.shared["events"]
+        self.decompositions, self.found_ranks = saved.shared["decompositions"], saved.shared["found_ranks"]
         local = saved.local or saved.everyone[0]
         self.forwards, self.counters.idle = local["forwards"], local.get("idle", 0)
         self.observed = torch.tensor(local["observed"], dtype=torch.float64)

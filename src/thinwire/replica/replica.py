@@ -579,7 +579,7 @@ class Replica(nn.Module):
 
     @property
     def decompositions(self) -> int:
-        """How often layers were decomposed since attach."""
+        """How often layers were decomposed in this run."""
         return self._method.decompositions
 
     @property
