@@ -22,6 +22,7 @@ from thinwire.elastic.membership import Membership
 from thinwire.elastic.recovery import Recovery
 from thinwire.elastic.stopping import handle_signals, release_signals
 from thinwire.elastic.store import meeting
+from thinwire.factor.optimizers import Optimizers
 from thinwire.methods.context import MethodContext
 from thinwire.methods.features import Feature
 from thinwire.methods.registry import make, name_of, refuse
@@ -65,27 +66,8 @@ def attach(
     check_model(model)
     optimizers = given_optimizers(optimizer)
     check_optimizers(model, optimizers)
-    device = next(model.parameters()).device
-    ledger, membership = Ledger(Clock(device), watched()), None
-    if faults is None:
-        join()
-        if is_sharded(model):
-            refuse(config, Feature.SHARDS)
-            if refuse_on_shards(optimizers, scaler=scaler, compile=compile, ddp=ddp):
-                refuse(config, Feature.COLUMNS)
-            wire: Wire = ShardedWire.open(_size_of_groups(model, config), repr(config), device, ledger)
-        else:
-            wire = ProcessGroupWire.open(config.group_size, repr(config), device, ledger)
-    else:
-        if is_sharded(model):
-            raise ConfigError("faults=… is not for sharded models: leave it out, and resume from a checkpoint")
-        if scaler is not None:
-            raise ConfigError(
-                "a GradScaler with faults=… is not supported: groups agree on its scale where none of them can be "
-                "lost; train in bf16, which needs no scaler"
-            )
-        about = {"config": repr(config), "model": architecture_digest(model, optimizers)}
-        wire, membership = _met(config, faults, about, device, ledger)
+    given = {"scaler": scaler, "compile": compile, "ddp": ddp}
+    wire, membership = _opened(model, optimizers, config, faults, given)
     seen = ShardedModel(model) if isinstance(wire, ShardedWire) else model
     if isinstance(seen, ShardedModel) and isinstance(wire, ShardedWire):
         wire.find_share = lambda: seen.share
@@ -105,6 +87,34 @@ def attach(
         release_signals(membership)
     log_attached(replica._method, replica._trained)
     return replica
+
+
+def _opened(
+    model: nn.Module, optimizers: Optimizers, config: Any, faults: Faults | None, given: dict[str, Any]
+) -> tuple[Wire, Membership | None]:
+    """The wire of the running job, and who is in it where groups may be lost; collective.
+
+    What cannot be had together is refused before anybody is waited for.
+    """
+    device = next(model.parameters()).device
+    ledger = Ledger(Clock(device), watched())
+    if faults is None:
+        join()
+        if not is_sharded(model):
+            return ProcessGroupWire.open(config.group_size, repr(config), device, ledger), None
+        refuse(config, Feature.SHARDS)
+        if refuse_on_shards(optimizers, **given):
+            refuse(config, Feature.COLUMNS)
+        return ShardedWire.open(_size_of_groups(model, config), repr(config), device, ledger), None
+    if is_sharded(model):
+        raise ConfigError("faults=… is not for sharded models: leave it out, and resume from a checkpoint")
+    if given["scaler"] is not None:
+        raise ConfigError(
+            "a GradScaler with faults=… is not supported: groups agree on its scale where none of them can be lost; "
+            "train in bf16, which needs no scaler"
+        )
+    about = {"config": repr(config), "model": architecture_digest(model, optimizers)}
+    return _met(config, faults, about, device, ledger)
 
 
 def _size_of_groups(model: nn.Module, config: Any) -> int:
