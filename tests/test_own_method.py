@@ -1,5 +1,6 @@
 """A method that nobody here wrote has every feature, unless it refuses it: examples/gossip.py, and one that refuses."""
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,11 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import gossip
 
 BATCHES, SLOPES = (8, 2), (1.0, 4.0)
+
+
+def test_the_example_needs_public_parts_alone() -> None:
+    text = Path(gossip.__file__).read_text(encoding="utf-8")
+    assert re.findall(r"^(?:from|import) (thinwire\S*)", text, re.MULTILINE) == ["thinwire.extend"]
 
 
 def uneven(rank: int) -> tuple[int, float]:
