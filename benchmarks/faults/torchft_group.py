@@ -71,7 +71,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 def digit_net() -> nn.Module:
     """Return the model of the recipe `digits`, by its file alone: the rest of Thinwire is not installed here."""
-    spec = importlib.util.spec_from_file_location("digits", SOURCE / "train/models/digits.py")
+    spec = importlib.util.spec_from_file_location("digits", SOURCE / "train/models.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""PowerSGD (arXiv 1905.13727): engine 1 in the code lowrank:R; `comm/lowrank.py` has the equations."""
+"""PowerSGD (arXiv 1905.13727): engine 1 in the code lowrank:R; `codecs/lowrank.py` has the equations."""
 
 from collections.abc import Sequence
 
