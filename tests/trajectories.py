@@ -116,7 +116,8 @@ def _run(rank: int, name: str, situation: str, folder: Path) -> dict[str, Any]:
             replica, optimizer = _begin(name, place)
             replica.load(folder)
         if place.lost and number == TURN and rank == 1:
-            next(replica.parameters()).register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            trained = next(p for p in replica.parameters() if p.requires_grad)  # bases are frozen
+            trained.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
         if name == GROWING:
             optimizer.param_groups[0]["lr"] = RATE * (1 - number / STEPS)
         if name in (CLIPPED, LEFT_OUT) and number == POISONED and rank // place.group_size == last_group:
