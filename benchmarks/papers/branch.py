@@ -14,6 +14,9 @@ from thinwire.config.settings import describe
 from thinwire.launch.jobs import Job
 from thinwire.train import checkpoint
 
+_COMMON = ("step", "events", "decompositions", "found_ranks", "gradients")
+"""What the state of every method has."""
+
 
 def branch(saved: Path, job: Job) -> int:
     """Copy a checkpoint into the job's folder, under the job's name; returns the step it stands at."""
@@ -30,7 +33,7 @@ def branch(saved: Path, job: Job) -> int:
         raise ConfigError(f"{saved} is of {state['method_name']} in phase {state['method']['phase']}, not AB's warm-up")
     state |= {"method_name": job.method, "config": _plain(describe(job.config))}
     if job.method == "allreduce":
-        state["method"] = {"step": state["method"]["step"], "phase": "train", "scale": 1.0}
+        state["method"] = {name: state["method"][name] for name in _COMMON} | {"phase": "train"}
     file.write_text(json.dumps(state))
     saves.sign(place)
     (job.out / "summary.json").unlink(missing_ok=True)  # of an earlier run, which `--resume` would take for this one
