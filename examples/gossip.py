@@ -5,7 +5,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from thinwire.extend import Config, Method, average_model, check_whole, pack_wide, register, restored, unpack_into
+from thinwire.extend import (
+    Config,
+    Method,
+    average_model,
+    check_whole,
+    pack_wide,
+    refuse_diverged,
+    register,
+    restored,
+    unpack_into,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +38,15 @@ class GossipMethod(Method):
         self.gradients.apart()  # gradients are averaged inside the group alone
 
     def after_step(self) -> None:
+        if self.step % self.config.every or self.in_sync:
+            return
+        self.check_counters()
+        refuse_diverged(self.wire, self.model, self.observed, self.step)
+        self.observed.zero_()
         order = list(range(len(self.topology.groups)))
         random.Random(self.step).shuffle(order)  # all groups draw the same pairs
         place = order.index(self.topology.group_index) ^ 1
-        if self.step % self.config.every == 0 and place < len(order):  # of an odd number one is left out
+        if place < len(order):  # of an odd number one is left out
             partner = order[place]
             trained = [p for p in self.model.parameters() if p.requires_grad]
             own = pack_wide(trained)

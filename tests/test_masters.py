@@ -1,5 +1,7 @@
 """Optimizers that train a copy of each parameter: averages reach the copy, in all of its bits."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,9 @@ import thinwire
 from thinwire.base.errors import ConfigError
 from thinwire.factor.optimizers import Optimizers
 from thinwire.methods.masters import Masters
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+import gossip
 
 
 class MasterSGD(torch.optim.Optimizer):
@@ -41,6 +46,7 @@ WAYS: dict[str, Any] = {
     "localsgd, int8": lambda: thinwire.LocalSGD(warmup=0, every=4, wire="int8"),
     "moments": lambda: thinwire.LocalSGD(warmup=0, every=4, moments="average"),
     "diloco": lambda: thinwire.DiLoCo(warmup=0, every=4),
+    "a method of one's own": lambda: gossip.Gossip(every=4),
     "daso": lambda: thinwire.DASO(total_steps=17, warmup=4, cooldown=4, every=4, overlap=0, plateau_patience=None),
 }
 

@@ -1,5 +1,6 @@
 """A method that nobody here wrote has every feature, unless it refuses it: examples/gossip.py, and one that refuses."""
 
+import math
 import re
 import sys
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.optim import SGD
 
@@ -46,6 +48,26 @@ def uneven(rank: int) -> tuple[int, float]:
 def test_a_group_that_has_trained_nothing_has_no_weight() -> None:
     """After 4 steps the mean of −4 and of −8; after 8 the second has nothing new, and takes what the first has."""
     assert gang.run(uneven, 2) == [(8, -10.0), (8, -10.0)]
+
+
+def diverged(rank: int) -> str:
+    """What is said when the second of three groups has values that are not finite, two steps before an average."""
+    model = small.net()
+    optimizer = small.sgd(model)
+    replica = thinwire.attach(model, optimizer, gossip.Gossip(every=4, group_size=1))
+    with pytest.raises(thinwire.DivergedError) as caught:
+        for step in range(8):
+            if (rank, step) == (1, 2):
+                with torch.no_grad():
+                    next(model.parameters()).fill_(math.nan)
+            small.step(replica, optimizer, rank, step)
+    replica.detach()
+    return f"{replica.step} {caught.value}"
+
+
+def test_a_group_that_diverged_is_refused_by_name_at_the_next_average() -> None:
+    for said in gang.run(diverged, 3):
+        assert said.startswith("4 ") and "group 1" in said, said
 
 
 @dataclass(frozen=True, kw_only=True)

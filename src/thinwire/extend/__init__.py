@@ -6,18 +6,22 @@ that cannot have something says so in `Method.refuses`.
 
 from thinwire.base.checks import check_choice, check_share, check_whole
 from thinwire.comm.buckets import pack_wide, unpack_into
+from thinwire.comm.fsdp import local, whole_of
 from thinwire.comm.wire import Pending, Wire
 from thinwire.config.common import Averaged, Config, Scheduled, Warmed
+from thinwire.methods.averaged import AveragedTensors
 from thinwire.methods.averaging import LocalTraining
 from thinwire.methods.base import Method
 from thinwire.methods.coding import CodedGradients
 from thinwire.methods.context import MethodContext, Saved
+from thinwire.methods.diverged import refuse_diverged
 from thinwire.methods.features import Feature
-from thinwire.methods.merging import average, average_buffers, average_model, restored
+from thinwire.methods.merging import average, average_buffers, average_model, average_moments, restored
 from thinwire.methods.registry import register
 
 __all__ = [
     "Averaged",
+    "AveragedTensors",
     "CodedGradients",
     "Config",
     "Feature",
@@ -32,11 +36,15 @@ __all__ = [
     "average",
     "average_buffers",
     "average_model",
+    "average_moments",
     "check_choice",
     "check_share",
     "check_whole",
+    "local",
     "pack_wide",
+    "refuse_diverged",
     "register",
     "restored",
     "unpack_into",
+    "whole_of",
 ]

@@ -287,6 +287,8 @@ class Method(ABC):
             self.gradients.end_step()
             self.wire.ledger.clock.time_all()
             self.after_step()
+            if self.masters.names:  # or an optimizer would undo what the method made of its parameters
+                self.masters.follow()
 
     def observe(self, loss: float | Tensor) -> None:
         """Note a training loss; never waits for the device."""
