@@ -66,7 +66,8 @@ class Factoring(Method):
 
     def warn_if_nothing_factored(self, cutoff: float) -> None:
         """Warn if the first decomposition made nothing smaller, and name the cutoff that would."""
-        if self.factored or not self.layers or self.wire.read(lambda: False, True):
+        nothing = bool(self.layers) and not self.factored
+        if not self.wire.read(lambda: nothing, False):  # ranks of a plan are predicted
             return
         if self.topology.rank and not self.wire.is_sharded:  # of a sharded layer all members gather the whole
             return
