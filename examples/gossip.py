@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 from thinwire.extend import (
     Config,
-    Method,
+    Exchange,
+    Phase,
+    Run,
+    Schedule,
+    Topology,
     average_model,
     check_whole,
     pack_wide,
@@ -18,8 +22,62 @@ from thinwire.extend import (
 )
 
 
+class Pairs(Exchange):
+    """Parameters, averaged by two groups at a time."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def attach(self, run: Run) -> None:
+        super().attach(run)
+        self.schedule = EverySoOften(run, self.every)
+
+    def after_step(self) -> None:
+        run, groups = self.run, len(self.run.topology.groups)
+        if run.step % self.every or groups == 1:
+            return
+        run.check_counters()
+        refuse_diverged(run.wire, run.model, run.observed, run.step)
+        run.observed.zero_()
+        order = list(range(groups))
+        random.Random(run.step).shuffle(order)  # all groups draw the same pairs
+        place = order.index(run.topology.group_index) ^ 1
+        if place < groups:  # of an odd number one is left out
+            partner = order[place]
+            trained = [p for p in run.model.parameters() if p.requires_grad]
+            own = pack_wide(trained)
+            others = run.wire.swap(own, partner, "merge")
+            mine, theirs = (float(group not in run.absent) for group in (run.topology.group_index, partner))
+            if mine or theirs:  # in join() a group may have trained nothing
+                unpack_into((mine * own + theirs * others) / (mine + theirs), trained)
+
+    def end(self, *, again: bool) -> None:
+        average_model(self.run.wire, self.run.model, self.run.observed, self.run.step)
+
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        with restored(self.run.model):
+            self.end(again=False)
+            yield
+
+
+class EverySoOften(Schedule):
+    """What plans, `join()` and the loss of a group need to know."""
+
+    def __init__(self, run: Run, every: int) -> None:
+        super().__init__(run)
+        self.every = every
+
+    @property
+    def next_event(self) -> int:
+        return (self.run.step // self.every + 1) * self.every
+
+
+@register("gossip", example={"every": 4})
 @dataclass(frozen=True, kw_only=True)
 class Gossip(Config):
+    """Groups train alone and average with one random partner at a time."""
+
     every: int = 8
     """Steps between two averages."""
     group_size: int | str | None = None
@@ -29,47 +87,5 @@ class Gossip(Config):
         super().__post_init__()
         check_whole(self, "every", 1)
 
-
-@register("gossip", Gossip, example=lambda **more: Gossip(**{"every": 4, **more}))
-class GossipMethod(Method):
-    """Groups train alone and average with one random partner at a time."""
-
-    def attach(self) -> None:
-        self.gradients.apart()  # gradients are averaged inside the group alone
-
-    def after_step(self) -> None:
-        if self.step % self.config.every or self.in_sync:
-            return
-        self.check_counters()
-        refuse_diverged(self.wire, self.model, self.observed, self.step)
-        self.observed.zero_()
-        order = list(range(len(self.topology.groups)))
-        random.Random(self.step).shuffle(order)  # all groups draw the same pairs
-        place = order.index(self.topology.group_index) ^ 1
-        if place < len(order):  # of an odd number one is left out
-            partner = order[place]
-            trained = [p for p in self.model.parameters() if p.requires_grad]
-            own = pack_wide(trained)
-            others = self.wire.swap(own, partner, "merge")
-            mine, theirs = (float(group not in self.absent) for group in (self.topology.group_index, partner))
-            if mine or theirs:  # in join() a group may have trained nothing
-                unpack_into((mine * own + theirs * others) / (mine + theirs), trained)
-
-    @property
-    def in_sync(self) -> bool:
-        return len(self.topology.groups) == 1
-
-    @property
-    def next_event(self) -> int:
-        return (self.step // self.config.every + 1) * self.config.every
-
-    @contextmanager
-    def merged(self) -> Iterator[None]:
-        with restored(self.model):
-            average_model(self.wire, self.model, self.observed, self.step)
-            yield
-
-    def finish(self, cutoff: float | None) -> None:
-        self.check_counters()
-        average_model(self.wire, self.model, self.observed, self.step)
-        super().finish(cutoff)
+    def timetable(self, topology: Topology) -> list[Phase]:
+        return [Phase(name="train", exchanges=[Pairs(self.every)])]

@@ -8,7 +8,7 @@ import thinwire
 from thinwire.methods.registry import METHODS
 
 STEPS = 20
-BUILT_IN = [name for name, entry in METHODS.items() if entry.method.__module__.startswith("thinwire.")]
+BUILT_IN = [name for name, entry in METHODS.items() if entry.config.__module__.startswith("thinwire.")]
 """The package's own methods: other tests may have registered more."""
 
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 import machine
 import thinwire
+from thinwire.methods import PaperAB
 
 STEPS = 21
 """Three whole cycles of `ab()`."""
@@ -50,7 +51,7 @@ def mlp(seed: int = 0, *, smooth: bool = False) -> nn.Module:
     return nn.Sequential(nn.Flatten(), *layers[:-1])
 
 
-def ab(**fields: Any) -> thinwire.config.PaperAB:
+def ab(**fields: Any) -> PaperAB:
     """Warm-up 3, then cycles of 4 steps apart and 2 together; the cutoff is high: random weights are flat."""
     cycle = {
         "total_steps": STEPS,

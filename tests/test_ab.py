@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import small
 import thinwire
 from thinwire import AB, ConfigError, Nesterov, Radial, ThinwireError
+from thinwire.exchange.parameters import Round
 from thinwire.factor.matrix import decompose, view_of
 from thinwire.factor.moments import recut_factors
-from thinwire.methods.rounds import Round
 
 STEPS = 17
 

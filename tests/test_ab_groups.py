@@ -210,7 +210,7 @@ def refined(rank: int, folder: Path) -> Any:
         replica, optimizer, model = start(
             ab(wire=wire, every=9, warmup=0, factor_at=8, outer=None, group_size=group_size)
         )
-        method, seen = replica._method, []
+        method, seen = next(each for each in replica._method._every_exchange if each.trains_apart), []
         honest_send, honest_factor = method._send, method._factor
         method._send = lambda *a, **k: (seen.append(small.clone(model)), honest_send(*a, **k))  # noqa: B023
         method._factor = lambda: (seen.append(small.clone(model)), honest_factor())  # noqa: B023
@@ -440,7 +440,7 @@ def growing(rank: int, folder: Path) -> Any:
         seen = []
         for _ in small.walk(replica, optimizer, rank, 32):
             schedule.step()
-            seen.append((small.model_bits(model), replica._method.round.period, replica.phase))
+            seen.append((small.model_bits(model), replica._method.exchanges[0].round.period, replica.phase))
         rows[name] = seen, small.model_bits(replica.finish())
     return rows
 

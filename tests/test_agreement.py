@@ -12,8 +12,8 @@ import gang
 import small
 import thinwire
 from thinwire import LocalSGD, Radial
-from thinwire.methods.agreement import Agreement
-from thinwire.methods.averaged import SIZE, sketch
+from thinwire.exchange.agreement import Agreement
+from thinwire.exchange.averaged import SIZE, sketch
 
 # Sketches.
 

@@ -21,7 +21,7 @@ import small
 import thinwire
 from thinwire import AllReduce, ConfigError, DisagreementError, DivergedError, ThinwireError
 from thinwire.comm.topology import place
-from thinwire.config import PaperAB
+from thinwire.methods import PaperAB
 from thinwire.recipes import named
 from thinwire.train import fit
 from thinwire.train.data import Images, digits

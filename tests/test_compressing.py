@@ -450,10 +450,16 @@ def test_density_falls_in_four_stages() -> None:
     model = mlp()
     optimizer = sgd(model)
     replica = thinwire.attach(model, optimizer, thinwire.TopK(density=0.001, warmup=2, ramp=8))
-    method: Any = replica._method
+    method = replica._method
     seen = []
     for step in range(12):
-        seen.append((replica.phase, round(method.density, 5) if replica.phase != "warmup" else None, method.next_event))
+        seen.append(
+            (
+                replica.phase,
+                round(method.exchanges[0].density, 5) if replica.phase != "warmup" else None,
+                method.next_event,
+            )
+        )
         small_step(replica, optimizer, 0, step)
     assert [phase for phase, _, _ in seen] == ["warmup"] * 2 + ["ramp"] * 8 + ["train"] * 2
     stages = [0.25, 0.25, 0.06287, 0.06287, 0.01581, 0.01581, 0.00398, 0.00398, 0.001, 0.001]
@@ -481,7 +487,7 @@ def top_k_and_its_optimizer(rank: int) -> list[Any]:
     seen = []
     for step in range(3):
         backward(replica, rank, step)
-        seen.append((group["momentum"], replica._method.handover.taken[0].momentum))
+        seen.append((group["momentum"], replica._method.parts[1].handover.taken[0].momentum))
         optimizer.step()
         scheduler.step()
     replica.detach()

@@ -25,7 +25,7 @@ from selection import first_of
 from sockets import needs_counts, socket_bytes
 from thinwire.base.errors import ConfigError
 from thinwire.config.settings import from_strings
-from thinwire.methods import gradients
+from thinwire.exchange import gradients
 from thinwire.methods.registry import METHODS, name_of
 from trajectories import LAYOUTS, adamw
 
@@ -161,8 +161,8 @@ def test_one_worker_trains_and_sends_nothing(name: str) -> None:
 
 
 def test_a_name_is_registered_once() -> None:
-    with pytest.raises(ConfigError, match=r"'localsgd' is taken by LocalSGDMethod"):
-        thinwire.register("localsgd", object, example=object)(type("Other", (thinwire.Method,), {}))
+    with pytest.raises(ConfigError, match=r"'localsgd' is taken by LocalSGD"):
+        thinwire.register("localsgd")(type("Other", (), {}))
 
 
 # Buckets.

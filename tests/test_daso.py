@@ -18,7 +18,7 @@ import thinwire
 from selection import first_of
 from thinwire import DASO, ConfigError, DisagreementError, DivergedError
 from thinwire.comm.buckets import checksum
-from thinwire.methods.daso import Plateau
+from thinwire.exchange.nodes import Plateau
 from under_way import leaves, waits
 
 PAIRS, RAGGED = ((0, 1), (2, 3)), ((0, 1), (2,))
@@ -392,7 +392,7 @@ def test_its_patience_is_that_of_the_config() -> None:
     model = small.mlp()
     for patience in (0, 3):
         replica = thinwire.attach(model, small.sgd(model), daso(plateau_patience=patience))
-        assert replica._method.plateau.patience == patience
+        assert replica._method.exchanges[0].plateau.patience == patience
         replica.detach()
 
 
@@ -401,7 +401,7 @@ def paced(rank: int, losses: list[float], **fields: Any) -> Any:
     model = small.mlp()
     optimizer = small.sgd(model)
     replica = thinwire.attach(model, optimizer, daso(**{**settings, **fields}))
-    method, seen = replica._method, []
+    method, seen = replica._method.exchanges[0], []
     for number, loss in enumerate(losses):
         small.step(replica, optimizer, rank, number)
         # Losses of single workers rise and fall; only their mean counts.
@@ -509,7 +509,7 @@ def go_on(replica: Any, optimizer: Any, rank: int, saves: str, looks: bool = Fal
         if (number + 1) % 4 == 0:
             replica.epoch_end(1.0)
         if number + 1 in STOPS:
-            under_way.append(replica._method.averaged[0].pending is not None)
+            under_way.append(replica._method.exchanges[0].averaged[0].pending is not None)
             if saves:
                 replica.save(saves.format(number + 1))
         if looks:

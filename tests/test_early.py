@@ -12,8 +12,8 @@ import gang
 import small
 import thinwire
 from thinwire.base.errors import ThinwireError
-from thinwire.methods import gradients
-from thinwire.methods.gradients import Background, EarlyBuckets
+from thinwire.exchange import gradients
+from thinwire.exchange.gradients import Background, EarlyBuckets
 
 
 def test_work_is_done_in_order_and_its_first_failure_raised() -> None:

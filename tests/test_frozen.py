@@ -14,9 +14,9 @@ import small
 import thinwire
 from thinwire import ConfigError
 from thinwire.comm.topology import arrange
+from thinwire.exchange.context import MethodContext
+from thinwire.exchange.frozen import FrozenSecondMoment
 from thinwire.factor.optimizers import Optimizers
-from thinwire.methods.coding import FrozenSecondMoment
-from thinwire.methods.context import MethodContext
 from thinwire.plan import ranks as predicted
 from thinwire.plan.simulate import simulate
 from thinwire.plan.workload import Workload

@@ -367,7 +367,7 @@ def test_frozen_bases_in_every_kind_of_layer(name: str) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = kept
     ranks = replica.ranks()
-    assert ranks and any(layer.rank < min(layer.view.tall) for layer in replica._method.factored)
+    assert ranks and any(layer.rank < min(layer.view.tall) for layer in replica._method.shape.factored)
     before = output_of(name, replica.eval())
     finished = replica.finish(cutoff=0.0)
     torch.testing.assert_close(output_of(name, finished.eval()), before, rtol=1e-4, atol=1e-5)

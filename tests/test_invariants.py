@@ -22,8 +22,9 @@ from selection import first_of
 from sockets import needs_counts, socket_bytes
 from thinwire.comm.replicate import Replicated
 from thinwire.factor import export
-from thinwire.methods import agree
+from thinwire.methods import PaperAB
 from thinwire.netbench import hosts
+from thinwire.shape import agree
 from worlds import ab, adamw, batch, optimizer_values, small_model, train_step, values
 
 LAYOUTS = [(4, 1), (4, 2), (4, "world"), (3, 1), (3, 2), (2, 1), (1, None)]
@@ -62,7 +63,7 @@ def test_alone_it_trains_bit_for_bit_as_the_bare_optimizer(config: Any, steps: i
         assert train_step(bare, bare_optimizer, step, 0) == train_step(replica, optimizer, step, 0)
         if step < steps - 1:
             assert values(bare) == values(replica)
-    assert replica.phase == {thinwire.config.PaperAB: "groups", thinwire.OIALR: "lowrank"}.get(type(config), "train")
+    assert replica.phase == {PaperAB: "groups", thinwire.OIALR: "lowrank"}.get(type(config), "train")
 
 
 # Invariant 3: AllReduce is DistributedDataParallel.

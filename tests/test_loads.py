@@ -88,7 +88,7 @@ def forgotten(rank: int, **fields: Any) -> list[tuple[bool, float]]:
     model = Words()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     replica = thinwire.attach(model, optimizer, thinwire.LocalSGD(warmup=0, every=3, **fields))
-    scales, found = replica._method.scales, []
+    scales, found = replica._method.exchanges[0].scales, []
     best = copy.deepcopy(model.state_dict())
     for number in range(5):
         if number == 4:

@@ -22,10 +22,10 @@ import thinwire
 from selection import first_of
 from thinwire import ConfigError, DiLoCo, DivergedError, LocalSGD, Nesterov
 from thinwire.comm.topology import arrange
-from thinwire.methods.averaged import SIZE
-from thinwire.methods.averaging import LocalTraining
-from thinwire.methods.rounds import fragments_of
-from thinwire.methods.statistics import OuterStatistics
+from thinwire.exchange.averaged import SIZE
+from thinwire.exchange.merging import OuterStatistics
+from thinwire.exchange.parameters import Rounds, fragments_of
+from thinwire.methods import PaperAB
 from thinwire.plan import ranks as predicted
 from thinwire.plan.compute import given
 from thinwire.plan.forecast import Forecast, Layout, Links
@@ -346,7 +346,7 @@ def stop_and_resume(rank: int, config: Any, folder: str) -> list[tuple[str, ...]
     for number in range(12):
         small.step(replica, optimizer, rank, number)
         if number + 1 in STOPS:
-            under_way.append([f.pending is not None for f in replica._method.fragments])
+            under_way.append([f.pending is not None for f in replica._method.exchanges[0].fragments])
             replica.save(Path(folder) / f"at-{number + 1}")
     results = [fingerprint(replica, optimizer)]
     for stop in STOPS:
@@ -443,7 +443,7 @@ def change_flags(rank: int, config: Any, folder: str) -> list[str]:
     model[1].requires_grad_(False)
     said.append(said_by(lambda: small.step(replica, optimizer, rank, 2)))
     replica.detach()
-    if not isinstance(config, thinwire.config.PaperAB):  # which leaves its factors behind
+    if not isinstance(config, PaperAB):  # which leaves its factors behind
         replica = thinwire.attach(model, optimizer, config)
         before = model[1].weight.clone()
         for number in range(4):
@@ -542,7 +542,7 @@ def test_steps_that_are_alike_count_as_if_they_were_taken(config: Any, monkeypat
         layout = arrange(0, [0] * workers, group_size)
         quick = simulate(workload(), config, layout, predicted.typical)
         with monkeypatch.context() as patched:
-            patched.setattr(LocalTraining, "next_event", property(lambda self: self.step + 1))
+            patched.setattr(Rounds, "next_event", property(lambda self: self.step + 1))
             slow = simulate(workload(), config, layout, predicted.typical)
         assert quick.calls == slow.calls and quick.exchanges == slow.exchanges and quick.steps == slow.steps
         assert quick.state_bytes == slow.state_bytes

@@ -12,8 +12,8 @@ import gang
 import small
 import thinwire
 from thinwire.base.errors import ConfigError
+from thinwire.exchange.masters import Masters
 from thinwire.factor.optimizers import Optimizers
-from thinwire.methods.masters import Masters
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import gossip

@@ -17,7 +17,6 @@ from thinwire.factor import matrix
 from thinwire.factor.layers import cheapest_of_three
 from thinwire.factor.matrix import MatrixView, find_basis
 from thinwire.factor.moments import middle_from_full
-from thinwire.methods.oialr import OIALRMethod
 from worlds import adamw, batch, optimizer_values, small_model, train_step, values
 
 STEPS = 20
@@ -48,7 +47,7 @@ def outputs(replica: Any) -> torch.Tensor:
 
 
 def bases(replica: Any) -> list[tuple[torch.Tensor, ...]]:
-    return [layer.factors for layer in replica._method.factored]
+    return [layer.factors for layer in replica._method.shape.factored]
 
 
 def off_orthonormal(replica: Any) -> float:
@@ -105,7 +104,7 @@ def test_neither_entering_nor_an_update_without_truncation_changes_an_output(mak
     for step in range(3, 14):
         train_step(replica, optimizer, step, 0)
         torch.testing.assert_close(outputs(replica), before, rtol=1e-5, atol=1e-5)
-        updates.add(replica._method.updates)
+        updates.add(replica._method.shape.updates)
     assert replica.phase == "lowrank" and updates == {0, 1, 2, 3}
     assert replica.ranks() == {"0": 6, "3": 16, "7": 24}
 
@@ -134,7 +133,7 @@ def test_at_full_rank_a_square_weight_trains_under_sgd_as_if_nothing_had_happene
     for step in range(STEPS):
         train_step(plain, other, step, 0)
         train_step(replica, optimizer, step, 0)
-    assert replica.phase == "lowrank" and replica._method.updates == 5
+    assert replica.phase == "lowrank" and replica._method.shape.updates == 5
     torch.testing.assert_close(outputs(replica), plain(batch(99, 0)[0]), rtol=1e-4, atol=1e-5)
 
 
@@ -308,9 +307,9 @@ def test_low_rank_from_the_first_step() -> None:
     assert replica.phase == "lowrank" and replica.ranks() == {"0": 6, "3": 16, "7": 24}
     for step in range(6):
         train_step(replica, optimizer, step, 0)
-        assert replica._method.updates == 0, "the delay is what passes before the first update"
+        assert replica._method.shape.updates == 0, "the delay is what passes before the first update"
     train_step(replica, optimizer, 6, 0)
-    assert replica._method.updates == 1
+    assert replica._method.shape.updates == 1
 
 
 def test_the_paper_keeps_the_last_layer_and_may_keep_the_first() -> None:
@@ -364,7 +363,7 @@ def test_every_way_through_three_factors_is_the_same(
     dense, layer = copy.deepcopy(module), copy.deepcopy(module)
     root = nn.Sequential(layer)
     replica, _ = attached(oialr(factor_at=0, updates_from=4, keep_last=False), sgd, root)
-    found = replica._method.layers[0]
+    found = replica._method.shape.layers[0]
     rank = min(rank, found.rank)
     u, s, vt = (t.detach() for t in found.factors)
     thinwire.factor.convert.to_factors(found, u[:, :rank], s[:rank, :rank], vt[:rank])
@@ -593,7 +592,7 @@ def test_attention_and_a_scaler() -> None:
 
 def test_the_method_is_what_the_registry_says() -> None:
     replica, _ = attached(oialr())
-    assert isinstance(replica._method, OIALRMethod) and replica.describe()["method"] == "oialr"
+    assert replica.describe()["method"] == "oialr"
 
 
 # What once went wrong.
@@ -694,7 +693,7 @@ def test_a_weight_of_zeros_keeps_its_rank() -> None:
     assert replica.ranks()["7"] == 24
     for step in range(8):
         train_step(replica, optimizer, step, 0)
-    assert replica.ranks()["7"] == 24 and replica._method.updates == 1
+    assert replica.ranks()["7"] == 24 and replica._method.shape.updates == 1
 
 
 def test_a_model_amid_low_rank_can_be_compressed() -> None:

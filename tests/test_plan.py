@@ -23,6 +23,7 @@ from thinwire.cli import main
 from thinwire.comm.ledger import mean_over_nodes
 from thinwire.comm.topology import Sent, Topology, arrange
 from thinwire.commands.plan import Rows
+from thinwire.methods import PaperAB
 from thinwire.plan import compute
 from thinwire.plan import ranks as predicted
 from thinwire.plan.compute import Compute, given, measure
@@ -215,7 +216,7 @@ def really_sent(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
 def test_a_plan_says_what_the_ledger_then_counts(name: str, really_sent: Any) -> None:
     (workers, config), (folder, found) = EXACT[name], really_sent(name)
     found_ranks = isinstance(config, thinwire.AB) and config.factor_at is not None
-    found_ranks = found_ranks or isinstance(config, thinwire.config.PaperAB | thinwire.OIALR)
+    found_ranks = found_ranks or isinstance(config, PaperAB | thinwire.OIALR)
     ranks = folder / name if found_ranks else None
     plan = planned(recipe_of(name), config, workers, ranks)
     assert without_seconds(plan) == without_seconds(found)
@@ -223,15 +224,15 @@ def test_a_plan_says_what_the_ledger_then_counts(name: str, really_sent: Any) ->
 
 def test_steps_that_are_alike_count_as_if_they_were_taken() -> None:
     """A method whose every step may differ is simulated step by step, with the same result."""
-    from thinwire.methods.ab_paper import PaperABMethod
+    from thinwire.methods.runner import Runner
 
     quick = simulate(workload(), ab(), arrange(0, [0, 0], None), predicted.typical)
-    kept = PaperABMethod.next_event
-    PaperABMethod.next_event = property(lambda self: self.step + 1)  # type: ignore[assignment]
+    kept = Runner.next_event
+    Runner.next_event = property(lambda self: self.step + 1)  # type: ignore[assignment]
     try:
         slow = simulate(workload(), ab(), arrange(0, [0, 0], None), predicted.typical)
     finally:
-        PaperABMethod.next_event = kept  # type: ignore[method-assign]
+        Runner.next_event = kept  # type: ignore[method-assign]
     assert without_seconds(quick.ledger.summary()) == without_seconds(slow.ledger.summary())
     assert quick.steps == slow.steps and quick.calls == slow.calls and quick.exchanges == slow.exchanges
 

@@ -10,8 +10,8 @@ import gang
 import thinwire
 from thinwire.comm.topology import arrange
 from thinwire.commands.plan import beside, caption
+from thinwire.exchange.averaged import sketch
 from thinwire.factor.convert import find_layers
-from thinwire.methods.averaged import sketch
 from thinwire.plan import ranks as predicted
 from thinwire.plan.compute import given
 from thinwire.plan.forecast import Forecast, Layout, Links

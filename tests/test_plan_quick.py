@@ -17,12 +17,9 @@ import thinwire
 from selection import first_of, slow_but
 from thinwire.cli import main
 from thinwire.config.common import Nesterov
+from thinwire.exchange.averaged import AveragedTensors
 from thinwire.factor.convert import Layer
-from thinwire.methods.ab import ABMethod
-from thinwire.methods.averaged import AveragedTensors
-from thinwire.methods.daso import DASOMethod
-from thinwire.methods.diloco import DiLoCoMethod
-from thinwire.methods.local_sgd import LocalSGDMethod
+from thinwire.methods.runner import Runner
 from thinwire.plan import ranks as predicted
 from thinwire.plan.compute import given
 from thinwire.plan.forecast import SOME_NODES, Forecast, Layout, Links, simulate_views
@@ -120,19 +117,19 @@ def test_one_simulation_is_for_all_numbers_of_groups(name: str) -> None:
 
 
 CYCLES = {
-    "ab": (ABMethod, thinwire.AB(total_steps=STEPS, every=6, warmup_wire="lowrank:2")),
-    "ab, split": (ABMethod, thinwire.AB(total_steps=STEPS, every=6, train="split", redecompose=1, warmup=4)),
-    "ab, every_max": (ABMethod, thinwire.AB(total_steps=STEPS, every=6, every_max=18, warmup_wire="lowrank:2")),
-    "localsgd": (LocalSGDMethod, thinwire.LocalSGD(every=5, warmup=3, moments="average", wire="bf16")),
-    "diloco": (DiLoCoMethod, thinwire.DiLoCo(every=6, warmup=7)),
-    "diloco, streaming": (DiLoCoMethod, thinwire.DiLoCo(every=7, fragments=3, overlap=2)),
-    "diloco, int8": (DiLoCoMethod, thinwire.DiLoCo(every=7, fragments=2, overlap=3, wire="int8")),
-    "diloco, topk": (DiLoCoMethod, thinwire.DiLoCo(every=7, fragments=2, overlap=3, wire="topk:0.1")),
-    "daso": (DASOMethod, thinwire.DASO(total_steps=STEPS)),
-    "daso, lowrank": (DASOMethod, thinwire.DASO(total_steps=STEPS, wire="lowrank:2", overlap=3, warmup_wire="bit")),
-    "daso, all wait": (DASOMethod, thinwire.DASO(total_steps=STEPS, overlap=4)),
-    "daso, int8": (DASOMethod, thinwire.DASO(total_steps=STEPS, wire="int8", overlap=3)),
-    "daso, sharded": (DASOMethod, thinwire.DASO(total_steps=STEPS, sharded=True)),
+    "ab": thinwire.AB(total_steps=STEPS, every=6, warmup_wire="lowrank:2"),
+    "ab, split": thinwire.AB(total_steps=STEPS, every=6, train="split", redecompose=1, warmup=4),
+    "ab, every_max": thinwire.AB(total_steps=STEPS, every=6, every_max=18, warmup_wire="lowrank:2"),
+    "localsgd": thinwire.LocalSGD(every=5, warmup=3, moments="average", wire="bf16"),
+    "diloco": thinwire.DiLoCo(every=6, warmup=7),
+    "diloco, streaming": thinwire.DiLoCo(every=7, fragments=3, overlap=2),
+    "diloco, int8": thinwire.DiLoCo(every=7, fragments=2, overlap=3, wire="int8"),
+    "diloco, topk": thinwire.DiLoCo(every=7, fragments=2, overlap=3, wire="topk:0.1"),
+    "daso": thinwire.DASO(total_steps=STEPS),
+    "daso, lowrank": thinwire.DASO(total_steps=STEPS, wire="lowrank:2", overlap=3, warmup_wire="bit"),
+    "daso, all wait": thinwire.DASO(total_steps=STEPS, overlap=4),
+    "daso, int8": thinwire.DASO(total_steps=STEPS, wire="int8", overlap=3),
+    "daso, sharded": thinwire.DASO(total_steps=STEPS, sharded=True),
 }
 
 
@@ -140,11 +137,11 @@ CYCLES = {
 @pytest.mark.parametrize("eval_every", first_of([23, None]))
 @pytest.mark.parametrize("name", slow_but(("ab", "localsgd", "diloco, streaming", "daso, int8"), CYCLES))
 def test_cycles_count_as_if_they_were_taken(name: str, eval_every: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    method, config = CYCLES[name]
+    config = CYCLES[name]
     view = Layout(workers=6, nodes=2).topology(0, None)
     what = workload(inputs=(), eval_every=eval_every)
     quick, taken = _counting_steps(what, config, view, monkeypatch)
-    monkeypatch.setattr(method, "cycle", None)
+    monkeypatch.setattr(Runner, "cycle", None)
     slow, all_of_them = _counting_steps(what, config, view, monkeypatch)
     assert counted(quick) == counted(slow) and quick.memory == slow.memory
     assert taken < all_of_them
@@ -166,7 +163,7 @@ def test_decompositions_count_as_if_they_were_taken(
     )
     view = Layout(workers=4, nodes=2).topology(0, None)
     quick, taken = _counting_steps(workload(steps=steps), config, view, monkeypatch, predict)
-    monkeypatch.setattr(ABMethod, "cycle", None)
+    monkeypatch.setattr(Runner, "cycle", None)
     slow, all_of_them = _counting_steps(workload(steps=steps), config, view, monkeypatch, predict)
     assert counted(quick) == counted(slow) and quick.memory == slow.memory
     assert _signatures(quick) == _signatures(slow)
@@ -179,7 +176,7 @@ def test_a_step_stands_for_others_only_if_they_are_equal(eval_every: int, monkey
     what, view = workload(eval_every=eval_every), Layout(workers=4, nodes=2).topology(0, None)
     config = thinwire.AB(total_steps=STEPS, every=6, redecompose=3, warmup_wire="lowrank:2")
     quick, taken = _counting_steps(what, config, view, monkeypatch)
-    monkeypatch.setattr(ABMethod, "cycle", None)
+    monkeypatch.setattr(Runner, "cycle", None)
     monkeypatch.setattr("thinwire.plan.simulate._UNEQUAL_STEPS", STEPS)
     slow, all_of_them = _counting_steps(what, config, view, monkeypatch)
     assert counted(quick) == counted(slow) and quick.memory == slow.memory

@@ -211,8 +211,7 @@ def save_while_pending(rank: int, name: str, folder: str) -> bool:
     replica, optimizer, scheduler = build(dataclasses.replace(config, group_size=1))
     advance(replica, optimizer, scheduler, 0, stop, rank)
     replica.save(folder)
-    method = replica._method
-    return any(part.pending for part in getattr(method, "fragments", None) or method.averaged)
+    return any(part.pending for part in replica._method.averaged_tensors)
 
 
 def finish_elsewhere(rank: int, name: str, folder: str) -> tuple[int, int]:

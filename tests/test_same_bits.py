@@ -10,7 +10,7 @@ import gang
 import small
 import thinwire
 from thinwire import AB, ConfigError, DiLoCo, DisagreementError, LocalSGD
-from thinwire.methods.averaged import AveragedTensors
+from thinwire.exchange.averaged import AveragedTensors
 
 ODD = 1
 

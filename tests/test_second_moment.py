@@ -18,9 +18,9 @@ from thinwire import AB, ConfigError, DiLoCo, LocalSGD
 from thinwire.comm.collectives import ProcessGroupWire
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.topology import arrange
+from thinwire.exchange.context import MethodContext
+from thinwire.exchange.second_moment import SecondMoment
 from thinwire.factor.optimizers import Optimizers
-from thinwire.methods.context import MethodContext
-from thinwire.methods.second_moment import SecondMoment
 from thinwire.plan import ranks as predicted
 from thinwire.plan.simulate import simulate
 from thinwire.plan.workload import Workload
@@ -119,7 +119,7 @@ def test_updates_are_those_of_adam_with_the_estimate(kind: type, how: dict[str, 
 @pytest.mark.parametrize("at_once", [1, 40, 1000])
 def test_updates_do_not_depend_on_how_many_are_corrected_at_once(at_once: int, monkeypatch: Any) -> None:
     """Some parameters in half precision, whose steps Adam counts alike."""
-    monkeypatch.setattr("thinwire.methods.corrected._AT_ONCE", at_once)
+    monkeypatch.setattr("thinwire.exchange.corrected._AT_ONCE", at_once)
     torch.manual_seed(0)
     values, grads = torch.randn(4, 5, 7), torch.randn(12, 4, 5, 7) + 0.3
     kinds = (torch.float32, torch.bfloat16, torch.float32, torch.float64)
@@ -280,7 +280,7 @@ def in_turns(rank: int) -> list[list[float]]:
     optimizer = SGD(model.parameters(), 0.1)
     config = DiLoCo(every=4, fragments=2, rows="seen", group_size=1)
     replica = thinwire.attach(model, optimizer, config)
-    rows, found = replica._method.scales.rows, []
+    rows, found = replica._method.exchanges[0].scales.rows, []
     for number in range(8):
         read(replica, optimizer, rank, range(number, number + 1))
         found.append([float(rows.counts[name].sum()) for name in ("words", "places")])

@@ -14,10 +14,10 @@ import thinwire
 from every_method import BUILT_IN, STEPS, WAYS
 from thinwire import AB, ConfigError, DiLoCo, LocalSGD, OneBit, PowerSGD, TopK
 from thinwire.cli import main
-from thinwire.config import DASO, OIALR, PaperAB
 from thinwire.config.common import Config, Scheduled, Warmed
 from thinwire.config.settings import describe, from_strings
 from thinwire.launch.jobs import Job, method_config
+from thinwire.methods import DASO, OIALR, PaperAB
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import named
 from thinwire.tuning.api import search_for

@@ -14,7 +14,7 @@ import small
 import thinwire
 from launchers import TIMEOUT, Launchers
 from thinwire import AB, ConfigError, DiLoCo, Faults, LocalSGD
-from thinwire.methods.meetings import Late, Waits
+from thinwire.exchange.meetings import Late, Waits
 
 STEPS = 40
 WAYS: dict[str, Any] = {

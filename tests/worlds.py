@@ -9,6 +9,7 @@ from torch import nn
 import thinwire
 from thinwire.comm.buckets import checksum
 from thinwire.factor.optimizers import Optimizers
+from thinwire.methods import PaperAB
 
 
 def small_model(seed: int = 0) -> nn.Sequential:
@@ -55,7 +56,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
-def ab(**changes: Any) -> thinwire.config.PaperAB:
+def ab(**changes: Any) -> PaperAB:
     """Warm-up 4, then groups 5 and rebound 2 in turn, 24 steps: three cycles less a step or two."""
     settings = {"total_steps": 24, "warmup": 4, "every": 5, "rebound": 2, "lr_rebound": 2}
     return thinwire.AB.paper(**{**settings, "cutoff": 0.2, "group_size": 1, **changes})

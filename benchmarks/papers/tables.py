@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from run import WORKERS
 
-from thinwire.config import PaperAB
+from thinwire.methods import PaperAB
 from thinwire.plan import compute
 from thinwire.plan.forecast import Layout, Links
 from thinwire.plan.planner import Stopwatch, make_plan

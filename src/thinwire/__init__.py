@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.base.errors import ConfigError, DisagreementError, DivergedError, LostError, SaveError, ThinwireError
 from thinwire.checkpoint.also import RandomState
-from thinwire.config import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, Nesterov, OneBit, PowerSGD, Radial, TopK
+from thinwire.config import Nesterov, Radial
 from thinwire.config.faults import Faults
 from thinwire.factor.stability import Stability
 from thinwire.loggers import Log
-from thinwire.methods.base import Method
+from thinwire.methods import AB, DASO, OIALR, AllReduce, DiLoCo, LocalSGD, OneBit, PowerSGD, TopK
 from thinwire.methods.registry import register
 from thinwire.replica.attaching import attach
 from thinwire.replica.compress import Compressed, compress
@@ -35,7 +35,6 @@ __all__ = [
     "LocalSGD",
     "Log",
     "LostError",
-    "Method",
     "Nesterov",
     "OneBit",
     "PowerSGD",

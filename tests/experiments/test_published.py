@@ -20,7 +20,7 @@ from thinwire.experiments.data import Folder
 from thinwire.experiments.series import Forecast, Halving
 from thinwire.experiments.tables import RESNET50, VGG16, VIT_B16, nearest
 from thinwire.launch.jobs import Job, variants
-from thinwire.methods.ab_paper import timetable
+from thinwire.methods.registry import timetable_of
 from thinwire.recipes import installed, named
 from thinwire.train.data import Source
 from thinwire.train.task import AsIs, describe_optimizer
@@ -83,7 +83,7 @@ def test_vgg16_has_the_published_counts() -> None:
         assert ours == pytest.approx(published * 7324 / 7350, rel=0.01, abs=0.5)
         assert ours == pytest.approx(published, rel=0.01)
     assert lengths(ab("vgg16-cifar10", epochs=15)) == pytest.approx([n / 10 for n in found], abs=1.5)
-    phases = [segment.phase for segment in timetable(ab("vgg16-cifar10"))]
+    phases = [phase.name for phase in timetable_of(ab("vgg16-cifar10"))]
     assert phases.count("groups") == 3
 
 

@@ -22,7 +22,7 @@ from thinwire.comm.fsdp import local, whole_of
 from thinwire.factor.convert import Layer
 from thinwire.factor.layers import names_of_factors
 from thinwire.factor.moments import LINEAR, QUADRATIC
-from thinwire.methods.base import Method
+from thinwire.methods.runner import Runner
 
 _loads: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Loads]]" = weakref.WeakKeyDictionary()
 """By references to both: a value that holds its key would keep a model, and its replica, for good."""
@@ -43,7 +43,7 @@ def ignored() -> Iterator[None]:
 class Loads:
     """What was loaded into a model and its optimizers since this was last cleared."""
 
-    def __init__(self, method: Method) -> None:
+    def __init__(self, method: Runner) -> None:
         self.method = method
         self.model: nn.Module = whole_of(method.model)
         self.clear()
@@ -124,8 +124,8 @@ _REMEDY = (
 )
 
 
-def _refuse_model(method: Method, state: Mapping[str, Any], prefix: str) -> None:
-    for layer in method.layers:
+def _refuse_model(method: Runner, state: Mapping[str, Any], prefix: str) -> None:
+    for layer in method.shape.layers:
         if (what := _misfit(layer, state, prefix)) is not None:
             raise ThinwireError(f"the state does not fit the model: {what}; {_REMEDY}")
 
@@ -144,8 +144,10 @@ def _misfit(layer: Layer, state: Mapping[str, Any], prefix: str) -> str | None:
     return None
 
 
-def _refuse_optimizer(method: Method, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    if not method.layers or len(state["param_groups"]) != len(optimizer.param_groups):  # torch has words for the latter
+def _refuse_optimizer(method: Runner, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    if len(state["param_groups"]) != len(optimizer.param_groups):
+        return  # torch has words for that
+    if not method.shape.layers:
         return
     for number, (saved, group) in enumerate(zip(state["param_groups"], optimizer.param_groups, strict=True)):
         kept, here = len(saved["params"]), len(group["params"])

@@ -34,11 +34,11 @@ from thinwire.checkpoint.saves import Files, copied, newest, verify
 from thinwire.checkpoint.state import Part, RunState, apart, held_parameters, mapped, together
 from thinwire.comm.fsdp import local
 from thinwire.config.settings import describe
+from thinwire.exchange.context import Saved
 from thinwire.factor.layers import FORMS
 from thinwire.factor.moments import LINEAR, QUADRATIC
-from thinwire.methods.base import Method
-from thinwire.methods.context import Saved
 from thinwire.methods.registry import name_of
+from thinwire.methods.runner import Runner
 
 FORMAT = 7
 _SPENT = (None, {"seconds": NUMBER})
@@ -98,7 +98,7 @@ def capture(state: RunState) -> Files:
     return files
 
 
-def _about(method: Method) -> dict[str, Any]:
+def _about(method: Runner) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "method_name": name_of(method.config),
@@ -110,7 +110,7 @@ def _about(method: Method) -> dict[str, Any]:
     }
 
 
-def _of_group(method: Method, part: Part, value: Any) -> Files:
+def _of_group(method: Runner, part: Part, value: Any) -> Files:
     """What this worker writes of what each group has: nothing, if another one does."""
     is_average = part.resumed == "mean"
     odd = next((name for name, each in value.items() if not isinstance(each, Tensor)), None)
@@ -136,7 +136,7 @@ def _optimizers_apart(value: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     return {"state": {name: plain for name, (plain, _) in rest.items()}, "param_groups": value["param_groups"]}, tensors
 
 
-def _lay_out_in_rows(method: Method) -> None:
+def _lay_out_in_rows(method: Runner) -> None:
     """Let a run that goes on hold its matrices as one that resumes will.
 
     Products of others, such as SOAP's bases, come in another layout, and are rounded in another way in it.
@@ -146,16 +146,16 @@ def _lay_out_in_rows(method: Method) -> None:
         state.update(mapped(nested, Tensor.contiguous))
 
 
-def _groups(method: Method) -> list[list[int]]:
+def _groups(method: Runner) -> list[list[int]]:
     return [sorted(group) for group in method.topology.groups]
 
 
-def _is_whole(method: Method) -> bool:
+def _is_whole(method: Runner) -> bool:
     """Whether one worker holds all that the others do."""
     return method.in_sync and not method.wire.is_sharded
 
 
-def _kinds(method: Method) -> list[str]:
+def _kinds(method: Runner) -> list[str]:
     """The optimizers' classes: each keeps state of its own kind."""
     return [type(optimizer).__name__ for optimizer in method.optimizers]
 
@@ -210,7 +210,7 @@ def load(state: RunState, folder: Path | str, *, check: bool = True, also: Also 
     method.gradients.rewrap()
 
 
-def _check(method: Method, about: Mapping[str, Any]) -> None:
+def _check(method: Runner, about: Mapping[str, Any]) -> None:
     name = name_of(method.config)
     if about["format"] != FORMAT:
         raise ConfigError(
@@ -231,7 +231,7 @@ def _check(method: Method, about: Mapping[str, Any]) -> None:
         raise ConfigError(f"the save was made with another config: {differences}; attach with the same one")
 
 
-def _predecessor(method: Method, groups: Sequence[Sequence[int]]) -> int:
+def _predecessor(method: Runner, groups: Sequence[Sequence[int]]) -> int:
     """The first rank of the group whose model this one goes on from, where groups have trained apart.
 
     Groups that are more than before share one. Of those that nobody goes on from, the steps since the last average
@@ -258,7 +258,7 @@ def _predecessor(method: Method, groups: Sequence[Sequence[int]]) -> int:
 class _Workers(Sequence[dict[str, Any]]):
     """The local parts of a save by rank, read when they are looked at: most workers need only their own."""
 
-    def __init__(self, method: Method, folder: Path, count: int, schema: Any) -> None:
+    def __init__(self, method: Runner, folder: Path, count: int, schema: Any) -> None:
         self.method, self.folder, self.workers, self.schema = method, folder, count, schema
 
     def __len__(self) -> int:
@@ -275,7 +275,7 @@ class _Workers(Sequence[dict[str, Any]]):
 
 
 def _mean_over_groups(
-    method: Method, about: Mapping[str, Any], stem: Path, expected: Mapping[str, Tensor]
+    method: Runner, about: Mapping[str, Any], stem: Path, expected: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """What each group had, as it was; groups that are not those that saved it start from the mean of theirs."""
     groups = about["groups"]
@@ -297,7 +297,7 @@ def _mean(tensors: list[Tensor], weights: Tensor) -> Tensor:
     return torch.einsum("g,g...->...", weights.to(tensors[0].dtype), torch.stack(tensors))
 
 
-def _on_device(method: Method, file: Path) -> dict[str, Tensor]:
+def _on_device(method: Runner, file: Path) -> dict[str, Tensor]:
     """A file's tensors where the model is; none if there is no such file."""
     device = next(method.model.parameters()).device
     return mapped(read_tensors(file), lambda t: t.to(device)) if file.is_file() else {}
@@ -344,7 +344,7 @@ def _check_groups(about: Mapping[str, Any]) -> None:
 
 
 def _check_optimizers(
-    file: Path, method: Method, held: Sequence[Sequence[nn.Parameter]], values: Mapping[str, Any]
+    file: Path, method: Runner, held: Sequence[Sequence[nn.Parameter]], values: Mapping[str, Any]
 ) -> None:
     """State and settings are those of optimizers like these."""
     groups = method.optimizers.groups

@@ -33,10 +33,10 @@ from thinwire.base.files import REMEDY
 from thinwire.checkpoint import loads
 from thinwire.comm.fsdp import local, whole_of
 from thinwire.comm.sharded import like_whole
+from thinwire.exchange.context import Saved
 from thinwire.factor.layers import Shape
 from thinwire.factor.optimizers import Optimizers
-from thinwire.methods.base import Method
-from thinwire.methods.context import Saved
+from thinwire.methods.runner import Runner
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class RunState:
 
     def __init__(
         self,
-        method: Method,
+        method: Runner,
         scaler: Any = None,
         *,
         read_baseline: Callable[[], dict[str, int]] = dict,
@@ -179,13 +179,13 @@ def _fill(model: nn.Module, values: Mapping[str, Any]) -> None:
 # Optimizers.
 
 
-def held_parameters(method: Method) -> list[list[nn.Parameter]]:
+def held_parameters(method: Runner) -> list[list[nn.Parameter]]:
     """This model's parameters, by the optimizer that holds them, which may train other models too."""
     own = {id(whole_of(p)) for p in method.model.parameters()}
     return [[p for p in Optimizers(o).parameters if id(p) in own] for o in method.optimizers]
 
 
-def read_optimizers(method: Method) -> dict[str, Any]:
+def read_optimizers(method: Runner) -> dict[str, Any]:
     """State by OPTIMIZER.PARAMETER.NAME, both counted from 0, and the settings of every parameter group.
 
     Settings that are no plain values, such as functions, are the script's.
@@ -204,7 +204,7 @@ def read_optimizers(method: Method) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def fill_optimizers(method: Method, values: Mapping[str, Any]) -> None:
+def fill_optimizers(method: Runner, values: Mapping[str, Any]) -> None:
     """Give the optimizers what was read, where the model has its shape; settings that are not there stay."""
     optimizers, held = method.optimizers, held_parameters(method)
     for optimizer, parameters in zip(optimizers, held, strict=True):
@@ -248,11 +248,12 @@ class Undo:
     The very parameters come back, since the optimizers and others hold them.
     """
 
-    def __init__(self, method: Method) -> None:
+    def __init__(self, method: Runner) -> None:
         self.method = method
         self.state = mapped(method.state_dict(), _copy)
         self._shape = Shape(method.model)
-        self._found = {name: getattr(method, name) for name in ("layers", "kept", "decompositions", "found_ranks")}
+        self._of, names = method.shape, ("layers", "kept", "decompositions", "found_ranks")
+        self._found = {name: getattr(self._of, name) for name in names}
         self._values = [(t, t.requires_grad, _copy(t)) for t in (*method.model.parameters(), *method.model.buffers())]
         self._params = [list(group["params"]) for _, group in method.optimizers.groups]
         self._optimizers = mapped(read_optimizers(method), _copy)
@@ -262,7 +263,7 @@ class Undo:
         """Put everything back but the method's own state, which it has to load."""
         method = self.method
         self._shape.restore()
-        vars(method).update(self._found)
+        vars(self._of).update(self._found)
         for t, trains, value in self._values:
             t.requires_grad_(trains).copy_(value)
         for (optimizer, group), params in zip(method.optimizers.groups, self._params, strict=True):

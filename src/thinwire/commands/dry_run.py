@@ -26,13 +26,13 @@ from thinwire.checkpoint import saves
 from thinwire.comm.topology import place
 from thinwire.commands.plan import beside
 from thinwire.commands.watch import print_line
+from thinwire.config.common import Factored
 from thinwire.config.settings import describe
 from thinwire.factor.convert import find_layers
 from thinwire.factor.matrix import view_of
 from thinwire.factor.optimizers import Optimizers
 from thinwire.launch.jobs import Job
-from thinwire.methods.factoring import Factoring
-from thinwire.methods.registry import METHODS
+from thinwire.methods.registry import phases_of
 from thinwire.plan.compute import given
 from thinwire.plan.forecast import EVALUATION, Forecast, Layout, Links
 from thinwire.plan.planner import Row, Stopwatch, make_plan
@@ -162,7 +162,7 @@ def _rate(recipe: Recipe) -> dict[str, Any]:
 
 def _layers(workload: Workload, job: Job, order: list[str]) -> dict[str, Any]:
     """Every weight of two dimensions or more, and whether it is factored."""
-    fate = _fates(workload, job.config, order) if issubclass(METHODS[job.method].method, Factoring) else {}
+    fate = _fates(workload, job.config, order) if isinstance(job.config, Factored) else {}
     weights: list[dict[str, Any]] = [
         {
             "layer": name.removesuffix(".weight"),
@@ -203,7 +203,7 @@ def _traffic(job: Job, workload: Workload, workers: int) -> tuple[dict[str, Any]
     usual = plan.baseline.slow_bytes / workload.steps
     names = ("slow_bytes", "slow_bytes_range", "slow_bytes_per_step", "traffic_vs_allreduce_fp32", "assumes")
     totals = {name: row[name] for name in names}
-    known = METHODS[job.method].method.phases
+    known = phases_of(job.config)
     steps = {phase: row["steps_by_phase"][phase] for phase in known if phase in row["steps_by_phase"]}
     return {**totals, "phases": _phases(plan.rows[0], steps, usual)}, row["memory_by_phase"]
 

@@ -130,7 +130,7 @@ def unfinished(folder: Path, saved: Path, recipe: str | None, data: Path | None)
     config = state["config"]
     if state["method_name"] not in METHODS:
         raise unknown("method", state["method_name"], METHODS)
-    cuts = METHODS[state["method_name"]].method.cuts_at_end
+    cuts: bool = METHODS[state["method_name"]].config.cuts_at_end
     if cuts:
         check_cutoff(config.get("cutoff"), zero_allowed=True)
     own: dict[str, Any] = {"cutoff": config["cutoff"] if cuts else _ROUNDING, "keep": _kept(config)}

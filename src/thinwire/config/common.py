@@ -123,6 +123,8 @@ class Config:
 
     usual: ClassVar[Mapping[str, Any]] = {}
     """What fields are that are "auto", in a run that is long enough."""
+    cuts_at_end: ClassVar[bool] = False
+    """Whether `finish` cuts at `cutoff` where none is given."""
 
     def __post_init__(self) -> None:
         for name, kinds in _types(type(self)).items():  # type: ignore[arg-type]  # mypy finds classes unhashable

@@ -27,9 +27,9 @@ from thinwire.checkpoint.state import RunState, Undo
 from thinwire.comm.wire import attempt
 from thinwire.elastic.membership import Groups, Membership, Report, Reports
 from thinwire.elastic.stopping import ElasticStop, Left
-from thinwire.methods.base import Method
-from thinwire.methods.context import Saved
-from thinwire.methods.merging import restored
+from thinwire.exchange.context import Saved
+from thinwire.exchange.merging import restored
+from thinwire.methods.runner import Runner
 
 log = logging.getLogger("thinwire")
 
@@ -41,7 +41,7 @@ _TRIES = 3
 class Recovery:
     """Makes what groups do together happen on all of them or on none."""
 
-    def __init__(self, method: Method, membership: Membership) -> None:
+    def __init__(self, method: Runner, membership: Membership) -> None:
         self.method, self.membership = method, membership
         self.state = RunState(method)
         self.stop = ElasticStop(membership)

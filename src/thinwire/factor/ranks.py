@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from thinwire.base.checks import check_cutoff, is_number
 from thinwire.base.errors import ConfigError
 from thinwire.factor.convert import Layer
-from thinwire.factor.matrix import Factors, decompose, rank_of
+from thinwire.factor.matrix import Factors, decompose, decompose_if_smaller, rank_of
+from thinwire.factor.matrix import find_basis as _find_basis
 
 _POINTS = 101
 """Number of cutoffs from 0 to 1 at which the model's size is computed."""
@@ -149,3 +151,32 @@ def ranks_within(
         parts.append(Part(layer, Factors(a, b, a.double().square().sum(0)), None, m * n))
     ranks, _ = _within(Whole(parameters, parts), target)
     return [rank if part.layer.view.is_smaller(rank) else 0 for part, rank in zip(parts, ranks, strict=True)]
+
+
+# One layer, in training.
+
+
+def find_basis(layer: Layer, cutoff: float, max_shrink: float) -> tuple[Tensor, ...]:
+    """U, S and Vᵀ of a layer: of its weight, or of its S alone, folded into its bases, where it has them already.
+
+    An update may drop `max_shrink` of the layer's ranks at most.
+    """
+    if not layer.is_factored:
+        u, s, vt, _ = _find_basis(layer.matrix(), cutoff)
+    else:
+        old_u, old_s, old_vt = (p.detach().double() for p in layer.factors)
+        least = math.ceil((1 - max_shrink) * len(old_s))
+        u, s, vt, _ = _find_basis(old_s, cutoff, least=max(1, least))
+        u, vt = old_u @ u, vt @ old_vt
+    dtype = layer.parameters[0].dtype
+    return tuple(t.to(dtype).contiguous() for t in (u, s, vt))
+
+
+def find_factors(layer: Layer, cutoff: float | None) -> tuple[Tensor, ...] | None:
+    """Factors of a layer at a cutoff, or at the highest rank at which they are smaller; None where there are none."""
+    if cutoff is None:
+        m, n = layer.view.tall
+        rank = min((m * n - 1) // (m + n), layer.rank or n)
+        return decompose(layer.matrix(), 0.0, rank=rank)[:2] if rank else None
+    factors = decompose_if_smaller(layer.matrix(), cutoff)
+    return (factors.a, factors.b) if factors is not None else None

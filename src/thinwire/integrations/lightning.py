@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from thinwire.base.errors import ConfigError
 from thinwire.checkpoint.saves import remove
-from thinwire.config import AB
 from thinwire.integrations.dense import dense_state_of, transposed_layers
+from thinwire.methods import AB
 from thinwire.replica.attaching import attach
 from thinwire.replica.replica import Replica
 

@@ -1,5 +1,14 @@
-"""One paper, one file; `base.py` is the contract they all fulfil, `gradients.py` and `averaging.py` the engines."""
+"""One paper, one file: a method's settings, and the phases that they make a run of; `runner.py` walks them."""
 
-from thinwire.methods import ab, ab_paper, allreduce, daso, diloco, local_sgd, oialr, onebit, powersgd, topk
+from thinwire.methods.ab import AB
+from thinwire.methods.ab_paper import PaperAB
+from thinwire.methods.allreduce import AllReduce
+from thinwire.methods.daso import DASO
+from thinwire.methods.diloco import DiLoCo
+from thinwire.methods.local_sgd import LocalSGD
+from thinwire.methods.oialr import OIALR
+from thinwire.methods.onebit import OneBit
+from thinwire.methods.powersgd import PowerSGD
+from thinwire.methods.topk import TopK
 
-__all__ = ["ab", "ab_paper", "allreduce", "daso", "diloco", "local_sgd", "oialr", "onebit", "powersgd", "topk"]
+__all__ = ["AB", "DASO", "OIALR", "AllReduce", "DiLoCo", "LocalSGD", "OneBit", "PaperAB", "PowerSGD", "TopK"]

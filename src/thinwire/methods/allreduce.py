@@ -1,38 +1,28 @@
 """AllReduce: data-parallel training as PyTorch does it, the baseline; and its codes."""
 
-import sys
-from collections.abc import Hashable
+from dataclasses import dataclass
 
 from thinwire.comm.topology import Topology
-from thinwire.config import AllReduce
-from thinwire.methods.base import Method
-from thinwire.methods.features import Feature, refuses_code
+from thinwire.config.common import Config, GroupSize
+from thinwire.exchange.gradients import Gradients
 from thinwire.methods.registry import register
+from thinwire.methods.timetable import Phase
 
 
-@register("allreduce", AllReduce, example=AllReduce)
-class AllReduceMethod(Method):
-    """Gradients averaged at every step (PyTorch's DDP), in fp32 or a code."""
+@register(
+    "allreduce",
+    summary="Gradients averaged at every step (PyTorch's DDP), in fp32 or a code",
+)
+@dataclass(frozen=True, kw_only=True)
+class AllReduce(Config):
+    """Data-parallel training by PyTorch's own DistributedDataParallel, with its bytes counted."""
 
-    only_gradients = True
-    config: AllReduce
+    wire: str = "fp32"
+    """The code that gradients travel in: fp32, bf16, int8, int4, int2, bit, lowrank:R or topk:D."""
 
-    @classmethod
-    def role(cls, config: AllReduce, topology: Topology) -> Hashable:
-        """All workers do the same."""
-        return None
+    group_size: GroupSize = None
+    """Workers per node, where one machine stands for several. In fp32 and bf16 it changes what is counted, not what is
+    computed. Other codes are for the link between groups; inside them gradients are averaged exactly."""
 
-    @classmethod
-    def refuses(cls, config: AllReduce, feature: Feature) -> str | None:
-        return super().refuses(config, feature) or refuses_code(config, "wire", feature)
-
-    def attach(self) -> None:
-        self.gradients.together(self.config.wire)
-
-    def after_step(self) -> None:
-        """Nothing more."""
-
-    @property
-    def next_event(self) -> int:
-        """Every step is like every other."""
-        return sys.maxsize
+    def timetable(self, topology: Topology) -> list[Phase]:
+        return [Phase(name="train", exchanges=[Gradients(self.wire)])]

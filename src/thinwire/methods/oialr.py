@@ -8,199 +8,113 @@
 Only S and what is not factored have gradients, so only they cross the wire.
 """
 
-import functools
-import math
-import sys
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
-import torch
-from torch import nn
-
-from thinwire.config import OIALR
-from thinwire.factor import moments
-from thinwire.factor.convert import Kept, Layer, to_factors, to_full
-from thinwire.factor.matrix import product, wide
-from thinwire.methods.agree import agreed_factors, empty_factors
-from thinwire.methods.context import MethodContext, Saved
-from thinwire.methods.factoring import Factoring
-from thinwire.methods.features import Feature, needs_whole_weights
-from thinwire.methods.rates import RateMatching
+from thinwire.base.checks import check_cutoff, check_fraction, is_number, length
+from thinwire.base.errors import ConfigError
+from thinwire.comm.topology import Topology
+from thinwire.config.common import Factored, GroupSize, Scheduled
+from thinwire.exchange.gradients import Gradients
 from thinwire.methods.registry import register
-
-_FORM = 3  # U, S, Vᵀ
-
-
-def _example(**more: Any) -> OIALR:
-    fields = {"total_steps": 20, "factor_at": 4, "redecompose": 3, "cutoff": 0.3, "layer_fraction": 0.5}
-    return OIALR(**{**fields, **more})
+from thinwire.methods.timetable import Phase
+from thinwire.shape.basis import Basis
 
 
-@register("oialr", OIALR, example=_example)
-class OIALRMethod(Factoring):
-    """Bases frozen once stable, the small matrix between them trained (OIALR)."""
+@register(
+    "oialr",
+    example={"total_steps": 20, "factor_at": 4, "redecompose": 3, "cutoff": 0.3, "layer_fraction": 0.5},
+    summary="Bases frozen once stable, the small matrix between them trained (OIALR)",
+)
+@dataclass(frozen=True, kw_only=True)
+class OIALR(Factored, Scheduled):
+    """Bases frozen once they are stable, the square matrix between them trained, ranks falling (dissertation of
+    D. Coquelin, chapter 4).
 
-    phases = ("warmup", "lowrank")
-    config: OIALR
+    `factor_at` and `redecompose` below 1 are fractions of `total_steps`, from 1 on whole steps.
+    """
 
-    def __init__(self, config: OIALR, context: MethodContext) -> None:
-        super().__init__(config, context)
-        self.updates = 0
-        self.rates = RateMatching(context, self._scales)
+    factor_at: float = 1 / 3
+    """Full-rank training before weights become U S Vᵀ; 0 begins with them."""
 
-    @classmethod
-    def refuses(cls, config: OIALR, feature: Feature) -> str | None:
-        return needs_whole_weights(config) if feature is Feature.SHARDS else super().refuses(config, feature)
+    redecompose: float = 0.0333
+    """Steps between two updates of the bases after that, in which ranks may fall."""
 
-    @property
-    def trains_apart(self) -> bool:
-        return False
+    updates_from: float | None = None
+    """The step from which `redecompose` is counted, if not `factor_at`."""
 
-    def attach(self) -> None:
-        """Begin at full rank, or at low rank at once."""
-        super().attach()
-        if self.config.warmup_length == 0:
-            self._begin()
+    cutoff: float = 0.1
+    """Singular values up to this share of the largest are dropped at an update."""
 
-    def after_step(self) -> None:
-        """Enter low rank, or update the bases, where it is time."""
-        super().after_step()
-        if self.phase == "warmup" and self.step >= self.config.warmup_length:
-            self._begin()
-        elif self.phase == "lowrank" and self._is_due:
-            self._update()
+    layer_fraction: float = 0.1
+    """Share of the layers by which each update reaches further from the last layer towards the first."""
 
-    def _scales(self) -> list[tuple[nn.Parameter, Callable[[], float | None]]]:
-        """By how much the updates of every S are multiplied."""
-        if self.config.match_rate is False:
-            return []
-        return [(layer.factors[1], functools.partial(self._scale, layer)) for layer in self.factored]
+    max_shrink: float = 0.5
+    """The largest share of a layer's ranks that one update may drop; 1 for no limit but the cutoff."""
 
-    def _scale(self, layer: Layer) -> float | None:
-        s = layer.factors[1]
-        if not (self.config.match_rate or self.rates.is_normalised(s)):
-            return None
-        return math.sqrt(math.prod(layer.view.tall)) / len(s)
+    moments: Literal["carry", "reset"] = "carry"
+    """What happens to the optimizer's state when bases change: transformed to the new bases, or reset."""
 
-    @property
-    def next_event(self) -> int:
-        """The next update, or the end of the full-rank steps."""
-        start, every = self.config.updates_start, self.config.update_length
-        if self.phase == "warmup":
-            return self.config.warmup_length
-        if self.step < start:
-            return start + every
-        following = start + ((self.step - start) // every + 1) * every
-        return following if following < self.config.total_steps else sys.maxsize
+    match_rate: bool | None = None
+    """Whether S's updates are scaled by √(m n)/k. Adam's updates have one size per element: scaled, a weight of k²
+    elements moves as far as a full one of m n. None does it where the optimizer keeps second moments."""
 
-    def finish(self, cutoff: float | None) -> None:
-        """Two factors where they are smaller, the full weight elsewhere.
+    keep_first: bool = False
 
-        Without a cutoff, the layers that updates have reached are cut once more as by an update, and no others: what
-        was never cut in training has not adapted to it. A cutoff is for all layers.
-        """
-        self.agree_on_order()
-        if self.phase == "warmup":
-            self.find_layers()
-            if cutoff is not None:
-                self.cut(cutoff)
-        else:
-            if cutoff is None:
-                self._recut(self._reached, self.config.cutoff)
-            else:
-                self._recut(self.layers, cutoff, max_shrink=1.0)
-            self._fold()
+    warmup_wire: str = "fp32"
+    """The code that gradients travel in before `factor_at`."""
 
-    @property
-    def _reached(self) -> list[Layer]:
-        """The last layers, as many as updates have reached."""
-        count = math.ceil(len(self.layers) * self.config.layer_fraction * self.updates - 1e-9)
-        return self.layers[-count:] if count else []
+    wire: str = "fp32"
+    """The code that gradients travel in afterwards: fp32, bf16, int8, int4, int2, bit, lowrank:R or topk:D."""
 
-    @property
-    def _is_due(self) -> bool:
-        # No update at the very end: nothing would be trained after the cut, and `finish` cuts anyway.
-        since = self.step - self.config.updates_start
-        return since > 0 and since % self.config.update_length == 0 and self.step < self.config.total_steps
+    group_size: GroupSize = None
+    """Workers per node, where one machine stands for several; they divide the decompositions among themselves."""
 
-    def _begin(self) -> None:
-        """Every weight becomes U S Vᵀ, at its full rank: nothing that the model computes changes."""
-        self.check_counters()
-        self.find_layers()
-        self._recut(self.layers, 0.0)
-        self.set_phase("lowrank")
-
-    def _update(self) -> None:
-        """New bases for the last layers, of which there are more each time."""
-        self.check_counters()
-        self.updates += 1
-        self._recut(self._reached, self.config.cutoff)
-
-    def _recut(self, layers: list[Layer], cutoff: float, max_shrink: float | None = None) -> None:
-        if not layers:
-            return
-        shrink = self.config.max_shrink if max_shrink is None else max_shrink
-        self.free_memory()
-        found = agreed_factors(layers, self.wire, lambda layer: self.context.find_basis(layer, cutoff, shrink), _FORM)
-        for layer, factors in found:
-            self._to_basis(layer, factors)
-        self.decompositions += 1
-        self.found_ranks = {layer.label: layer.rank for layer in self.factored if layer.rank}
-        self.gradients.together(self.config.wire)
-
-    def _to_basis(self, layer: Layer, factors: tuple[Any, ...]) -> None:
-        """Give a layer these U, S and Vᵀ; the optimizer has S in place of what it trained of the layer before."""
-        before = layer.factors if layer.is_factored else None
-        trained = before[1] if before else layer.weight
-        state = self.optimizers.state_of(trained)
-        to_factors(layer, *factors)
-        u, middle, vt = layer.factors
-        self.optimizers.exchange([trained], [middle], ("s",))
-        if self.config.moments == "carry" and state:
-            if before:
-                carried = moments.recut_middle(state, [p.detach() for p in before], [u.detach(), vt.detach()])
-            else:
-                carried = moments.middle_from_full(state, layer.view, u.detach(), vt.detach())
-            self.optimizers.set_state(middle, carried)
-
-    def _fold(self) -> None:
-        """Two factors with equal shares of the singular values, or the full weight where they would not be smaller."""
-        for layer in self.factored:
-            u, s, vt = (wide(p.detach()) for p in layer.factors)
-            if layer.view.is_smaller(s.shape[0]):
-                root = s.diagonal().clamp_min(1e-30).sqrt()
-                root = torch.maximum(root, 1e-4 * root.max())
-                to_factors(layer, product((u, s)) / root, root[:, None] * vt)
-            else:
-                to_full(layer)
-                self.kept = [*self.kept, Kept(layer.key, "rank too high for factors to be smaller")]
-
-    # Checkpoints.
-
-    def _to_full(self, layer: Layer) -> None:
-        middle = layer.factors[1]
-        to_full(layer)
-        self.optimizers.exchange([middle], [layer.weight])
-
-    def state_dict(self) -> dict[str, Any]:
-        """With the number of updates so far."""
-        state = super().state_dict()
-        state["shared"]["updates"] = self.updates
-        return state
-
-    def load_state_dict(self, saved: Saved) -> None:
-        """Give the model the shape it had."""
-        shared = saved.shared
-
-        def reshape_and_load() -> None:
-            self.reshape(
-                shared,
-                self._to_full,
-                lambda layer, rank: self._to_basis(layer, empty_factors(layer, rank, _FORM)),
-                stays=saved.stays,
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fraction(self, "factor_at", zero_allowed=True)
+        check_fraction(self, "redecompose", zero_allowed=False)
+        check_cutoff(self.cutoff, zero_allowed=True)
+        for name in ("layer_fraction", "max_shrink"):
+            value = getattr(self, name)
+            if not (is_number(value) and 0 < value <= 1):
+                raise ConfigError(f"`{name}`={value!r} must be above 0 and at most 1: a share")
+        if self.updates_from is not None:
+            check_fraction(self, "updates_from")
+        if self.warmup_length >= self.total_steps:
+            raise ConfigError(
+                f"`factor_at`={self.factor_at} leaves nothing of `total_steps`={self.total_steps} for training at low "
+                "rank; use a smaller one, such as a third"
             )
-            self.updates = shared["updates"]
-            saved.load_values()
 
-        super().load_state_dict(replace(saved, load_values=reshape_and_load))
+    @property
+    def warmup_length(self) -> int:
+        """Full-rank training in steps."""
+        return length(self.factor_at, self.total_steps)
+
+    @property
+    def updates_start(self) -> int:
+        """The step from which on updates are counted."""
+        return self.warmup_length if self.updates_from is None else length(self.updates_from, self.total_steps)
+
+    @property
+    def update_length(self) -> int:
+        """Steps from one update of the bases to the next, at least one."""
+        return max(1, length(self.redecompose, self.total_steps))
+
+    @property
+    def idle(self) -> str:
+        if self.updates_start + self.update_length < self.total_steps:
+            return ""
+        return (
+            f"the first update of the bases would be at step {self.updates_start + self.update_length} of "
+            f"total_steps={self.total_steps}, so there is none: lower `redecompose`={self.redecompose} or "
+            f"`factor_at`={self.factor_at}"
+        )
+
+    def timetable(self, topology: Topology) -> list[Phase]:
+        basis = Basis(self)
+        return [
+            Phase(name="warmup", until=self.warmup_length, exchanges=[Gradients(self.warmup_wire)], shape=basis),
+            Phase(name="lowrank", exchanges=[Gradients(self.wire)], shape=basis),
+        ]

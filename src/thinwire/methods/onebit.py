@@ -1,6 +1,7 @@
-"""1-bit SGD (Seide, Fu, Droppo, Li, Yu, Interspeech 2014): engine 1 in one bit per element, scales per column."""
+"""1-bit SGD (Seide, Fu, Droppo, Li, Yu, Interspeech 2014): gradients in one bit per element, scales per column."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -8,22 +9,24 @@ from thinwire.codecs.aggregate import Aggregator
 from thinwire.codecs.quantize import OneBitQuantizer, Rows
 from thinwire.codecs.quantized import Quantized
 from thinwire.comm.wire import Wire
-from thinwire.config import OneBit
-from thinwire.methods.coding import CodedGradients
+from thinwire.methods.coded import Coded
 from thinwire.methods.registry import register
 
 
-@register("onebit", OneBit, example=lambda **more: OneBit(warmup=2, **more))
-class OneBitMethod(CodedGradients):
-    """One bit per element of the gradient, with error feedback (1-bit SGD)."""
+@register(
+    "onebit",
+    example={"warmup": 2},
+    summary="One bit per element of the gradient, with error feedback (1-bit SGD)",
+)
+@dataclass(frozen=True, kw_only=True)
+class OneBit(Coded):
+    """One bit per element and two scales per column, with error feedback (1-bit SGD, Seide et al. 2014)."""
 
-    config: OneBit
-
-    @staticmethod
-    def code_of(config: OneBit) -> str:
+    @property
+    def code(self) -> str:
         return "bit"
 
-    def aggregator(self, wire: Wire, like: Sequence[Tensor]) -> Aggregator:
+    def make(self, wire: Wire, like: Sequence[Tensor]) -> Aggregator:
         """Rows are what goes into one output unit, the paper's column."""
         return Quantized(wire, like, "gradients", OneBitQuantizer(), _columns)
 

@@ -1,24 +1,25 @@
 """Every method there is, by the name users type."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple, TypeVar
 
 from thinwire.base.errors import ConfigError
-from thinwire.methods.base import Method
-from thinwire.methods.context import MethodContext
-from thinwire.methods.features import Feature
+from thinwire.comm.topology import Topology, arrange
+from thinwire.exchange.context import MethodContext
+from thinwire.exchange.parts import Feature
+from thinwire.methods.runner import Runner, names_of
+from thinwire.methods.timetable import Phase, parts_of
 
 log = logging.getLogger("thinwire")
-M = TypeVar("M", bound=type[Method])
+C = TypeVar("C", bound=type)
 
 
 class Entry(NamedTuple):
-    """A method: its config, its class, one line for `thinwire list`, and a config for the contract suite."""
+    """A method: its config, one line for `thinwire list`, and a config for the contract suite."""
 
-    config: type
-    method: type[Method]
+    config: Any
     summary: str
     example: Callable[..., Any]
 
@@ -26,20 +27,20 @@ class Entry(NamedTuple):
 METHODS: dict[str, Entry] = {}
 
 
-def register(name: str, config: type, *, example: Callable[..., Any], summary: str = "") -> Callable[[M], M]:
-    """Make a method known under a name that users type, for `attach` and for the command line.
+def register(name: str, *, example: dict[str, Any] | None = None, summary: str = "") -> Callable[[C], C]:
+    """Make a config known under a name that users type, for `attach` and for the command line.
 
-    `example(group_size=…)` makes a config whose phases all happen within 20 steps, for the contract suite. The summary
-    is the class's first line of documentation, unless given.
+    It has `timetable(topology)`. The fields of `example` are those of a config whose phases all happen within 20 steps,
+    for the contract suite. The summary is the first line of its documentation, unless given.
     """
 
-    def add(method: M) -> M:
+    def add(config: C) -> C:
         taken = METHODS.get(name)
-        if taken is not None and taken.method.__qualname__ != method.__qualname__:
-            raise ConfigError(f"the name {name!r} is taken by {taken.method.__qualname__}; register under another one")
-        line = summary or (method.__doc__ or "").strip().partition("\n")[0].rstrip(".")
-        METHODS[name] = Entry(config, method, line, example)
-        return method
+        if taken is not None and taken.config.__qualname__ != config.__qualname__:
+            raise ConfigError(f"the name {name!r} is taken by {taken.config.__qualname__}; register under another one")
+        line = summary or (config.__doc__ or "").strip().partition("\n")[0].rstrip(".")
+        METHODS[name] = Entry(config, line, lambda **more: config(**{**(example or {}), **more}))
+        return config
 
     return add
 
@@ -62,12 +63,31 @@ def name_of(given: Any) -> str:
     raise ConfigError(f"{given!r} is not the config of a method, choose from: {known}")
 
 
+def timetable_of(given: Any, topology: Topology | None = None) -> Sequence[Phase]:
+    """The phases that a config asks for; without a layout those of one worker."""
+    return list(given.timetable(topology or arrange(0, [0], None)))
+
+
+def phases_of(given: Any) -> tuple[str, ...]:
+    """The names of these phases."""
+    return names_of(timetable_of(given))
+
+
+def role(given: Any, topology: Topology) -> Hashable:
+    """The same for workers that do the same, where their groups have the same size."""
+    exchanges = [each for phase in timetable_of(given, topology) for each in phase.exchanges]
+    return tuple(each.role(topology) for each in dict.fromkeys(exchanges))
+
+
 def refuse(given: Any, feature: Feature) -> None:
     """Refuse a feature that the method of a config cannot have."""
-    if (why := METHODS[name_of(given)].method.refuses(given, feature)) is not None:
-        raise ConfigError(why)
+    name_of(given)
+    for part in parts_of(timetable_of(given)):
+        if (why := part.refuses(feature, given)) is not None:
+            raise ConfigError(why)
 
 
-def make(given: Any, context: MethodContext) -> Method:
+def make(given: Any, context: MethodContext) -> Runner:
     """The method that a config asks for."""
-    return METHODS[name_of(given)].method(given, context)
+    name_of(given)
+    return Runner(given, context)

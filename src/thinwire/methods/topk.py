@@ -1,348 +1,74 @@
-"""Deep Gradient Compression (Lin, Han, Mao, Wang, Dally, ICLR 2018; arXiv 1712.01887): engine 1 in the code topk:D.
+"""Deep Gradient Compression (Lin, Han, Mao, Wang, Dally, ICLR 2018; arXiv 1712.01887): gradients in the code topk:D."""
 
-    g = gradient, clipped by each group alone
-    u = μ u + g              momentum before accumulation, so that a late update has the effect of one in time
-    v = v + u
-    send the largest of v; where something was sent, v = 0 and (masking) u = 0
-
-Momentum and weight decay are taken over from `torch.optim.SGD`, whose own are zero from then on: otherwise momentum
-would be applied twice, before and after the exchange. Weight decay is not sent: its momentum is the same on all
-workers. Biases and norms are sent as they are.
-"""
-
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
-from torch.optim import SGD
-
+from thinwire.base.checks import check_length, check_share, is_number, length
 from thinwire.base.errors import ConfigError
-from thinwire.codecs.aggregate import Aggregator, State
-from thinwire.codecs.sparse import Sparse
-from thinwire.comm.wire import Wire
-from thinwire.config import TopK
-from thinwire.factor.optimizers import Optimizers
-from thinwire.methods.coding import CodedGradients
-from thinwire.methods.context import MethodContext, Saved
-from thinwire.methods.features import Feature, joins_not
+from thinwire.comm.topology import Topology
+from thinwire.config.common import Warmed
+from thinwire.exchange.gradients import Gradients
+from thinwire.exchange.momentum import SparseGradients, TakesOver
 from thinwire.methods.registry import register
-
-_STAGES, _FIRST_DENSITY = 4, 0.25
-
-
-@dataclass
-class Settings:
-    """What was taken from one parameter group."""
-
-    momentum: float = 0.0
-    nesterov: bool = False
-    decay: float = 0.0
-    used: bool = False
-    """Whether there ever was momentum."""
+from thinwire.methods.timetable import Phase
 
 
-class MomentumHandover:
-    """The settings taken from SGD optimizers; other optimizers keep theirs."""
+@register(
+    "topk",
+    example={"density": 0.05, "ramp": 4},
+    summary="Only the largest accumulated gradients (Deep Gradient Compression)",
+)
+@dataclass(frozen=True, kw_only=True)
+class TopK(Warmed):
+    """Only the largest accumulated gradients travel: Deep Gradient Compression (arXiv 1712.01887)."""
 
-    def __init__(self, optimizers: Optimizers, given: float | None) -> None:
-        self.optimizers = optimizers
-        self.given = given
-        self.taken: list[Settings] = []
-        self.group_of: dict[int, int] = {}
-        self._places: list[int] = []
-        self._find_groups()
+    density: float = 0.001
+    """Share of each weight's elements that is sent per step."""
 
-    def begin(self) -> None:
-        """Refuse what cannot be taken over, then take."""
-        self.check()
-        self.update()
+    ramp: float = 0
+    """Steps after the warm-up over which the density falls from a quarter: a whole number, or a fraction of
+    `total_steps` below 1."""
 
-    def check(self) -> None:
-        """Refuse what would be applied twice or is not known."""
-        for optimizer, group in self.optimizers.groups:
-            kind, is_sgd = type(optimizer).__name__, isinstance(optimizer, SGD)
-            if is_sgd and (group["dampening"] or group["maximize"]):
-                raise ConfigError(
-                    "SGD with dampening or maximize cannot be taken over: set dampening=0 and maximize=False"
-                )
-            if self.given and (not is_sgd or group["momentum"]):
-                raise ConfigError(
-                    f"`momentum`={self.given} would be applied twice: {kind} has its own; leave the field out, then it "
-                    "is taken over from torch.optim.SGD, and other optimizers keep theirs"
-                )
+    momentum: float | None = None
+    """Momentum that is applied before sending; None takes it over from `torch.optim.SGD`, which then has none."""
 
-    def update(self) -> None:
-        """Take the present settings; at every step, because a scheduler may have set momentum again."""
-        self._find_groups()
-        for (optimizer, group), taken in zip(self.optimizers.groups, self.taken, strict=True):
-            if not isinstance(optimizer, SGD):
-                continue
-            if self.given is not None:
-                taken.momentum = self.given
-            elif group["momentum"]:
-                taken.momentum, taken.nesterov = group["momentum"], group["nesterov"]
-                group["momentum"], group["nesterov"] = 0.0, False
-            taken.used = taken.used or bool(taken.momentum)
-            if group["weight_decay"] and taken.momentum:
-                taken.decay, group["weight_decay"] = group["weight_decay"], 0.0
+    masking: bool = True
+    """Whether what was sent starts again without momentum."""
 
-    def _find_groups(self) -> None:
-        """Find parameter groups again, in case one was added."""
-        groups = self.optimizers.groups
-        if len(groups) != len(self.taken):
-            known = dict(zip(self._places, self.taken, strict=True))
-            self._places = [id(group) for _, group in groups]
-            self.taken = [known.get(place, Settings()) for place in self._places]
-            self.group_of = {id(p): i for i, (_, group) in enumerate(groups) for p in group["params"]}
+    clip: float | None = None
+    """Largest norm of a gradient; each of N groups clips at `clip`/√N, before anything is accumulated."""
 
-    def of(self, parameter: nn.Parameter) -> Settings:
-        """The settings for a parameter; one that the optimizer does not hold has no momentum."""
-        place = self.group_of.get(id(parameter))
-        return self.taken[place] if place is not None else Settings()
-
-    def give_back(self) -> None:
-        """Leave the optimizers as they were."""
-        for (_, group), taken in zip(self.optimizers.groups, self.taken, strict=True):
-            if self.given is None and taken.momentum:
-                group["momentum"], group["nesterov"] = taken.momentum, taken.nesterov
-            if taken.decay:
-                group["weight_decay"] = taken.decay
-        self.taken = [Settings() for _ in self.taken]
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Give the user's settings back inside the block, and take them again at the end."""
-        self.update()
-        self.give_back()
-        try:
-            yield
-        finally:
-            self.update()
-
-
-def with_momentum(g: Tensor, u: Tensor, taken: Settings, again: bool, out: Tensor) -> Tensor:
-    """What SGD would make of a gradient; `again` is one more of the same step. The new momentum is `out`."""
-    if not taken.momentum:
-        if taken.used and not again:
-            out.copy_(u)
-        return g
-    torch.add(g, u, alpha=1.0 if again else taken.momentum, out=out)
-    if taken.nesterov:
-        return g + taken.momentum * (g if again else out)
-    return g if again else out
-
-
-@register("topk", TopK, example=lambda **more: TopK(density=0.05, ramp=4, **more))
-class TopKMethod(CodedGradients):
-    """Only the largest accumulated gradients (Deep Gradient Compression)."""
-
-    phases = ("warmup", "ramp", "train")
-    config: TopK
-
-    def __init__(self, config: TopK, context: MethodContext) -> None:
-        super().__init__(config, context)
-        self.handover = MomentumHandover(self.optimizers, config.momentum)
-        context.on_release.append(self.handover.give_back)
-        if config.clip is not None and len(self.topology.groups) > 1:
-            context.clips = True
-            self.gradients.prepare = self._clip
-
-    @classmethod
-    def refuses(cls, config: TopK, feature: Feature) -> str | None:
-        """A worker without batches would go on sending its momentum."""
-        if feature is Feature.JOIN:
-            return joins_not("TopK, whose workers have momentum of their own")
-        return super().refuses(config, feature)
-
-    @staticmethod
-    def code_of(config: TopK) -> str:
-        return f"topk:{config.density}"
-
-    def attach(self) -> None:
-        """Refuse momentum that would be applied twice: at once, not after the warm-up."""
-        if len(self.topology.groups) > 1:
-            self.handover.check()
-        super().attach()
-
-    def aggregator(self, wire: Wire, like: Sequence[Tensor]) -> Aggregator:
-        """With momentum and weight decay, which are taken over now."""
-        self.handover.begin()
-        self.context.users_optimizers = self.handover.restored
-        return MomentumSparse(wire, like, self)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_length(self, "ramp")
+        if not (is_number(self.density) and 0 < self.density <= 1):
+            raise ConfigError(f"`density`={self.density!r} must be above 0 and at most 1: a share, such as 0.001")
+        if self.momentum is not None:
+            check_share(self, "momentum", "None takes it over from the optimizer")
+        if self.clip is not None and not (is_number(self.clip) and self.clip > 0):
+            raise ConfigError(f"`clip`={self.clip!r} must be a norm above 0, or None for no clipping")
 
     @property
-    def density(self) -> float:
-        """The share that is sent now: in the ramp it falls from a quarter in four stages."""
-        length, last = self.config.ramp_length, self.config.density
-        since = self.step - self.config.warmup_length
-        if since >= length or last >= _FIRST_DENSITY:
-            return last
-        return _FIRST_DENSITY * (last / _FIRST_DENSITY) ** (since * _STAGES // length / _STAGES)
-
-    def _clip(self, gradients: Sequence[Tensor]) -> None:
-        """As if the groups' gradients were independent: their mean then has at most the norm that was asked for."""
-        assert self.config.clip is not None
-        limit = self.config.clip * self.gradients.scale / math.sqrt(len(self.topology.groups))
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))))
-        torch._foreach_mul_(list(gradients), (limit / (norm + 1e-6)).clamp(max=1.0))
-
-    def load_state_dict(self, saved: Saved) -> None:
-        """The save may be from before momentum was taken over."""
-        self.handover.give_back()
-        self.context.users_optimizers = nullcontext
-        super().load_state_dict(saved)
-
-    def after_step(self) -> None:
-        """The density may have a new stage."""
-        super().after_step()
-        self._name_phase()
-
-    def _begin(self) -> None:
-        super()._begin()
-        self._name_phase()
-
-    def _name_phase(self) -> None:
-        since = self.step - self.config.warmup_length
-        name = "warmup" if since < 0 else "ramp" if since < self.config.ramp_length else "train"
-        if name != self.phase:
-            self.set_phase(name)
+    def ramp_length(self) -> int:
+        return length(self.ramp, self.total_steps or 1)
 
     @property
-    def next_event(self) -> int:
-        """The next stage of the ramp."""
-        length, start = self.config.ramp_length, self.config.warmup_length
-        if self.phase != "ramp":
-            return super().next_event
-        return start - (-((self.step - start) * _STAGES // length + 1) * length // _STAGES)
+    def idle(self) -> str:
+        steps = self.warmup_length + self.ramp_length
+        if super().idle or self.total_steps is None or steps < self.total_steps:
+            return super().idle
+        return (
+            f"`warmup`={self.warmup} and `ramp`={self.ramp} are all of total_steps={self.total_steps}: the density of "
+            f"{self.density} is never reached; shorten them"
+        )
 
-
-class MomentumSparse(Sparse):
-    """The largest values after momentum."""
-
-    def __init__(self, wire: Wire, like: Sequence[Tensor], method: TopKMethod) -> None:
-        super().__init__(wire, like, "gradients", method.density)
-        self.method = method
-        by_place = {p.data_ptr(): p for p in method.model.parameters()}
-        self.parameters: list[nn.Parameter] = [by_place[t.data_ptr()] for t in like]
-        self.u, self.next_u = torch.zeros_like(self.v), torch.zeros_like(self.v)
-        self.steady = {i: torch.zeros_like(like[i], dtype=torch.float32) for i in self.dense}
-        """Momentum of what travels as it is."""
-        self.next_steady = {i: torch.zeros_like(u) for i, u in self.steady.items()}
-        self.written: dict[int, Tensor] = {}
-        self._make_decays()
-
-    def _make_decays(self) -> None:
-        """Momentum of weight decay."""
-        self.decays = {i: torch.zeros_like(p) for i, p in enumerate(self.like) if self._of(i).decay}
-        self.next_decays = {i: torch.zeros_like(decay) for i, decay in self.decays.items()}
-
-    def _of(self, i: int) -> Settings:
-        return self.method.handover.of(self.parameters[i])
-
-    def begin(self, tensors: Sequence[Tensor], *, healthy: bool = True, again: bool = False, steps: int = 0) -> None:
-        """Clip, then momentum, then as any sparse code."""
-        self.method.handover.update()
-        self.density = self.method.density
-        super().begin(tensors, healthy=healthy, again=again, steps=steps)
-
-    def accumulate(self, tensors: Sequence[Tensor], again: bool) -> None:
-        """What SGD would make of the gradient."""
-        u, v = (self.next_u, self.next_v) if again else (self.u, self.v)
-        for piece in self.own_pieces:
-            settings, place = self._of(self.sparse[piece.tensor]), piece.slice
-            pushed = with_momentum(piece.of(tensors), u[place], settings, again, out=self.next_u[place])
-            torch.add(v[place], pushed, out=self.next_v[place])
-
-    def sent(self, places: Tensor) -> None:
-        """Reset what was sent; with masking, its momentum too."""
-        super().sent(places)
-        if self.method.config.masking:
-            self.next_u[places] = 0.0
-
-    def end(self, out: Sequence[Tensor]) -> bool:
-        """Add the momentum of what travels as it is, and weight decay."""
-        if not super().end(out):
-            return False
-        self._add_momentum(out)
-        self._add_decay(out)
-        return True
-
-    def _add_momentum(self, gradients: Sequence[Tensor]) -> None:
-        again = self._again
-        for i, u in (self.next_steady if again else self.steady).items():
-            pushed = with_momentum(gradients[i], u, self._of(i), again, out=self.next_steady[i])
-            self.written[i] = pushed + self.written[i] if again else pushed.clone()
-            gradients[i].copy_(self.written[i])
-
-    def _add_decay(self, gradients: Sequence[Tensor]) -> None:
-        for i, p in enumerate(self.like):
-            settings = self._of(i)
-            if not settings.decay:
-                continue
-            if not self._again:
-                before = self.decays.setdefault(i, torch.zeros_like(p))
-                decay = self.next_decays.setdefault(i, torch.zeros_like(p))
-                torch.mul(before, settings.momentum, out=decay).add_(p, alpha=settings.decay)
-            gradients[i].add_(self._decay_now(i))
-
-    def _decay_now(self, i: int) -> Tensor:
-        settings, decay = self._of(i), self.next_decays[i]
-        if settings.nesterov:
-            decay = self.like[i] * settings.decay + settings.momentum * decay
-        return decay * self.method.gradients.scale
-
-    def take_back(self, tensors: Sequence[Tensor]) -> None:
-        """Also momentum and weight decay."""
-        super().take_back(tensors)
-        for i, put in self.written.items():
-            tensors[i].sub_(put)
-        for i in self.next_decays:
-            tensors[i].sub_(self._decay_now(i))
-
-    def commit(self) -> None:
-        """Momentum and velocity, that of biases and norms, and that of weight decay."""
-        super().commit()
-        self.u, self.next_u = self.next_u, self.u
-        self.steady, self.next_steady = self.next_steady, self.steady
-        self.decays, self.next_decays = self.next_decays, self.decays
-
-    def residuals(self) -> list[Tensor]:
-        """Momentum and velocity, and the momentum of biases and norms."""
-        return [self.u, self.v, *self.steady.values()]
-
-    def shared(self) -> State:
-        """Momentum that is the same on all workers."""
-        return {f"{i}.{n}": t for n, kept in (("steady", self.steady), ("decay", self.decays)) for i, t in kept.items()}
-
-    def local(self) -> State:
-        """Momentum and velocity."""
-        return {**super().local(), "u": self.u} if self.wire.carries else {}
-
-    def load(self, shared: State, local: State) -> None:
-        """Take both back, with the weight decay that was loaded."""
-        super().load(shared, local)
-        if local:
-            self.u.copy_(local["u"])
-        self._load_shared(shared)
-
-    def keep(self, shared: State, local: State) -> None:
-        """Also momentum, that of the same share."""
-        super().keep(shared, local)
-        if self._is_mine(local):
-            self.u.copy_(local["u"])
-        self._load_shared(shared)
-
-    def adopt(self, shared: State, everyone: Sequence[State]) -> None:
-        """Every group starts from the mean of the old ones; a save of one group has none."""
-        super().adopt(shared, everyone)
-        self.u.copy_(self.mean_of("u", everyone))
-        self._load_shared(shared)
-
-    def _load_shared(self, shared: State) -> None:
-        self.method.handover.update()
-        self._make_decays()
-        for name, kept in self.shared().items():
-            kept.copy_(shared.get(name, torch.zeros_like(kept)))
+    def timetable(self, topology: Topology) -> list[Phase]:
+        """The ramp and what follows are one exchange, whose density falls."""
+        rules, ramp_end = [TakesOver(self)], self.warmup_length + self.ramp_length
+        sparse = [SparseGradients(self, rules[0])]
+        phases = [Phase(name="train", exchanges=sparse, rules=rules)]
+        if self.ramp_length:
+            phases.insert(0, Phase(name="ramp", until=ramp_end, exchanges=sparse, rules=rules))
+        if self.warmup_length:
+            dense = [Gradients(self.warmup_wire)]
+            phases.insert(0, Phase(name="warmup", until=self.warmup_length, exchanges=dense, rules=rules))
+        return phases

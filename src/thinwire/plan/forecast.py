@@ -9,14 +9,14 @@ from typing import Any
 from thinwire.base.errors import ConfigError
 from thinwire.comm.ledger import Ledger, mean_over_nodes
 from thinwire.comm.topology import Sent, Topology, arrange
-from thinwire.methods.agree import decomposers
-from thinwire.methods.registry import METHODS, name_of
+from thinwire.methods.registry import role
 from thinwire.plan.compute import Compute
 from thinwire.plan.memory import Memory
 from thinwire.plan.ranks import RankPredictor
 from thinwire.plan.simulate import Simulation, simulate_together
 from thinwire.plan.simulated_wire import kind
 from thinwire.plan.workload import Workload
+from thinwire.shape.agree import decomposers
 
 # The mean over nodes is exact up to here; where only times are needed, a few nodes are enough.
 ALL_NODES, SOME_NODES = 16, 2
@@ -194,7 +194,7 @@ def simulate_views(
     """A simulation for each of these workers, of one layout or several; one is run for all that do the same."""
     alike: dict[Hashable, list[int]] = defaultdict(list)
     for i, view in enumerate(views):
-        alike[kind(view), decomposers(view), METHODS[name_of(config)].method.role(config, view)].append(i)
+        alike[kind(view), decomposers(view), role(config, view)].append(i)
     found: dict[int, Simulation] = {}
     for places in alike.values():
         together = simulate_together(workload, config, [views[i] for i in places], predict, shapes=shapes)

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from thinwire.codecs.aggregate import Aggregator
 from thinwire.codecs.quantized import CompressedSum
 from thinwire.comm.buckets import size_of
-from thinwire.methods.averaged import AveragedTensors, ChangeNotes, PendingAverage
-from thinwire.methods.base import Method
-from thinwire.methods.change_scales import ChangeScales
-from thinwire.methods.coding import FrozenSecondMoment
-from thinwire.methods.gradients import GradientAveraging
-from thinwire.methods.rows import SeenRows
-from thinwire.methods.second_moment import SecondMoment
+from thinwire.exchange.averaged import AveragedTensors, ChangeNotes, PendingAverage
+from thinwire.exchange.change_scales import ChangeScales, SeenRows
+from thinwire.exchange.frozen import FrozenSecondMoment
+from thinwire.exchange.gradients import GradientAveraging
+from thinwire.exchange.second_moment import SecondMoment
+from thinwire.methods.runner import Runner
 
 _PARTS = {"agreed": "agreed values", "momentum": "outer momentum", "scratch": "scratch", "aggregator": "residuals"}
 """What a tensor of an average is called."""
@@ -74,7 +73,7 @@ class Memory:
         }
 
 
-def memory_of(method: Method, known: tuple[int, int]) -> Memory:
+def memory_of(method: Runner, known: tuple[int, int]) -> Memory:
     """What a worker holds now; `known` are the bytes of the model and of the optimizer's state."""
     held = held_by(method)
     sizes = {name: sum(size_of(t) for t in tensors) for name, tensors in sorted(held.items())}
@@ -83,7 +82,7 @@ def memory_of(method: Method, known: tuple[int, int]) -> Memory:
     return Memory(*known, {name: size for name, size in sizes.items() if size}, moved, passing)
 
 
-def model_and_optimizer(method: Method) -> tuple[int, int]:
+def model_and_optimizer(method: Runner) -> tuple[int, int]:
     """Bytes of parameters, buffers, gradients and their buckets, and of the optimizer's state."""
     model = method.context.model
     parameters = list(model.parameters())
@@ -95,13 +94,13 @@ def model_and_optimizer(method: Method) -> tuple[int, int]:
     return whole, sum(size_of(t) for t in state)
 
 
-def held_by(method: Method) -> dict[str, list[Tensor]]:
+def held_by(method: Runner) -> dict[str, list[Tensor]]:
     """Tensors that a method holds besides the model and the optimizers, by what they are."""
-    ignored = ("model", "layers", "context", "usage", "observed")
-    return _walk((_OTHER, value) for name, value in vars(method).items() if name not in ignored)
+    held = [(_OTHER, value) for part in method.parts for value in vars(part).values()]
+    return _walk([(_OTHER, method.gradients), *held])
 
 
-def offloaded_by(method: Method) -> list[Tensor]:
+def offloaded_by(method: Runner) -> list[Tensor]:
     """Of these, what the CPU would hold between averages."""
     found: list[Tensor] = []
     for fragment in method.averaged_tensors:

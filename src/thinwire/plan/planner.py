@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.base.errors import ConfigError
-from thinwire.config import AllReduce
 from thinwire.config.settings import describe
 from thinwire.factor.convert import find_layers
+from thinwire.methods import AllReduce
 from thinwire.plan import compute
 from thinwire.plan import ranks as predicted
 from thinwire.plan.compute import Compute

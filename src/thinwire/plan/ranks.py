@@ -10,9 +10,9 @@ from torch import Tensor
 
 from thinwire.base.errors import ConfigError
 from thinwire.factor.convert import Layer
-from thinwire.methods.agree import empty_factors
 from thinwire.report.records import read_records
 from thinwire.report.runs import read_run
+from thinwire.shape.agree import empty_factors
 
 RankPredictor = Callable[[Layer, float, float | None], int | None]
 """The rank of a layer at a progress from 0 to 1 and a cutoff; None where it stays full."""

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from thinwire.base import units
-from thinwire.config import AB, AllReduce, LocalSGD, OneBit, PowerSGD, TopK
 from thinwire.config.common import Averaged
+from thinwire.methods import AB, AllReduce, LocalSGD, OneBit, PowerSGD, TopK
 from thinwire.methods.registry import METHODS
 from thinwire.plan.forecast import Forecast, Links
 from thinwire.plan.workload import Workload

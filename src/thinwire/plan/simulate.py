@@ -16,8 +16,8 @@ from torch import nn
 
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.topology import Topology
-from thinwire.methods.agree import decomposers
-from thinwire.methods.base import Cycle, Method
+from thinwire.exchange.parts import Cycle
+from thinwire.methods.runner import Runner
 from thinwire.plan.memory import Memory, memory_of, model_and_optimizer
 from thinwire.plan.ranks import RankPredictor
 from thinwire.plan.shapes_only import ShapesOnly
@@ -26,6 +26,7 @@ from thinwire.plan.simulated_wire import Booked, Call, Exchange, SimulatedWire
 from thinwire.plan.workload import Workload, state_like
 from thinwire.replica.preflight import check_same_data
 from thinwire.replica.replica import Replica
+from thinwire.shape.agree import decomposers
 
 # DDP sends the order of its buckets in the second backward pass after wrapping, so the first two steps differ.
 _UNEQUAL_STEPS = 2
@@ -129,7 +130,7 @@ class _Taken(NamedTuple):
 @dataclass
 class _Simulator:
     workload: Workload
-    method: Method
+    method: Runner
     replica: Replica
     wire: SimulatedWire
     ranks: Ranks
@@ -163,7 +164,7 @@ class _Simulator:
 
     def _begin(self) -> None:
         """A new phase or new layers; turns are still known if a decomposition found the ranks that there were."""
-        shape = self.replica.phase, [layer.rank for layer in self.method.layers]
+        shape = self.replica.phase, [layer.rank for layer in self.method.shape.layers]
         if self.shape != shape:
             self.shape, self.known, self.quiet = shape, {}, {}
         self._show_model()
@@ -272,7 +273,7 @@ class _Simulator:
         model = self.replica.module
         model.__dict__.pop("forward", None)
         if self.workload.has_inputs:
-            self.workload.show(model, self.method.usage)
+            self.workload.show(model, self.method.shape.usage)
         model.forward = lambda *args, **kwargs: None
 
     def _step(self, times: int) -> None:

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.comm.replicate import Replicated
+from thinwire.exchange.context import MethodContext
 from thinwire.factor.convert import Layer
 from thinwire.factor.optimizers import Optimizers
-from thinwire.methods.base import Method
-from thinwire.methods.context import MethodContext
 from thinwire.methods.registry import make
+from thinwire.methods.runner import Runner
 from thinwire.plan.ranks import RankPredictor, Recorded, basis, factors, most, uniform
 from thinwire.plan.simulated_wire import SimulatedWire
 from thinwire.plan.workload import Workload
@@ -95,7 +95,7 @@ def make_method(
     wire: SimulatedWire,
     ranks: Ranks,
     decomposed: Counter[tuple[int, int]],
-) -> Method:
+) -> Runner:
     """Attach the method to a model, as `attach` does."""
     optimizers = Optimizers(workload.optimizer(model.parameters()))
     check_optimizers(model, optimizers)
@@ -141,7 +141,7 @@ def grows(config: Any) -> bool:
     return getattr(config, "every_max", None) is not None
 
 
-def assumed(workload: Workload, method: Method, predict: RankPredictor) -> Iterator[str]:
+def assumed(workload: Workload, method: Runner, predict: RankPredictor) -> Iterator[str]:
     """What has to be true for a run to send what is simulated."""
     if method.assumes:
         yield method.assumes

@@ -22,9 +22,9 @@ from thinwire.elastic.membership import Membership
 from thinwire.elastic.recovery import Recovery
 from thinwire.elastic.stopping import handle_signals, release_signals
 from thinwire.elastic.store import meeting
+from thinwire.exchange.context import MethodContext
+from thinwire.exchange.parts import Feature
 from thinwire.factor.optimizers import Optimizers
-from thinwire.methods.context import MethodContext
-from thinwire.methods.features import Feature
 from thinwire.methods.registry import make, name_of, refuse
 from thinwire.replica.guards import refuse_attached, refuse_switching
 from thinwire.replica.notices import ensure_logging, log_attached

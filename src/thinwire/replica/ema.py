@@ -12,11 +12,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from thinwire.base.checks import is_number
 from thinwire.base.errors import ConfigError, ThinwireError
+from thinwire.exchange.merging import average, average_buffers
 from thinwire.factor.convert import copy_of, forget_watch, layer_of, to_factors, to_full
 from thinwire.factor.layers import factored_names, mark_as_read, rebuilt
 from thinwire.factor.matrix import decompose
 from thinwire.factor.plain import to_plain
-from thinwire.methods.merging import average, average_buffers
 from thinwire.replica.preflight import broadcast_initial_values
 from thinwire.replica.replica import Replica
 

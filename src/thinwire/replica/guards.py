@@ -15,8 +15,8 @@ from thinwire.base.errors import ConfigError, DisagreementError, DivergedError, 
 from thinwire.comm.buckets import all_finite
 from thinwire.comm.fsdp import local, whole_of
 from thinwire.comm.wrappers import wrapper_around, wrapper_inside
-from thinwire.methods.base import Method
-from thinwire.methods.merging import average_buffers
+from thinwire.exchange.merging import average_buffers
+from thinwire.methods.runner import Runner
 
 log = logging.getLogger("thinwire")
 
@@ -46,7 +46,7 @@ def _name_of_shared(own: dict[int, str]) -> str | None:
     return next((own[id(p)] for replica in attached for p in replica.parameters() if id(p) in own), None)
 
 
-def refuse_wrappers(replica: nn.Module, method: Method, *, first: bool) -> None:
+def refuse_wrappers(replica: nn.Module, method: Runner, *, first: bool) -> None:
     """Refuse wrappers that average parameters themselves; slow checks run before the first step only."""
     kind = wrapper_around(method.optimizers.parameters)
     if first and kind is None:
@@ -61,7 +61,7 @@ def refuse_wrappers(replica: nn.Module, method: Method, *, first: bool) -> None:
         )
 
 
-def refuse_replaced(method: Method) -> None:
+def refuse_replaced(method: Runner) -> None:
     """Refuse a model whose parameters were replaced after attach()."""
     held = {id(p) for p in method.optimizers.parameters}
     named = [(name, whole_of(p)) for name, p in method.model.named_parameters() if p.requires_grad]
@@ -81,7 +81,7 @@ class KeptParameters:
     only kept, such as the list that an optimizer was made from, harms nobody.
     """
 
-    def __init__(self, method: Method) -> None:
+    def __init__(self, method: Runner) -> None:
         self.method = method
         self._was_said = False
 
@@ -123,7 +123,7 @@ class _Replaced(nn.Parameter):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def check_parameters(method: Method, call: str, *, everywhere: bool = False, finite: bool = True) -> None:
+def check_parameters(method: Runner, call: str, *, everywhere: bool = False, finite: bool = True) -> None:
     """Workers must hold bit-identical, finite parameters where they should be in sync; collective.
 
     In sync are all workers while the method trains together or has just merged (`everywhere`), else the members of each
@@ -144,7 +144,7 @@ def check_parameters(method: Method, call: str, *, everywhere: bool = False, fin
     _refuse_different(method, call, [rank for part in parts for rank in part if rows[rank] != rows[part[0]]])
 
 
-def agree_on_loads(method: Method, *, changed: bool) -> bool:
+def agree_on_loads(method: Runner, *, changed: bool) -> bool:
     """Whether any worker has `changed` its model by loading a state; then all must hold the same now; collective.
 
     Optimizers need the same state only where all workers train together.
@@ -170,13 +170,13 @@ def _named(odd: Sequence[int]) -> str:
     return f"rank {odd[0]} holds" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))} hold"
 
 
-def _can_go_on(method: Method, bad: set[int]) -> bool:
+def _can_go_on(method: Runner, bad: set[int]) -> bool:
     """Whether groups that diverged are left out of the next average, and there are others."""
     leaves_out = method.leaves_out_diverged and not method.in_sync
     return leaves_out and any(not bad.intersection(group) for group in method.topology.groups)
 
 
-def refuse_switching(method: Method) -> None:
+def refuse_switching(method: Runner) -> None:
     """An optimizer that evaluates other weights than it trains needs a method that leaves both alone."""
     if method.optimizers.switching and not method.only_gradients:
         kind, config = type(method.optimizers.switching[0]).__name__, type(method.config).__name__
@@ -186,7 +186,7 @@ def refuse_switching(method: Method) -> None:
         )
 
 
-def refuse_evaluating(method: Method) -> None:
+def refuse_evaluating(method: Runner) -> None:
     """Nothing is trained on weights that an optimizer shows for evaluation."""
     for optimizer in method.optimizers.evaluating:
         raise ThinwireError(
@@ -195,7 +195,7 @@ def refuse_evaluating(method: Method) -> None:
         )
 
 
-def refuse_state(method: Method) -> None:
+def refuse_state(method: Runner) -> None:
     """Refuse optimizer state that cannot be saved, or has no mean where groups average it; after the first step."""
     averages = method.averages_moments and len(method.topology.groups) > 1
     for optimizer in method.optimizers:
@@ -213,7 +213,7 @@ def refuse_state(method: Method) -> None:
                 )
 
 
-def refuse_masters(method: Method) -> None:
+def refuse_masters(method: Runner) -> None:
     """Refuse copies of parameters in an optimizer's state where weights become factors; after each step."""
     method.masters.look()
     if (outside := method.masters.outside) is not None and not method.only_gradients:
@@ -222,7 +222,7 @@ def refuse_masters(method: Method) -> None:
             "copies of the parameters that it does not keep in its state, and would undo every average; keep "
             "them in `self.state[p]`, or use a method that averages gradients, such as AllReduce"
         )
-    for name in sorted(method.masters.trained) if method.layers else ():
+    for name in sorted(method.masters.trained) if method.shape.layers else ():
         kind = next(type(o).__name__ for o in method.optimizers if any(name in state for state in o.state.values()))
         raise ConfigError(
             f"optimizer {kind} cannot be attached with {type(method.config).__name__}: it trains copies of the "
@@ -250,7 +250,7 @@ def _has_mean(value: Any) -> bool:
     return not isinstance(value, list | tuple | dict)
 
 
-def agree_on_buffers(method: Method) -> None:
+def agree_on_buffers(method: Runner) -> None:
     """Average buffers that differ: workers may have run different batches since the last step; collective."""
     buffers = list(method.model.buffers())
     rows = method.wire.all_gather_scalars(method.wire.checksum(buffers), "checksums") if buffers else []
@@ -258,7 +258,7 @@ def agree_on_buffers(method: Method) -> None:
         average_buffers(method.wire, buffers, len(method.topology.group) / method.topology.world_size)
 
 
-def _refuse_different(method: Method, call: str, odd: Sequence[int]) -> None:
+def _refuse_different(method: Runner, call: str, odd: Sequence[int]) -> None:
     if not odd:
         return
     ranks = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}"

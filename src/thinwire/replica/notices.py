@@ -17,7 +17,7 @@ from torch import nn
 from thinwire.base import units
 from thinwire.config.common import Config
 from thinwire.factor.convert import Kept
-from thinwire.methods.base import Method
+from thinwire.methods.runner import Runner
 
 log = logging.getLogger("thinwire")
 _NAMES = 3
@@ -32,15 +32,15 @@ def ensure_logging() -> None:
         log.setLevel(logging.INFO)
 
 
-def log_attached(method: Method, trained: int) -> None:
+def log_attached(method: Runner, trained: int) -> None:
     """Log workers and size, and for methods that factor how many weights they will factor."""
     if method.topology.rank:
         return
     workers, groups = method.topology.world_size, len(method.topology.groups)
     who = f"{units.count(workers, 'worker')} in {units.count(groups, 'group')}" if workers > 1 else "one worker"
     text = f"{type(method.config).__name__} on {who}: {trained:,} parameters to train"
-    if method.layers:
-        text += f", {units.count(len(method.layers), 'weight')} to factor{_full(method.kept)}"
+    if method.shape.layers:
+        text += f", {units.count(len(method.shape.layers), 'weight')} to factor{_full(method.shape.kept)}"
     log.info(text)
     if isinstance(method.config, Config):
         if method.config.chosen:
@@ -49,7 +49,7 @@ def log_attached(method: Method, trained: int) -> None:
             log.warning(method.config.idle)
 
 
-def log_past_end(method: Method) -> bool:
+def log_past_end(method: Runner) -> bool:
     """Log that training goes on past `total_steps`, if it does; returns whether."""
     total = getattr(method.config, "total_steps", None)  # a config of one's own may have it too
     if total is None or method.step <= total:
@@ -59,27 +59,27 @@ def log_past_end(method: Method) -> bool:
     return True
 
 
-def log_finished(method: Method, sizes: tuple[int, int], ranks: Collection[int], usual_bytes: int) -> None:
+def log_finished(method: Runner, sizes: tuple[int, int], ranks: Collection[int], usual_bytes: int) -> None:
     """Log size before and after, what was factored, and bytes sent compared with fp32 all-reduce."""
     if method.topology.rank:
         return
     name, (before, after) = type(method.config).__name__, sizes
     text = f"{name} finished after {units.count(method.step, 'step')}"
-    if method.layers:
+    if method.shape.layers:
         text += f": {before:,} parameters are now {after:,} ({before / max(1, after):.2f} : 1), "
-        text += f"{units.count(len(ranks), 'weight')} factored{_ranks(ranks)}{_full(method.kept)}"
+        text += f"{units.count(len(ranks), 'weight')} factored{_ranks(ranks)}{_full(method.shape.kept)}"
     if usual_bytes:
         ledger = method.wire.ledger
         sent = ledger.slow_bytes - ledger.slow_bytes_for("evaluate")
         text += f"; {units.size(sent)} left this node, {sent / usual_bytes:.3g} of fp32 all-reduce's "
         text += units.size(usual_bytes)
     log.info(text)
-    if method.layers and not method.decompositions:
-        if method.must_factor:
+    if method.shape.layers and not method.shape.decompositions:
+        if method.shape.must_factor:
             log.warning("%s ended before it factored anything, so the model stays full; finish(cutoff=…) cuts it", name)
     elif method.step and method.missed:
         log.warning("%s %s: the run was too short for its settings", name, method.missed)
-    elif method.layers and after >= before:
+    elif method.shape.layers and after >= before:
         log.warning("%s did not make the model smaller; use a higher cutoff, here or in finish(cutoff=…)", name)
 
 

@@ -37,12 +37,12 @@ from thinwire.comm.wire import Wire
 from thinwire.config.settings import describe as describe_config
 from thinwire.elastic.recovery import Recovery
 from thinwire.elastic.stopping import ElasticStop, Stop, handle_signals, release_signals
+from thinwire.exchange.agreement import Agreement
+from thinwire.exchange.meetings import Waits
 from thinwire.factor.layers import mark_as_read, weight_was_read
 from thinwire.factor.plain import to_plain
-from thinwire.methods.agreement import Agreement
-from thinwire.methods.base import Method, untraced
-from thinwire.methods.meetings import Waits
 from thinwire.methods.registry import name_of
+from thinwire.methods.runner import Runner, untraced
 from thinwire.replica.baseline import Baseline
 from thinwire.replica.compiling import Recompilations, compile_in_place
 from thinwire.replica.guards import (
@@ -71,7 +71,7 @@ class Replica(nn.Module):
 
     def __init__(
         self,
-        method: Method,
+        method: Runner,
         *,
         scaler: Any = None,
         compile: dict[str, Any] | None = None,
@@ -305,7 +305,7 @@ class Replica(nn.Module):
             kind = DisagreementError if isinstance(error, DisagreementError) else LostError
             raise kind(f"finish() could not complete: {one_line(error)}. {rescue(self)}") from error
         self.detach()
-        self.finished_ranks = {layer.key: layer.rank for layer in self._method.layers if layer.rank}
+        self.finished_ranks = {layer.key: layer.rank for layer in self._method.shape.layers if layer.rank}
         self.read_layers = [name for name, module in self.module.named_modules() if weight_was_read(module)]
         self.module._compiled_call_impl = None
         model = self._method.model
@@ -580,12 +580,12 @@ class Replica(nn.Module):
     @property
     def decompositions(self) -> int:
         """How often layers were decomposed in this run."""
-        return self._method.decompositions
+        return self._method.shape.decompositions
 
     @property
     def found_ranks(self) -> dict[str, int]:
         """The ranks that layers had after the last decomposition."""
-        return self._method.found_ranks
+        return self._method.shape.found_ranks
 
     @property
     def agreement(self) -> Agreement | None:
@@ -604,11 +604,11 @@ class Replica(nn.Module):
 
     def factor_now(self) -> None:
         """Make factors of the weights at the next average, for AB runs whose length is not known; collective."""
-        self._together(self._method.factor_now, "factor_now()")
+        self._together(self._method.shape.factor_now, "factor_now()")
 
     def ranks(self) -> dict[str, int]:
         """The rank of each layer that is factored now, by its label."""
-        return {layer.label: layer.rank for layer in self._method.layers if layer.is_factored and layer.rank}
+        return {layer.label: layer.rank for layer in self._method.shape.layers if layer.is_factored and layer.rank}
 
     def describe(self) -> dict[str, Any]:
         """Method, layout and size, as plain values."""
@@ -620,7 +620,7 @@ class Replica(nn.Module):
             "events": self._method.events,
             "agreement": self.agreement.summary() if self.agreement is not None else None,
             "waits": self.waits.summary(),
-            "kept_full": [{"layer": kept.name, "why": kept.why} for kept in self._method.kept],
+            "kept_full": [{"layer": kept.name, "why": kept.why} for kept in self._method.shape.kept],
             "parameters_full": self._full,
             "trainable_full": self._trained,
             "parameters": _count(self.module),

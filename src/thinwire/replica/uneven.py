@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from thinwire.base.errors import ConfigError, DisagreementError
 from thinwire.checkpoint.state import RunState, pack, unpack
 from thinwire.comm import process_groups
-from thinwire.methods.base import Method
-from thinwire.methods.features import Feature, joins_not
+from thinwire.exchange.parts import Feature, joins_not
 from thinwire.methods.registry import refuse
+from thinwire.methods.runner import Runner
 
 _OVER, _PASS, _STEP = 0, 1, 2
 
@@ -46,7 +46,7 @@ class Said(NamedTuple):
 class Joining:
     """One worker's part in a loop that ends at different times on different workers."""
 
-    def __init__(self, method: Method, unrounded: Callable[[], Any]) -> None:
+    def __init__(self, method: Runner, unrounded: Callable[[], Any]) -> None:
         self.method, self.unrounded = method, unrounded
         self.trained = self.known = method.step
         self._rates: tuple[float, ...] = ()
@@ -196,7 +196,7 @@ class Joining:
             state.fill(unpack(packed))
 
 
-def refuse_joining(method: Method, *, has_scaler: bool, has_faults: bool) -> None:
+def refuse_joining(method: Runner, *, has_scaler: bool, has_faults: bool) -> None:
     """What `join()` cannot do, in one sentence."""
     refuse(method.config, Feature.JOIN)
     groups = method.topology.groups

@@ -10,9 +10,9 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from thinwire.base.errors import ConfigError
 from thinwire.comm.buckets import reals
+from thinwire.exchange.context import MethodContext
 from thinwire.factor.matrix import wide
 from thinwire.factor.optimizers import State
-from thinwire.methods.context import MethodContext
 
 SECOND = ("exp_avg_sq", "max_exp_avg_sq")
 """Second moments, as Adam's state has them."""

@@ -28,12 +28,12 @@ from thinwire.codecs import aggregator
 from thinwire.codecs.aggregate import Aggregator
 from thinwire.comm.buckets import all_finite, reals
 from thinwire.comm.wire import Wire
+from thinwire.exchange.context import MethodContext
+from thinwire.exchange.corrected import SECOND, CorrectedUpdates, Moments, second_of
+from thinwire.exchange.merging import average, average_moments
 from thinwire.factor.matrix import wide
 from thinwire.factor.moments import LINEAR
 from thinwire.factor.optimizers import State
-from thinwire.methods.context import MethodContext
-from thinwire.methods.corrected import SECOND, CorrectedUpdates, Moments, second_of
-from thinwire.methods.merging import average, average_moments
 
 
 class SecondMoment(CorrectedUpdates):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from thinwire.exchange.context import MethodContext
 from thinwire.factor import moments
-from thinwire.methods.context import MethodContext
 
 Scale = Callable[[], float | Tensor | None]
 """By how much to multiply an update; None leaves it alone."""

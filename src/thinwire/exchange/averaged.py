@@ -20,7 +20,7 @@ from thinwire.codecs.aggregate import Aggregator, Exact, Rotating
 from thinwire.comm.buckets import all_finite, pack_wide, reals
 from thinwire.comm.wire import Wire
 from thinwire.config.common import Nesterov, Radial
-from thinwire.methods.merging import restored
+from thinwire.exchange.merging import restored
 
 Tensors = Callable[[], Sequence[Tensor]]
 

@@ -12,8 +12,7 @@ from thinwire.comm.replicate import Replicated
 from thinwire.comm.wire import Wire
 from thinwire.factor.convert import Layer
 from thinwire.factor.optimizers import Optimizers
-from thinwire.factor.ranks import ranks_within
-from thinwire.methods.agree import find_basis, find_factors
+from thinwire.factor.ranks import find_basis, find_factors, ranks_within
 
 
 @dataclass

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from thinwire.base.errors import ConfigError
 from thinwire.config.common import Averaged
-from thinwire.methods.averaged import AveragedTensors
-from thinwire.methods.context import MethodContext
-from thinwire.methods.diverged import Fault, diverged, find_faults
+from thinwire.exchange.averaged import AveragedTensors
+from thinwire.exchange.context import MethodContext
+from thinwire.exchange.diverged import Fault, diverged, find_faults
 
 log = logging.getLogger("thinwire")
 

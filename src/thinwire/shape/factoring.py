@@ -2,48 +2,46 @@
 
 import logging
 import math
-from collections.abc import Callable, Hashable
 from typing import Any
 
 from thinwire.base import units
 from thinwire.base.errors import ConfigError
 from thinwire.comm.fsdp import with_modules
-from thinwire.comm.topology import Topology
+from thinwire.exchange.parts import PartState, Run, Schedule
 from thinwire.factor.convert import Layer, OrderOfUse, find_layers, warn_unmatched_patterns
 from thinwire.factor.matrix import smallest_cutoff
-from thinwire.methods.agree import gathered_layer
-from thinwire.methods.base import Method
-from thinwire.methods.context import MethodContext
+from thinwire.shape.agree import gathered_layer
+from thinwire.shape.shape import Shape
 
 log = logging.getLogger("thinwire")
 
 
-class Factoring(Method):
-    """A method whose layers change their shape; its config has `total_steps`, `keep`, `keep_first` and `keep_last`."""
+class Factoring(Shape):
+    """Layers that change; its config has `total_steps`, `keep`, `keep_first` and `keep_last`."""
 
+    changes = True
     must_factor = True
-    """Whether a model without layers to factor is refused."""
 
-    def __init__(self, config: Any, context: MethodContext) -> None:
-        super().__init__(config, context)
-        self.usage: OrderOfUse = OrderOfUse(context.model)
-        context.on_release.append(self.usage.stop)
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
         self.found_by: list[str] = []
         """The order of use by which the present layers were found; it may become known only later."""
 
-    @classmethod
-    def role(cls, config: Any, topology: Topology) -> Hashable:
-        """All groups do the same."""
-        return None
+    def attach(self, run: Run) -> None:
+        super().attach(run)
+        self.schedule = Watching(self)
+        self.usage: OrderOfUse = OrderOfUse(run.model)
+        run.context.on_release.append(self.usage.stop)
 
-    def attach(self) -> None:
+    def begin(self, *, again: bool) -> None:
         """Find the layers, and watch the order in which a forward pass uses them."""
-        self.find_layers()
-        if self.must_factor:
-            self.refuse_nothing_to_factor()
-        warn_unmatched_patterns(self.model, self.config.keep)
-        self.usage.watch()
-        self.gradients.together(self.config.warmup_wire)
+        if not again:
+            self.find_layers()
+            if self.must_factor:
+                self.refuse_nothing_to_factor()
+            warn_unmatched_patterns(self.run.model, self.config.keep)
+            self.usage.watch()
 
     def refuse_nothing_to_factor(self) -> None:
         """Refuse a model without layers to factor."""
@@ -67,19 +65,25 @@ class Factoring(Method):
     def warn_if_nothing_factored(self, cutoff: float) -> None:
         """Warn if the first decomposition made nothing smaller, and name the cutoff that would."""
         nothing = bool(self.layers) and not self.factored
-        if not self.wire.read(lambda: nothing, False):  # ranks of a plan are predicted
+        if not self.run.wire.read(lambda: nothing, False):  # ranks of a plan are predicted
             return
-        if self.topology.rank and not self.wire.is_sharded:  # of a sharded layer all members gather the whole
+        if self.run.topology.rank and not self.run.wire.is_sharded:  # of a sharded layer all members gather the whole
             return
-        needed = sorted(smallest_cutoff(gathered_layer(layer, self.wire).matrix()) for layer in self.layers)
-        if self.topology.rank:
+        needed = sorted(smallest_cutoff(gathered_layer(layer, self.run.wire).matrix()) for layer in self.layers)
+        if self.run.topology.rank:
             return
         half = math.ceil(100 * needed[len(needed) // 2]) / 100
         log.warning(
             "none of %s could be factored at cutoff %s after step %d: ranks are so high that factors would be larger, "
             "so the model stays as large as it is. A cutoff of %.2f would factor %s now; raise `cutoff`, or factor "
             "later, when training has lowered the ranks",
-            *(units.count(len(self.layers), "weight"), cutoff, self.step, half, "half" if len(needed) > 1 else "it"),
+            *(
+                units.count(len(self.layers), "weight"),
+                cutoff,
+                self.run.step,
+                half,
+                "half" if len(needed) > 1 else "it",
+            ),
         )
 
     def find_layers(self) -> None:
@@ -87,8 +91,8 @@ class Factoring(Method):
         c = self.config
         self.found_by = list(self.usage.order)
         self.layers, self.kept = find_layers(
-            with_modules(self.model),
-            trained=self.optimizers.parameters,
+            with_modules(self.run.model),
+            trained=self.run.optimizers.parameters,
             order=self.usage.order,
             keep_first=c.keep_first,
             keep_last=c.keep_last,
@@ -98,18 +102,12 @@ class Factoring(Method):
     def agree_on_order(self) -> None:
         """Take rank 0's order of use on all ranks; it may have evaluated alone."""
         if self.usage.is_watching:
-            self.usage.order = self.wire.all_gather_object(self.usage.order)[0]
+            self.usage.order = self.run.wire.all_gather_object(self.usage.order)[0]
             self.usage.stop()
-
-    @property
-    def meets_next(self) -> bool:
-        """Also while the order of use is not known."""
-        return self.usage.is_watching or super().meets_next
 
     def free_memory(self) -> None:
         """Drop gradients that the last step used up and the wrapper's buckets, before both shapes are in memory."""
-        self.gradients.replicated.unwrap()
-        self.gradients.replicated.members = ()  # none, so that a lone group wraps it again too
+        self.run.gradients.unwrap()
         for layer in self.layers:
             for p in layer.parameters:
                 p.grad = None
@@ -118,32 +116,47 @@ class Factoring(Method):
     def factored(self) -> list[Layer]:
         return [layer for layer in self.layers if layer.is_factored]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Order of use, the one that layers were found by, and ranks."""
-        state, ranks = super().state_dict(), {layer.key: layer.rank for layer in self.factored}
-        state["shared"] |= {"order": self.usage.order, "found_by": self.found_by, "ranks": ranks}
-        return state
+    def to_full(self, layer: Layer) -> None:
+        """Give a layer a full weight, and the optimizer what it needs for it; its values are loaded next."""
+        raise NotImplementedError
 
-    def reshape(
-        self,
-        shared: dict[str, Any],
-        to_full: Callable[[Layer], None],
-        to_rank: Callable[[Layer, int], None],
-        *,
-        stays: bool = False,
-    ) -> None:
-        """Give the layers the ranks and the order of use that they had in a save."""
+    def to_rank(self, layer: Layer, rank: int) -> None:
+        """Give a layer factors of this rank, likewise."""
+        raise NotImplementedError
+
+    def state_dict(self) -> PartState:
+        """Order of use, the one that layers were found by, and ranks."""
+        ranks = {layer.key: layer.rank for layer in self.factored}
+        own = {"order": self.usage.order, "found_by": self.found_by, "ranks": ranks}
+        return PartState(super().state_dict().shared | own)
+
+    def load_state_dict(self, state: PartState, *, stays: bool) -> None:
+        """Layers have the ranks and the order of use that they had."""
+        super().load_state_dict(state, stays=stays)
+        shared = state.shared
         if stays and self.factored and shared["ranks"] == {layer.key: layer.rank for layer in self.factored}:
             return  # it is this very model
         for layer in self.factored:
-            to_full(layer)
+            self.to_full(layer)
         self.usage.order = shared["found_by"]
         self.find_layers()
         self.usage.order = shared["order"]
-        if self.step:
+        if self.run.step:
             self.agree_on_order()
         elif not self.usage.is_watching:
             self.usage.watch()
         for layer in self.layers:
             if rank := shared["ranks"].get(layer.key):
-                to_rank(layer, rank)
+                self.to_rank(layer, rank)
+
+
+class Watching(Schedule):
+    """While the order of use is not known, workers meet to agree on it."""
+
+    def __init__(self, shape: Factoring) -> None:
+        super().__init__(shape.run)
+        self.of = shape
+
+    @property
+    def meets_next(self) -> bool:
+        return self.of.usage.is_watching or super().meets_next

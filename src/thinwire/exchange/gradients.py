@@ -14,7 +14,7 @@ without a GradScaler the run stops and names the worker and the layer; with one,
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -29,7 +29,8 @@ from thinwire.comm.fsdp import whole_of
 from thinwire.comm.topology import Ranks, Sent, Topology
 from thinwire.comm.wire import Wire, attempt
 from thinwire.config.common import parse_code
-from thinwire.methods.context import MethodContext, Saved
+from thinwire.exchange.context import MethodContext, Saved
+from thinwire.exchange.parts import Exchange, Feature, Run, Schedule, needs_whole_weights, refuses_code
 
 Make = Callable[[Wire, Sequence[Tensor]], Aggregator]
 """Builds an aggregator for parameters like these."""
@@ -47,12 +48,11 @@ class GradientAveraging:
         self.replicated = context.replicate(context.model, context.wire, context.ddp)
         self.code: str | None = None
         """None while groups train alone."""
+        self.make: Make | None = None
         self.buckets: list[Aggregator] = []
         self._places: list[list[int]] = []
         self._early: EarlyBuckets | None = None
         self._outcomes: dict[int, tuple[int | None, bool]] = {}
-        self.makers: dict[str, Make] = {}
-        """Aggregators of the method's own, by the code they are for."""
         self.prepare: Callable[[Sequence[Tensor]], None] | None = None
         """Called with the group's mean gradients before they are exchanged in a code."""
         self._trained: list[nn.Parameter] = []
@@ -65,10 +65,10 @@ class GradientAveraging:
         self._updated = False
         context.after_update.append(self.note_update)
 
-    def together(self, code: str) -> None:
-        """From now on the world averages, in a code, which starts without residuals."""
+    def together(self, code: str, make: Make | None = None) -> None:
+        """From now on the world averages, in a code, which starts without residuals; `make` builds its aggregators."""
         self.check(code)
-        self.code = code
+        self.code, self.make = code, make
         self._stop()
         self.scale = 1.0
         if self._is_coded:
@@ -125,6 +125,19 @@ class GradientAveraging:
         replicated.rounding = "bf16" if self.code == "bf16" and not coded else "fp32"
         replicated.wrap(self.topology.group if coded else self.members)
 
+    def unwrap(self) -> None:
+        """Let go of the model, whose parameters become others."""
+        self.replicated.unwrap()
+        self.replicated.members = ()  # none, so that a lone group wraps it again too
+
+    def wrap_again(self) -> None:
+        """Other parameters are trained than before."""
+        self.unwrap()
+        if self.code is None:
+            self.apart()
+        else:
+            self.together(self.code, self.make)
+
     def rewrap(self) -> None:
         """Wrap the model again, as a checkpoint does on both of its sides."""
         self.replicated.wrap(self.replicated.members)
@@ -142,7 +155,7 @@ class GradientAveraging:
             places[0].insert(0, i)
         self._places = places[::-1]
         code = self.code or ""
-        make = self.makers.get(code) or (lambda wire, like: aggregator(code, wire, like, "gradients"))
+        make = self.make or (lambda wire, like: aggregator(code, wire, like, "gradients"))
         wire = self.wire
         if self._can_begin_early:
             wire = self.wire.in_background()
@@ -298,7 +311,7 @@ class GradientAveraging:
         shared = {"code": self.code, "scale": self.scale, "buckets": [b.shared() for b in self.buckets]}
         return {"shared": shared, "local": {"buckets": [b.local() for b in self.buckets]}}
 
-    def load_state_dict(self, saved: Saved) -> None:
+    def load_state_dict(self, saved: Saved, make: Make | None) -> None:
         """Continue from this worker's state, or from those of another world."""
         shared, local = saved.shared["gradients"], saved.local
         if saved.stays:
@@ -307,7 +320,7 @@ class GradientAveraging:
         if shared["code"] is None:
             self.apart()
         else:
-            self.together(shared["code"])
+            self.together(shared["code"], make)
         self.scale = shared["scale"]
         nothing: list[State] = [{}] * len(self.buckets)  # of a lone group, which codes nothing
         kept = shared["buckets"] or nothing
@@ -318,6 +331,34 @@ class GradientAveraging:
             else:
                 others = [worker["gradients"]["buckets"] for worker in saved.everyone]
                 bucket.adopt(kept[i], [buckets[i] if buckets else {} for buckets in others])
+
+
+class Gradients(Exchange):
+    """Gradients, averaged over the world at every step in a code."""
+
+    trains_apart = False
+
+    def __init__(self, code: str, make: Make | None = None) -> None:
+        """`make` builds other aggregators than the code's own, of whole weights."""
+        self.code, self.make = code, make
+
+    def attach(self, run: Run) -> None:
+        super().attach(run)
+        run.gradients.check(self.code)  # now, not after a warm-up
+        self.schedule = Schedule(run)  # every step is like every other
+
+    def begin(self, *, again: bool) -> None:
+        if not again:
+            self.run.gradients.together(self.code, self.make)
+
+    def refuses(self, feature: Feature, config: Any) -> str | None:
+        if feature is Feature.SHARDS and self.make is not None:
+            return needs_whole_weights(config)
+        return refuses_code(self.code, feature, config)
+
+    def role(self, topology: Topology) -> Hashable:
+        """All workers do the same."""
+        return None
 
 
 class Background:

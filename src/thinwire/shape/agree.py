@@ -1,7 +1,6 @@
 """One decomposition on all workers: divided inside a node, compared between groups, overwritten where it differs."""
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,6 @@ from thinwire.comm.buckets import all_finite
 from thinwire.comm.fsdp import local
 from thinwire.comm.topology import Topology
 from thinwire.comm.wire import Wire
-from thinwire.factor import matrix
 from thinwire.factor.convert import Layer
 from thinwire.factor.optimizers import State
 
@@ -59,32 +57,6 @@ def refuse_diverged_layer(layer: Layer) -> None:
             f"layer {layer.name!r} has values that are not finite: training diverged before it was decomposed; "
             "lower the learning rate or go back to a checkpoint"
         )
-
-
-def find_basis(layer: Layer, cutoff: float, max_shrink: float) -> Factors:
-    """U, S and Vᵀ of a layer: of its weight, or of its S alone, folded into its bases, where it has them already.
-
-    An update may drop `max_shrink` of the layer's ranks at most.
-    """
-    if not layer.is_factored:
-        u, s, vt, _ = matrix.find_basis(layer.matrix(), cutoff)
-    else:
-        old_u, old_s, old_vt = (p.detach().double() for p in layer.factors)
-        least = math.ceil((1 - max_shrink) * len(old_s))
-        u, s, vt, _ = matrix.find_basis(old_s, cutoff, least=max(1, least))
-        u, vt = old_u @ u, vt @ old_vt
-    dtype = layer.parameters[0].dtype
-    return tuple(t.to(dtype).contiguous() for t in (u, s, vt))
-
-
-def find_factors(layer: Layer, cutoff: float | None) -> Factors | None:
-    """Factors of a layer at a cutoff, or at the highest rank at which they are smaller; None where there are none."""
-    if cutoff is None:
-        m, n = layer.view.tall
-        rank = min((m * n - 1) // (m + n), layer.rank or n)
-        return matrix.decompose(layer.matrix(), 0.0, rank=rank)[:2] if rank else None
-    factors = matrix.decompose_if_smaller(layer.matrix(), cutoff)
-    return (factors.a, factors.b) if factors is not None else None
 
 
 def owners_of(layers: list[Layer], wire: Wire) -> list[tuple[Layer, int | None]]:

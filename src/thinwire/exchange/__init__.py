@@ -1,0 +1,1 @@
+"""What crosses the wire, and when: gradients, parameters, and what belongs to them."""

@@ -1,0 +1,1 @@
+"""What a model looks like in training: full, as factors, in a basis."""
