@@ -21,10 +21,9 @@ import thinwire
 from selection import first_of
 from sockets import needs_counts, socket_bytes
 from thinwire.comm.replicate import Replicated
-from thinwire.factor import export
+from thinwire.factor import export, ranks
 from thinwire.methods import PaperAB
 from thinwire.netbench import hosts
-from thinwire.shape import agree
 from worlds import ab, adamw, batch, optimizer_values, small_model, train_step, values
 
 LAYOUTS = [(4, 1), (4, 2), (4, "world"), (3, 1), (3, 2), (2, 1), (1, None)]
@@ -281,8 +280,8 @@ def flipped_signs(rank: int) -> tuple[int, float]:
     model = small_model()
     optimizer = adamw(model)
     if rank == 1:
-        honest = agree.matrix.decompose_if_smaller
-        agree.matrix.decompose_if_smaller = lambda matrix, cutoff: _flip(
+        honest = ranks.matrix.decompose_if_smaller
+        ranks.matrix.decompose_if_smaller = lambda matrix, cutoff: _flip(
             honest(matrix, 0.3 if matrix.shape[1] < 20 else cutoff)
         )
     replica = thinwire.attach(model, optimizer, ab(warmup=2))

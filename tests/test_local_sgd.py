@@ -542,7 +542,7 @@ def test_steps_that_are_alike_count_as_if_they_were_taken(config: Any, monkeypat
         layout = arrange(0, [0] * workers, group_size)
         quick = simulate(workload(), config, layout, predicted.typical)
         with monkeypatch.context() as patched:
-            patched.setattr(Rounds, "next_event", property(lambda self: self.step + 1))
+            patched.setattr(Rounds, "next_event", property(lambda self: self.run.step + 1))
             slow = simulate(workload(), config, layout, predicted.typical)
         assert quick.calls == slow.calls and quick.exchanges == slow.exchanges and quick.steps == slow.steps
         assert quick.state_bytes == slow.state_bytes

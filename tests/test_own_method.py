@@ -16,7 +16,7 @@ import gang
 import small
 import thinwire
 from thinwire import ConfigError, Faults
-from thinwire.extend import Config, Feature, Method, register
+from thinwire.extend import Config, Exchange, Feature, Phase, Topology, register
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import gossip
@@ -70,28 +70,26 @@ def test_a_group_that_diverged_is_refused_by_name_at_the_next_average() -> None:
         assert said.startswith("4 ") and "group 1" in said, said
 
 
-@dataclass(frozen=True, kw_only=True)
-class Aloof(Config):
-    group_size: int | None = None
-
-
-class AloofMethod(Method):
+class Distance(Exchange):
     """It is here to refuse."""
 
-    def attach(self) -> None:
-        self.gradients.apart()
+    def refuses(self, feature: Feature, config: Any) -> str | None:
+        return f"{type(config).__name__} has no {feature.value}"
 
-    def after_step(self) -> None:
-        """Nothing more."""
 
-    @classmethod
-    def refuses(cls, config: Any, feature: Feature) -> str | None:
-        return f"Aloof has no {feature.value}"
+@dataclass(frozen=True, kw_only=True)
+class Aloof(Config):
+    """Groups that never meet."""
+
+    group_size: int | None = None
+
+    def timetable(self, topology: Topology) -> list[Phase]:
+        return [Phase(name="train", exchanges=[Distance()])]
 
 
 def refused(rank: int) -> list[str]:
     """What each feature is refused with, before anybody is waited for."""
-    register("aloof", Aloof, example=Aloof)(AloofMethod)
+    register("aloof")(Aloof)
     said = []
     with pytest.raises(ConfigError) as caught:
         model = small.net()

@@ -318,8 +318,8 @@ def test_a_rank_is_that_of_the_factors(tmp_path: Path) -> None:
     attached()[0].load(tmp_path / "save")
     file = tmp_path / "save" / "state.json"
     state = json.loads(file.read_text())
-    name = next(iter(state["method"]["ranks"]))
-    state["method"]["ranks"][name] = 10**9
+    name = next(iter(state["method"]["shape"]["ranks"]))
+    state["method"]["shape"]["ranks"][name] = 10**9
     file.write_text(json.dumps(state))
     saves.sign(file.parent)
     with pytest.raises(DamagedError, match=rf"the rank 1000000000 of '{name}' is not that in `model.safetensors`"):

@@ -57,7 +57,7 @@ STATE = _OF_BOTH | {
     "in_sync": FLAG,
     "groups": [[COUNT]],
     "optimizers": [TEXT],
-    "method": {"step": COUNT, "phase": TEXT, "events": [{str: ANY}]},
+    "method": {"step": COUNT, "phase": TEXT, "index": COUNT, "events": [{str: ANY}]},
     "baseline": {str: NUMBER},
 }
 WORKER = _OF_BOTH | {"method": {"forwards": COUNT, "idle?": COUNT, "observed": Row([FIGURE] * 2)}}
@@ -186,6 +186,8 @@ def load(state: RunState, folder: Path | str, *, check: bool = True, also: Also 
     method.drop_pending()
     own_state = {part: like_now(kept, fresh=method.step == 0) for part, kept in method.state_dict().items()}
     _refuse(folder / "state.json", wrong(shared, own_state["shared"], "method"))
+    if shared["phase"] not in {phase.name for phase in method.timetable[shared["index"] :][:1]}:
+        _refuse(folder / "state.json", f"phase {shared['index']} is not {shared['phase']!r}")
     _check_ranks(folder, shared, model)
     workers = _Workers(method, folder, about["world_size"], own_state["local"])
     own = rank if about["groups"] == _groups(method) else None
@@ -325,7 +327,7 @@ def _refuse(file: Path, what: str | None) -> None:
 
 def _check_ranks(folder: Path, shared: Mapping[str, Any], model: Path) -> None:
     """Layers get no other rank than their factors in the file have: a rank alone could take any amount of memory."""
-    ranks = shared.get("ranks")
+    ranks = shared["shape"].get("ranks")
     if not ranks:
         return
     firsts = tuple(f"_{form[0]}" for form in FORMS.values())

@@ -315,9 +315,13 @@ def _by_who_trained(sizes: Sequence[float], state: Mapping[str, Any]) -> dict[st
     first, second = sum(sizes[:half]), sum(sizes[half:])
     a = [size / first if i < half else 0.0 for i, size in enumerate(sizes)]
     b = [0.0 if i < half else size / second for i, size in enumerate(sizes)]
-    swapped = split and state["method"]["rounds"] % 2
+    swapped = split and state["method"]["shape"]["rounds"] % 2
     of_a, of_b = (b, a) if swapped else (a, b)
-    return {f"{key}_{suffix}": own for key in state["method"]["ranks"] for suffix, own in (("a", of_a), ("b", of_b))}
+    return {
+        f"{key}_{suffix}": own
+        for key in state["method"]["shape"]["ranks"]
+        for suffix, own in (("a", of_a), ("b", of_b))
+    }
 
 
 def _mean(copies: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from thinwire.base.checks import check_cutoff, is_number
 from thinwire.base.errors import ConfigError
+from thinwire.factor import matrix
 from thinwire.factor.convert import Layer
-from thinwire.factor.matrix import Factors, decompose, decompose_if_smaller, rank_of
-from thinwire.factor.matrix import find_basis as _find_basis
+from thinwire.factor.matrix import Factors, decompose, rank_of
 
 _POINTS = 101
 """Number of cutoffs from 0 to 1 at which the model's size is computed."""
@@ -35,11 +35,11 @@ class Part:
     @classmethod
     def of(cls, layer: Layer, own: int | None = None, present: int | None = None) -> "Part":
         """Decompose a layer; `own` and `present` are its rank and size if it was low-rank before."""
-        matrix = layer.matrix()
-        if not torch.isfinite(matrix).all():
+        weight = layer.matrix()
+        if not torch.isfinite(weight).all():
             raise ConfigError(f"`{layer.key}` has non-finite values, and so no singular values; fix them first")
         m, n = layer.view.tall
-        factors = decompose(matrix, 0.0, rank=min((m * n - 1) // (m + n), own or n))
+        factors = decompose(weight, 0.0, rank=min((m * n - 1) // (m + n), own or n))
         factors.sigma[own or n :] = 0  # only rounding errors
         return cls(layer, factors, own, m * n if present is None else present)
 
@@ -162,11 +162,11 @@ def find_basis(layer: Layer, cutoff: float, max_shrink: float) -> tuple[Tensor, 
     An update may drop `max_shrink` of the layer's ranks at most.
     """
     if not layer.is_factored:
-        u, s, vt, _ = _find_basis(layer.matrix(), cutoff)
+        u, s, vt, _ = matrix.find_basis(layer.matrix(), cutoff)
     else:
         old_u, old_s, old_vt = (p.detach().double() for p in layer.factors)
         least = math.ceil((1 - max_shrink) * len(old_s))
-        u, s, vt, _ = _find_basis(old_s, cutoff, least=max(1, least))
+        u, s, vt, _ = matrix.find_basis(old_s, cutoff, least=max(1, least))
         u, vt = old_u @ u, vt @ old_vt
     dtype = layer.parameters[0].dtype
     return tuple(t.to(dtype).contiguous() for t in (u, s, vt))
@@ -177,6 +177,6 @@ def find_factors(layer: Layer, cutoff: float | None) -> tuple[Tensor, ...] | Non
     if cutoff is None:
         m, n = layer.view.tall
         rank = min((m * n - 1) // (m + n), layer.rank or n)
-        return decompose(layer.matrix(), 0.0, rank=rank)[:2] if rank else None
-    factors = decompose_if_smaller(layer.matrix(), cutoff)
+        return matrix.decompose(layer.matrix(), 0.0, rank=rank)[:2] if rank else None
+    factors = matrix.decompose_if_smaller(layer.matrix(), cutoff)
     return (factors.a, factors.b) if factors is not None else None

@@ -290,20 +290,22 @@ class Runner:
 
         Plain values under "shared" are the same on all workers.
         """
-        parts, gradients = [part.state_dict() for part in self.parts], self.gradients.state_dict()
+        parts, gradients = {name: part.state_dict() for name, part in self._named}, self.gradients.state_dict()
         return {
             "shared": {
                 "step": self.step,
+                "phase": self.phase,
                 "index": self.index,
                 "events": [dict(event) for event in self.events],
-                "parts": [part.shared for part in parts],
+                "shape": self.shape.state_dict().shared,
+                "parts": {name: part.shared for name, part in parts.items()},
                 "gradients": gradients["shared"],
             },
             "local": {
                 "forwards": self.forwards,
                 "idle": self.counters.idle,
                 "observed": self.observed.tolist(),
-                "parts": [part.local for part in parts],
+                "parts": {name: part.local for name, part in parts.items()},
                 "gradients": gradients["local"],
             },
         }
@@ -319,18 +321,23 @@ class Runner:
         local = own or saved.everyone[0]
         self.forwards, self.counters.idle = local["forwards"], local.get("idle", 0)
         self.observed = torch.tensor(local["observed"], dtype=torch.float64)
-        states = [
-            PartState(state, None if own is None or "parts" not in own else own["parts"][i])
-            for i, state in enumerate(shared["parts"])
-        ]
-        found = list(zip(self.parts, states, strict=True))
-        first = 1 + len(self._now.rules)
-        for part, state in found[:first]:
-            part.load_state_dict(state, stays=saved.stays)
+        self.shape.load_state_dict(PartState(shared["shape"]), stays=saved.stays)
+        self._load(self._now.rules, saved)
         saved.load_values()
         self.gradients.load_state_dict(saved, self._now.make)
-        for part, state in found[first:]:
-            part.load_state_dict(state, stays=saved.stays)
+        self._load(self.exchanges, saved)
+
+    @property
+    def _named(self) -> list[tuple[str, Part]]:
+        """Rules and exchanges of all phases, by what a save calls them."""
+        parts = dict.fromkeys(part for phase in self.timetable for part in (*phase.rules, *phase.exchanges))
+        return [(f"{number} {type(part).__name__}", part) for number, part in enumerate(parts)]
+
+    def _load(self, parts: Sequence[Part], saved: Saved) -> None:
+        for name, part in self._named:
+            if part in parts:
+                local = None if saved.local is None else saved.local["parts"][name]
+                part.load_state_dict(PartState(saved.shared["parts"][name], local), stays=saved.stays)
 
     def drop_pending(self) -> None:
         """Forget what was sent and has not arrived: something is loaded, perhaps because it is what diverged."""

@@ -448,7 +448,7 @@ class FactorRounds(Rounds):
         if shape.tried:
             total = config.total_steps
             is_over = total is not None and self.run.step >= total
-            place = *found.place, shape.rounds % 2, shape.rounds % config.redecompose, is_over
+            place = found.place, shape.rounds % 2, shape.rounds % config.redecompose, is_over
             return Cycle(place, found.end if total is None or is_over else total)
         at = config.factor_step
         return Cycle(found.place, found.end if at is None else at)
