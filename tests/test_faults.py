@@ -118,7 +118,7 @@ def _die(where: str, replica: Any, how: int = signal.SIGKILL) -> None:
     elif where == "backward":
         handle = next(replica.parameters()).register_hook(lambda _: (handle.remove(), now())[1])
     elif where == "cut":  # when weights are decomposed, and nobody knows that the others have come so far
-        _replace_once(replica._method.shape, "agreed_factors", now, first=False)
+        _replace_once(replica._method.shape, "_agreed_factors", now, first=False)
     else:  # in the middle of what groups do together
         name = {"vote": "all_reduce_max", "check": "all_gather_scalars", "compare": "differing"}.get(where, where)
         _replace_once(replica.wire, name, now)

@@ -315,7 +315,8 @@ def _by_who_trained(sizes: Sequence[float], state: Mapping[str, Any]) -> dict[st
     first, second = sum(sizes[:half]), sum(sizes[half:])
     a = [size / first if i < half else 0.0 for i, size in enumerate(sizes)]
     b = [0.0 if i < half else size / second for i, size in enumerate(sizes)]
-    swapped = split and state["method"]["shape"]["rounds"] % 2
+    shape = state["method"]["shape"]
+    swapped = split and shape["rounds"] % 2
     of_a, of_b = (b, a) if swapped else (a, b)
     return {
         f"{key}_{suffix}": own

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.base.errors import ThinwireError
 from thinwire.comm import process_groups
 from thinwire.comm.topology import Topology
 from thinwire.exchange.agreement import Agreement
@@ -253,6 +254,12 @@ class Runner:
             self._follow()
             if self.masters.names:  # or an optimizer would undo what the method made of its parameters
                 self.masters.follow()
+
+    def factor_now(self) -> None:
+        """Make factors of the weights at the next average; collective."""
+        if self.shape.on_request is None:
+            raise ThinwireError(f"factor_now() is for thinwire.AB, not for {type(self.config).__name__}")
+        self.shape.on_request()
 
     def observe(self, loss: float | Tensor) -> None:
         """Note a training loss; never waits for the device."""

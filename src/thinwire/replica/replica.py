@@ -604,7 +604,7 @@ class Replica(nn.Module):
 
     def factor_now(self) -> None:
         """Make factors of the weights at the next average, for AB runs whose length is not known; collective."""
-        self._together(self._method.shape.factor_now, "factor_now()")
+        self._together(self._method.factor_now, "factor_now()")
 
     def ranks(self) -> dict[str, int]:
         """The rank of each layer that is factored now, by its label."""

@@ -77,7 +77,7 @@ class Basis(Factoring):
         if not self.is_low:
             self.find_layers()
             if cutoff is not None:
-                self.cut(cutoff)
+                self._cut(cutoff)
         else:
             if cutoff is None:
                 self._recut(self._reached, self.config.cutoff)

@@ -113,7 +113,7 @@ class Factors(Factoring):
             return "`match_rate`=True measures whole factors, and the model is sharded: leave it out"
         return None
 
-    def factor_now(self) -> None:
+    def on_request(self) -> None:  # type: ignore[override]
         """Make factors of the weights at the next average; collective."""
         self.run.wire.barrier("factor_now()")
         self.run.check_counters()
@@ -127,10 +127,10 @@ class Factors(Factoring):
             self.agree_on_order()
             self.find_layers()
         if cutoff is not None:
-            self.cut(cutoff)
+            self._cut(cutoff)
         elif self.tried:
             for layer, factors in self._find_factors():
-                self.give_factors(layer, *factors)
+                self._give_factors(layer, *factors)
             self.kept = [*self.kept, *(Kept(x.key, "rank too high") for x in self.layers if not x.is_factored)]
 
     # When.
@@ -193,10 +193,10 @@ class Factors(Factoring):
     def _find_factors(self) -> Iterable[tuple[Layer, Found]]:
         """Factors of every layer that they make smaller: at the cutoff, or at the cutoff that reaches the target."""
         if self.config.target is None:
-            return self.agreed_factors(self.config.cutoff)
+            return self._agreed_factors(self.config.cutoff)
         if self.run.wire.is_sharded:
             return self._found_twice(self.config.target)
-        found = list(self.agreed_factors(None))
+        found = list(self._agreed_factors(None))
         own = self.run.context.choose_ranks(
             [(layer, a, b) for layer, (a, b) in found], self.full_size, self.config.target
         )
@@ -210,7 +210,7 @@ class Factors(Factoring):
 
     def _found_twice(self, target: float) -> Iterator[tuple[Layer, Found]]:
         """Of a sharded model, whose factors nobody can hold all at once: singular values first, then factors."""
-        found = self.agreed_factors(None)
+        found = self._agreed_factors(None)
         values = [(layer, a.double().norm(dim=0, keepdim=True), b[:0]) for layer, (a, b) in found]  # (1, k)
         own = self.run.context.choose_ranks(values, self.full_size, target)
         ranks = self.run.wire.all_gather_object(own)[0]
@@ -235,7 +235,7 @@ class Factors(Factoring):
 
     def _reshape_layer(self, layer: Layer, a: Tensor, b: Tensor) -> None:
         old = layer.parameters
-        self.give_factors(layer, a, b)
+        self._give_factors(layer, a, b)
         self.run.optimizers.exchange(old, layer.factors, ("a", "b"))
 
     def to_rank(self, layer: Layer, rank: int) -> None:
@@ -243,7 +243,7 @@ class Factors(Factoring):
 
     def to_full(self, layer: Layer) -> None:
         factors = layer.factors
-        self.give_weight(layer)
+        self._give_weight(layer)
         self.run.optimizers.exchange(factors, [layer.weight])
 
     def _scales(self) -> list[tuple[nn.Parameter, Callable[[], Tensor | None]]]:

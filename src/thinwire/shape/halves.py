@@ -67,7 +67,7 @@ class Halves(Factoring):
         if self.run.phase == self.phase:
             self.find_layers()
             self.free_memory()
-            for layer, factors in self.agreed_factors(self.config.cutoff):
+            for layer, factors in self._agreed_factors(self.config.cutoff):
                 self._to_factors(layer, *factors)
             if self.decompositions == 1:
                 self.warn_if_nothing_factored(self.config.cutoff)
@@ -95,7 +95,7 @@ class Halves(Factoring):
         """Cut every layer at the cutoff."""
         self.agree_on_order()
         self.find_layers()
-        self.cut(self.config.cutoff if cutoff is None else cutoff)
+        self._cut(self.config.cutoff if cutoff is None else cutoff)
 
     def _to_factors(self, layer: Layer, a: Tensor, b: Tensor) -> None:
         weight = layer.weight

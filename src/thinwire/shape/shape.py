@@ -1,11 +1,10 @@
 """The model as it is, and what shapes share that change it: which layers there are, and factors that all agree on."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import ClassVar
 
 from torch import Tensor
 
-from thinwire.base.errors import ThinwireError
 from thinwire.comm.fsdp import shard_again, with_modules
 from thinwire.exchange.parts import Part, PartState
 from thinwire.factor.convert import Kept, Layer, OrderOfUse, find_layers, to_factors, to_full
@@ -19,6 +18,8 @@ class Shape(Part):
     """Whether parameters become others in training."""
     must_factor = False
     """Whether a model without layers to factor is refused."""
+    on_request: Callable[[], None] | None = None
+    """What `replica.factor_now()` does, where it does anything; collective."""
     usage: OrderOfUse | None = None
     """Watches the order in which layers are used, where the first and the last stay full."""
 
@@ -34,7 +35,7 @@ class Shape(Part):
         if cutoff is not None:
             run = self.run
             self.layers, self.kept = find_layers(with_modules(run.model), trained=run.optimizers.parameters)
-            self.cut(cutoff)
+            self._cut(cutoff)
 
     def state_dict(self) -> PartState:
         return PartState({"decompositions": self.decompositions, "found_ranks": self.found_ranks})
@@ -43,13 +44,9 @@ class Shape(Part):
         """Give the model the shape that it had; values are loaded next."""
         self.decompositions, self.found_ranks = state.shared["decompositions"], state.shared["found_ranks"]
 
-    def factor_now(self) -> None:
-        """Make factors of the weights at the next average; collective."""
-        raise ThinwireError(f"factor_now() is for thinwire.AB, not for {type(self.run.config).__name__}")
-
     # What shapes share.
 
-    def agreed_factors(self, cutoff: float | None) -> Iterable[tuple[Layer, tuple[Tensor, ...]]]:
+    def _agreed_factors(self, cutoff: float | None) -> Iterable[tuple[Layer, tuple[Tensor, ...]]]:
         """Factors of every layer that they make smaller, the same on all workers; collective.
 
         Without a cutoff, at the highest rank at which they do. Those of a sharded model are found one after the other,
@@ -71,21 +68,21 @@ class Shape(Part):
             self.found_ranks[layer.label] = factors[0].shape[1]
             yield layer, factors
 
-    def give_factors(self, layer: Layer, *factors: Tensor) -> None:
+    def _give_factors(self, layer: Layer, *factors: Tensor) -> None:
         """Replace a weight, or its factors, by these; where the model is sharded, they are."""
         old = layer.parameters
         to_factors(layer, *factors)
         shard_again(self.run.model, layer, old)
 
-    def give_weight(self, layer: Layer) -> None:
+    def _give_weight(self, layer: Layer) -> None:
         """Multiply a factored layer out; collective inside a group that shards it."""
         old = layer.parameters
         to_full(layer, gathered_layer(layer, self.run.wire).factors)
         shard_again(self.run.model, layer, old)
 
-    def cut(self, cutoff: float) -> None:
+    def _cut(self, cutoff: float) -> None:
         """Cut every layer that becomes smaller by it, and note those that do not."""
-        for layer, factors in self.agreed_factors(cutoff):
-            self.give_factors(layer, *factors)
+        for layer, factors in self._agreed_factors(cutoff):
+            self._give_factors(layer, *factors)
         why = f"rank too high at cutoff {cutoff}"
         self.kept = [*self.kept, *(Kept(layer.key, why) for layer in self.layers if not layer.is_factored)]
