@@ -113,7 +113,7 @@ class Factors(Factoring):
             return "`match_rate`=True measures whole factors, and the model is sharded: leave it out"
         return None
 
-    def on_request(self) -> None:  # type: ignore[override]
+    def on_request(self) -> None:
         """Make factors of the weights at the next average; collective."""
         self.run.wire.barrier("factor_now()")
         self.run.check_counters()
