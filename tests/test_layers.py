@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from thinwire import extend
 from thinwire.methods.registry import METHODS
 
 ROOT = Path(__file__).parent.parent
@@ -131,3 +132,13 @@ def test_violations_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     worse = bad.with_name("ranks.py")
     worse.write_text("from thinwire.experiments.models import ViT\n")
     assert _wrong(_of_experiments, [worse])
+
+
+def test_contracts_are_small_and_methods_short() -> None:
+    """What a method of one's own has to know: at most ten members of an exchange, eight of a shape or a rule."""
+    for contract, most in ((extend.Exchange, 10), (extend.Shape, 8), (extend.UpdateRule, 8)):
+        members = [name for name in dir(contract) if not name.startswith("_") and callable(getattr(contract, name))]
+        assert len(members) <= most, members
+    lengths = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in _of("methods")}
+    methods = {entry.config.__module__.rpartition(".")[2] + ".py" for entry in METHODS.values()}
+    assert all(lengths[name] < 250 for name in methods & lengths.keys())

@@ -33,7 +33,7 @@ from cosmic_ray.mutating import mutate_code, use_mutation
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SOURCE = ROOT / "src" / "thinwire"
-MUTATED = ("methods", "comm", "codecs", "factor", "elastic", "checkpoint")
+MUTATED = ("methods", "exchange", "shape", "comm", "codecs", "factor", "elastic", "checkpoint")
 """What trains, sends, decomposes, saves and survives."""
 SEED, COUNT = 36, 120
 AT_MOST_S = 100
@@ -184,7 +184,7 @@ def related(mutant: Mutant, lines: dict[str, Any], took: dict[str, float]) -> li
     own = set(module.get(mutant.line, ()))
     if mutant.line not in inside:
         own = {test for tests in module.values() for test in tests}
-    words = set(re.split(r"[/_.]", mutant.module)) - {"py", "methods", "comm", "codecs"}
+    words = set(re.split(r"[/_.]", mutant.module)) - {"py", "methods", "exchange", "shape", "comm", "codecs"}
 
     def close(test: str) -> tuple[float, float]:
         name = set(re.split(r"[/_.]", test))

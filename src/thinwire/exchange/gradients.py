@@ -1,4 +1,4 @@
-"""Engine 1: the gradients of every step, averaged exactly inside a group and in a code between groups.
+"""The gradients of every step, averaged exactly inside a group and in a code between groups.
 
 In fp32 and bf16 DistributedDataParallel does it over the whole world. In other codes it averages inside the group, over
 the fast link, and groups exchange the means in the code, before anybody clips or steps; every worker's `.grad` then
