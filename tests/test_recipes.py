@@ -5,7 +5,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from thinwire import config
+from thinwire import methods as config
 from thinwire.base.errors import ConfigError
 from thinwire.cli import main
 from thinwire.config.settings import from_strings

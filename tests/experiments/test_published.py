@@ -12,7 +12,7 @@ from torch import nn
 
 from standins import folder_for
 from test_schedules import rates, timm
-from thinwire import config
+from thinwire import methods as config
 from thinwire.base.errors import ConfigError
 from thinwire.cli import main
 from thinwire.experiments.augmentation import Pictures
