@@ -59,6 +59,9 @@ class ThinwireStrategy(DDPStrategy):
         """Not yet: optimizers come first."""
 
     def setup(self, trainer: Any) -> None:
+        if self.faults is not None and trainer.state.fn != TrainerFn.FITTING:
+            super(DDPStrategy, self).setup(trainer)  # DDPStrategy would broadcast the model
+            return
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -98,6 +101,9 @@ class ThinwireStrategy(DDPStrategy):
             return super().distributed_sampler_kwargs
         _, _, group, groups = launched()
         return {"num_replicas": groups, "rank": group}
+
+    def _setup_model(self, model: Any) -> Any:
+        return super()._setup_model(model) if self.faults is None else model
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self.faults is None:
