@@ -3,23 +3,30 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from click.testing import CliRunner
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
+import gang
 import needs
 import small
 import thinwire
-from launchers import TIMEOUT, Launchers, held, note
+from launchers import TIMEOUT, Launchers, free_port, held, note, start_store
 from patience import until
-from thinwire import AB, AllReduce, Faults, LocalSGD
+from thinwire import AB, AllReduce, ConfigError, Faults, LocalSGD
+from thinwire.cli import main
+from thinwire.integrations.loop import refuse_faults
 from thinwire.recipes import named
 from thinwire.train import fit
 
@@ -259,3 +266,207 @@ def test_no_group_joins_a_loop_that_counts_its_own_batches() -> None:
     assert "ConfigError: group 1 cannot join the run on this store, which is under way" in stranger.recv()
     launchers.store.set("/refused", "")
     assert [event["lost"] for event in launchers.collect(frozen=[1])[0, 0]] == [[1]]
+
+
+# The command.
+
+
+def commands(groups: int, out: Path, port: int, *words: str) -> list[subprocess.Popen[str]]:
+    """`thinwire run` as each group's only process."""
+    silence = f"heartbeat_timeout={min(TIMEOUT, gang.patient(3.0)):.1f}"
+    line = [*(sys.executable, "-m", "thinwire", "run", "digits", "--method", "localsgd", "--out", str(out), *words)]
+    line += ["--faults", f"timeout={TIMEOUT:g}", "--faults", silence, "--quiet"]
+    own = {"THINWIRE_STORE": f"127.0.0.1:{port}", "THINWIRE_GROUPS": str(groups), "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(line, env=os.environ | own | {"THINWIRE_GROUP": str(group)}, stderr=subprocess.PIPE, text=True)
+        for group in range(groups)
+    ]
+
+
+def wait_for_step(out: Path, step: int) -> None:
+    until(lambda: (out / "records.jsonl").is_file() and f'"step": {step},' in (out / "records.jsonl").read_text(), "it")
+
+
+@pytest.mark.slow
+def test_the_command_goes_on_without_the_group_of_rank_0(tmp_path: Path) -> None:
+    server, out = start_store(port := free_port()), tmp_path / "run"
+    running = commands(3, out, port, "--steps", "400", "--eval-every", "100", "--save-every", "100")
+    try:
+        wait_for_step(out, 60)
+        running[0].kill()
+        said = [process.communicate(timeout=300)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+        server.kill()
+    assert [process.returncode for process in running] == [-signal.SIGKILL, 0, 0], said
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["steps"] == 400 and (out / "report.html").is_file() and (out / "model").is_dir()
+    assert "group 0 lost" in said[1]
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_group_stops_the_command_of_all(tmp_path: Path) -> None:
+    server, out = start_store(port := free_port()), tmp_path / "run"
+    running = commands(2, out, port, "--steps", "2000")
+    try:
+        wait_for_step(out, 60)
+        running[1].terminate()
+        said = [process.communicate(timeout=300)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+        server.kill()
+    assert [process.returncode for process in running] == [75, 75], said
+    assert all("stopped by SIGTERM and saved after step" in each for each in said)
+    assert len(list((out / "checkpoint").iterdir())) == 1
+
+
+# What is refused, before anything is done.
+
+PLACE = {"THINWIRE_STORE": "127.0.0.1:1", "THINWIRE_GROUP": "1", "THINWIRE_GROUPS": "3"}
+
+
+@pytest.mark.parametrize(
+    ("words", "place", "said"),
+    [
+        ([], {}, "faults=… needs THINWIRE_STORE, THINWIRE_GROUP, THINWIRE_GROUPS in the environment"),
+        (["--workers", "3"], PLACE, "`--workers 3` with `--faults`: one launcher would end all of its workers"),
+        (["--group-size", "1"], PLACE, "`--group-size 1` with `--faults`: there each launcher's workers are a group"),
+        (["--dry-run"], PLACE, "`--dry-run` takes its step without other groups: leave `--faults` out"),
+        (["--stability", "5"], PLACE, "`stability`=5 with faults=… is not supported: rank 0 alone has the bases"),
+        (["--faults", "tmeout=3"], PLACE, "unknown field of Faults 'tmeout', choose from: heartbeat_timeout, joins,"),
+        (["--faults", "timeout"], PLACE, "`--faults timeout` must be NAME=VALUE"),
+        (["--faults", "timeout=0"], PLACE, "`timeout`=0.0 must be a number of seconds from 1 on, such as 60"),
+    ],
+)
+def test_the_command_refuses(words: list[str], place: dict[str, str], said: str, tmp_path: Path) -> None:
+    line = ["run", "digits", "--method", "localsgd", "--out", str(tmp_path / "run"), *words, "--faults"]
+    found = CliRunner().invoke(main, line, env=dict.fromkeys(PLACE) | place)
+    assert found.exit_code == 2 and said in found.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_fit_refuses_patience(tmp_path: Path) -> None:
+    recipe = named("digits", steps=STEPS).replace(patience=2)
+    with pytest.raises(ConfigError, match="`patience`=2 with faults=… is not supported: a group that joins does not"):
+        fit(recipe, LocalSGD(), out=tmp_path / "run", faults=Faults())
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [({"joins": 1}, "`joins`=1 must be True or False"), ({"joins": False, "skip_after": 1}, "`skip_after`=1 with")],
+)
+def test_faults_refuses(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Faults(**fields)
+
+
+def test_loops_that_count_their_batches_refuse_groups_that_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"with Trainer: a group that joins would begin at the loop's first batch"):
+        refuse_faults(Faults(), "Trainer")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="a launcher has set RANK=0 and WORLD_SIZE=2, by which Accelerate begins"):
+        refuse_faults(FIXED, "Accelerate")
+
+
+class ReachedError(Exception):
+    """With what `attach` was called."""
+
+
+@pytest.fixture
+def reached(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def attach(model: Any, optimizer: Any, config: Any, *, faults: Any) -> Any:
+        raise ReachedError(faults)
+
+    def within(module: str) -> Any:
+        monkeypatch.setattr(f"thinwire.{module}.attach", attach)
+        return pytest.raises(ReachedError)
+
+    return within
+
+
+def test_faults_reach_attach_by_fit(reached: Any, tmp_path: Path) -> None:
+    with reached("train.run") as caught:
+        fit(named("digits", steps=STEPS), LocalSGD(), out=tmp_path / "run", faults=FIXED)
+    assert caught.value.args == (FIXED,)
+
+
+def test_faults_reach_attach_by_the_command(reached: Any, tmp_path: Path) -> None:
+    line = ["run", "digits", "--method", "localsgd", "--out", str(tmp_path / "run"), "--faults", "timeout=30"]
+    with reached("train.run") as caught:
+        CliRunner().invoke(main, [*line, "--faults", "joins=false"], env=PLACE, catch_exceptions=False)
+    assert caught.value.args == (FIXED,)
+
+
+def test_trainer_refuses_and_hands_on(reached: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs.package("transformers")
+    from transformers.trainer_utils import SaveStrategy
+
+    from thinwire.integrations import transformers
+
+    arguments = SimpleNamespace(save_strategy=SaveStrategy.STEPS, gradient_accumulation_steps=2)
+    with pytest.raises(ConfigError, match="`save_strategy`='steps' with faults=… is not supported: Trainer takes each"):
+        transformers.refuse_with_faults(arguments, FIXED)
+    arguments.save_strategy = SaveStrategy.NO
+    with pytest.raises(ConfigError, match="`gradient_accumulation_steps`=2 with faults=… is not supported: Trainer"):
+        transformers.refuse_with_faults(arguments, FIXED)
+    with pytest.raises(ConfigError, match="`train_dataset` is a generator without a length"):
+        transformers.share_of_group(number for number in range(3))
+    for name, value in PLACE.items():
+        monkeypatch.setenv(name, value)
+    assert list(transformers.share_of_group(list(range(11)))) == [1, 4, 7]
+    trainer: Any = SimpleNamespace(replica=None, model=small.mlp(), optimizer=None, config=LocalSGD(), length=1)
+    trainer.args, trainer.faults = SimpleNamespace(load_best_model_at_end=False), FIXED
+    with pytest.raises(ConfigError, match="`resume_from_checkpoint`='here' with faults=… is not supported"):
+        transformers.ThinwireTrainer._prepare_for_training(trainer, 1, None, "here")
+    with reached("integrations.transformers") as caught:
+        transformers.ThinwireTrainer._wrap_model(trainer, trainer.model)
+    assert caught.value.args == (FIXED,)
+
+
+def test_accelerate_refuses_and_hands_on(reached: Any) -> None:
+    needs.package("accelerate")
+    from thinwire.integrations import accelerate
+
+    accelerator: Any = SimpleNamespace(gradient_accumulation_steps=2, device="cpu", _models=[], mixed_precision="no")
+    accelerator.distributed_type = SimpleNamespace(value="NO")
+    with pytest.raises(ConfigError, match="`gradient_accumulation_steps`=2 with faults=… is not supported: Accelerate"):
+        accelerate.refuse_with_faults(accelerator, FIXED)
+    with pytest.raises(ConfigError, match=r"accelerator\.save_state\(\) and load_state\(\) with faults=… are not"):
+        accelerate._refuse_states()
+    accelerator.gradient_accumulation_steps, model = 1, small.mlp()
+    with (
+        reached("integrations.accelerate") as caught,
+        accelerate.attached(accelerator, model, small.sgd(model), LocalSGD(), faults=FIXED),
+    ):
+        pass
+    assert caught.value.args == (FIXED,)
+
+
+def test_lightning_refuses_and_hands_on(reached: Any, tmp_path: Path) -> None:
+    needs.package("lightning")
+    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
+
+    from thinwire.integrations.lightning import ThinwireStrategy
+
+    warnings.simplefilter("ignore")
+    with pytest.raises(ConfigError, match="`devices` and `num_nodes` make 2 workers: with faults=… each group is one"):
+        lightning_trainer(tmp_path, FIXED, devices=2)
+    with pytest.raises(ConfigError, match="with Lightning: a group that joins would begin"):
+        lightning_trainer(tmp_path, Faults())
+    strategy: Any = ThinwireStrategy(LocalSGD(), faults=FIXED)
+    strategy._lightning_module, strategy._optimizers = SimpleNamespace(automatic_optimization=True), []
+    strategy._lightning_module.named_modules = list
+    trainer: Any = SimpleNamespace(precision="32-true", lightning_module=strategy._lightning_module)
+    trainer.state, trainer.checkpoint_callbacks = SimpleNamespace(fn=TrainerFn.FITTING), [None]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DDPStrategy, "setup", lambda self, trainer: None)
+        with pytest.raises(ConfigError, match="checkpoints with faults=… are not supported: Lightning takes"):
+            strategy.setup(trainer)
+        trainer.checkpoint_callbacks = []
+        with reached("integrations.lightning") as caught:
+            strategy.setup(trainer)
+    assert caught.value.args == (FIXED,)
