@@ -92,6 +92,13 @@ def test_fit_goes_on_without_a_group(name: str, dies: dict[int, int], tmp_path: 
 
 
 @pytest.mark.slow
+def test_fit_goes_on_without_a_group_of_two_workers(tmp_path: Path) -> None:
+    summary = finished(Launchers(fitted, 2, 2, "localsgd", str(tmp_path), {0: 13}).collect(), 2, tmp_path)
+    assert (summary["world_size"], summary["steps"]) == (2, STEPS)
+    records(tmp_path, 13)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["localsgd", "ab"])
 def test_a_group_that_is_started_again_joins_fit(name: str, tmp_path: Path) -> None:
     """That of rank 0, which it becomes again."""
@@ -435,7 +442,7 @@ def test_accelerate_refuses_and_hands_on(reached: Any) -> None:
     with pytest.raises(ConfigError, match="`gradient_accumulation_steps`=2 with faults=… is not supported: Accelerate"):
         accelerate.refuse_with_faults(accelerator, FIXED)
     with pytest.raises(ConfigError, match=r"accelerator\.save_state\(\) and load_state\(\) with faults=… are not"):
-        accelerate._refuse_states()
+        accelerate._refuse_states(FIXED)
     accelerator.gradient_accumulation_steps, model = 1, small.mlp()
     with (
         reached("integrations.accelerate") as caught,

@@ -56,11 +56,16 @@ def attached(
     saved = [each for each in accelerator._optimizers if any(each is own for own in given)]
     for each in saved:
         accelerator._optimizers.remove(each)
-    may = _refuse_states if faults is not None else lambda: None
-    handles = [
-        accelerator.register_save_state_pre_hook(lambda _, __, folder: (may(), replica.save(Path(folder, FOLDER)))),
-        accelerator.register_load_state_pre_hook(lambda _, folder: (may(), replica.load(Path(folder, FOLDER)))),
-    ]
+
+    def save(models: Any, weights: Any, folder: str) -> None:
+        _refuse_states(faults)
+        replica.save(Path(folder, FOLDER))
+
+    def load(models: Any, folder: str) -> None:
+        _refuse_states(faults)
+        replica.load(Path(folder, FOLDER))
+
+    handles = [accelerator.register_save_state_pre_hook(save), accelerator.register_load_state_pre_hook(load)]
     try:
         yield replica
     except BaseException:
@@ -97,9 +102,10 @@ def refuse_with_faults(accelerator: Accelerator, faults: Faults) -> None:
         )
 
 
-def _refuse_states() -> None:
-    raise ConfigError(
-        "accelerator.save_state() and load_state() with faults=… are not supported: in each group Accelerate takes "
-        "itself for the first process, and all would write the same files; use `replica.save(folder)` and "
-        "`replica.load(folder)` in all groups"
-    )
+def _refuse_states(faults: Faults | None) -> None:
+    if faults is not None:
+        raise ConfigError(
+            "accelerator.save_state() and load_state() with faults=… are not supported: in each group Accelerate takes "
+            "itself for the first process, and all would write the same files; use `replica.save(folder)` and "
+            "`replica.load(folder)` in all groups"
+        )
