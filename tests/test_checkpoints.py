@@ -268,7 +268,7 @@ def test_a_full_disk_costs_a_save_and_not_the_run(disk, caplog) -> None:
 
 
 def test_records_that_a_full_disk_refused_are_written_later(disk, caplog) -> None:
-    recorder = Recorder(disk / "records.jsonl", active=True)
+    recorder = Recorder(disk / "records.jsonl", active=lambda: True)
     filled = disk / "filled"
     with filled.open("wb", buffering=0) as file, suppress(OSError):
         while True:

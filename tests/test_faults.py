@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -293,13 +294,17 @@ def test_groups_that_come_back_at_any_moment_have_the_same_model(seed: int) -> N
 
 
 CALLS: dict[str, tuple[Any, str, Any]] = {
-    "factor_now": (AB(warmup=2, every=4, factor_at=None, cutoff=0.6), "barrier", lambda replica: replica.factor_now()),
-    "epoch_end": (DASO(total_steps=24, warmup=2, cooldown=2), "check", lambda replica: replica.epoch_end(1.0)),
-    "save": (DiLoCo(every=4), "compare", lambda replica: replica.capture()),
+    "factor_now": (
+        AB(warmup=2, every=4, factor_at=None, cutoff=0.6),
+        "barrier",
+        lambda replica, _: replica.factor_now(),
+    ),
+    "epoch_end": (DASO(total_steps=24, warmup=2, cooldown=2), "check", lambda replica, _: replica.epoch_end(1.0)),
+    "save": (DiLoCo(every=4), "compare", lambda replica, out: replica.save(out)),
 }
 
 
-def calling(group: int, worker: int, name: str) -> Any:
+def calling(group: int, worker: int, name: str, out: str) -> Any:
     """Group 1 dies in a call before step 11."""
     torch.set_num_threads(1)
     config, where, call = CALLS[name]
@@ -310,7 +315,7 @@ def calling(group: int, worker: int, name: str) -> Any:
         if replica.step == 11 and group == 1:
             _die(where, replica)
         if replica.step == 11:
-            call(replica)
+            call(replica, out)
         small.step(replica, optimizer, group, replica.step)
     assert replica.ranks() or name != "factor_now"
     return Trained(small.model_bits(replica.finish()), replica.step, replica.describe()["events"], [], 0)
@@ -318,8 +323,8 @@ def calling(group: int, worker: int, name: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_is_repeated_without_a_group_that_dies_in_it(name: str) -> None:
-    found = survivors(Launchers(calling, 3, 1, name).collect())
+def test_a_call_is_repeated_without_a_group_that_dies_in_it(name: str, tmp_path: Path) -> None:
+    found = survivors(Launchers(calling, 3, 1, name, str(tmp_path / "save")).collect())
     assert [value.step for value in found] == [24, 24]
     assert [event["lost"] for event in found[0].events if event.get("event") == "groups"] == [[1]]
 

@@ -214,13 +214,13 @@ def test_optimizers_are_told_as_plain_values():
 
 def test_records_beyond_the_checkpoint_are_cut(tmp_path):
     path = tmp_path / "records.jsonl"
-    recorder = Recorder(path, active=True)
+    recorder = Recorder(path, active=lambda: True)
     for step in range(1, 5):
         recorder.write("step", step=step)
     recorder.close()
     with path.open("a") as file:
         file.write('{"kind": "st')
-    recorder = Recorder(path, active=True, keep_until=3)
+    recorder = Recorder(path, active=lambda: True, keep_until=3)
     recorder.write("step", step=4, again=True)
     recorder.close()
     lines = path.read_text().splitlines()

@@ -127,6 +127,14 @@ def list_() -> None:
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="S", help="Seed.")
 @click.option("--dry-run", is_flag=True, help="Take one real step, describe the run, and keep nothing.")
 @click.option("--until", type=click.IntRange(1), metavar="N", help="Save and stop after step N; --resume continues.")
+@click.option(
+    "--faults",
+    multiple=True,
+    is_flag=False,
+    flag_value="",
+    metavar="[FIELD=VALUE]",
+    help="Go on without groups that die; a field of thinwire.Faults, such as timeout=60. After RECIPE.",
+)
 @click.option("--first-step", is_flag=True, hidden=True)
 @_shared
 def run(recipe: str, method: str, dry_run: bool, as_json: bool, quiet: bool, out: Path | None, **flags: Any) -> None:
@@ -135,6 +143,10 @@ def run(recipe: str, method: str, dry_run: bool, as_json: bool, quiet: bool, out
     RECIPE is a name from `thinwire list`, or FILE.py:FUNCTION, a function of yours that returns a
     `thinwire.recipes.Recipe`.
     """
+    if flags["faults"]:
+        _alone_unless_asked(flags)
+        if dry_run:
+            raise ConfigError("`--dry-run` takes its step without other groups: leave `--faults` out")
     known = named(recipe, arguments=flags["arguments"])
     chosen = variant(method, flags.pop("settings"), known.scheduled)
     folder = out or Path("runs") / f"{known.name}-{chosen.folder}-seed{flags['seed']}"
@@ -153,11 +165,12 @@ def run(recipe: str, method: str, dry_run: bool, as_json: bool, quiet: bool, out
     if "stopped_at" in summary:
         return
     # The launcher draws pictures and the page, not its workers.
-    if _prints() and not (quiet and inside_job()):
-        found = [read_run(folder)]
-        if job.stability:
-            draw_stabilities(found, silent=quiet or as_json)
-        page(Content(found), folder, silent=quiet or as_json)
+    with ExitStack() as held:
+        if _prints() and not (quiet and inside_job()) and _draws(job, held):
+            found = [read_run(folder)]
+            if job.stability:
+                draw_stabilities(found, silent=quiet or as_json)
+            page(Content(found), folder, silent=quiet or as_json)
 
 
 @main.command()
@@ -205,6 +218,24 @@ def compare(
                 click.echo(closing_line(f"{name} ({number} of {len(jobs)})", summary), err=True)
         if _prints():
             write_report(folder, Content([read_run(job.out) for _, job in jobs]), as_json=as_json)
+
+
+def _alone_unless_asked(flags: dict[str, Any]) -> None:
+    """A group is one process, unless a launcher made it; `--workers` is then refused if it was given."""
+    source = click.get_current_context().get_parameter_source("workers")
+    if source is click.core.ParameterSource.DEFAULT:
+        flags["workers"] = 1
+
+
+def _draws(job: Job, held: ExitStack) -> bool:
+    """Whether to draw pictures and the page here: with `--faults` one group at a time, once the result is there."""
+    if not job.faults:
+        return True
+    try:
+        held.enter_context(locked(job.out))
+    except ConfigError:
+        return False
+    return (job.out / "summary.json").is_file()
 
 
 def _as_fields(flags: dict[str, Any]) -> dict[str, Any]:

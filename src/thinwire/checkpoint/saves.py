@@ -43,6 +43,11 @@ from thinwire.comm.wire import Wire
 
 log = logging.getLogger("thinwire")
 
+
+class OccupiedError(ConfigError):
+    """Something that is no save has the name of one."""
+
+
 Files = dict[str, str | dict[str, Tensor]]
 """What a worker writes into a save: JSON as text, or tensors that nobody changes any more."""
 MANIFEST = "manifest.json"
@@ -126,7 +131,7 @@ class Save:
             if kind == "abandoned" and in_place:
                 continue
             if kind == "config":
-                raise ConfigError(why) from error
+                raise OccupiedError(why) from error
             raise (AbandonedSaveError if kind == "abandoned" else SaveError)(
                 f"the save `{self.folder}` was not written: rank {rank}: {why}; an earlier save is as it was"
             ) from error

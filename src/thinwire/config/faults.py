@@ -27,6 +27,10 @@ class Faults:
     """What SIGTERM to a group does: "stop" all groups after the same step, or let this group "leave" while at least
     `min_groups` others stay."""
 
+    joins: bool = True
+    """Whether groups may join a run that is under way. False is for loops that count their own batches, where a group
+    that comes would begin at the first one; a group that was given up then stops."""
+
     def __post_init__(self) -> None:
         check_whole(self, "min_groups", 1)
         if not (is_number(self.timeout) and self.timeout >= 1):
@@ -42,6 +46,13 @@ class Faults:
             )
         if self.on_term not in ("stop", "leave"):
             raise ConfigError(f"`on_term`={self.on_term!r} must be 'stop' or 'leave'")
+        if not isinstance(self.joins, bool):
+            raise ConfigError(f"`joins`={self.joins!r} must be True or False")
+        if not self.joins and self.skip_after is not None:
+            raise ConfigError(
+                f"`skip_after`={self.skip_after!r} with `joins`=False: a loop that counts its own batches does not "
+                "notice steps that are left out; leave `skip_after` out, or loop over `replica.steps()`"
+            )
 
     @property
     def start(self) -> float:

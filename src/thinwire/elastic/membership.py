@@ -123,6 +123,11 @@ class Membership:
         while True:
             self.run = self._find_run()
             if self._has_begun:
+                if not self.faults.joins:
+                    raise ConfigError(
+                        f"group {self.slot.group} cannot join the run on this store, which is under way: `joins` of "
+                        "its Faults is False; wait for its end, or give this run another THINWIRE_RUN"
+                    )
                 log.info("group %d joins a run that is under way", self.slot.group)
                 if self._joined_and(work):
                     return
@@ -313,9 +318,8 @@ class Membership:
         groups = self._decided(number, report)
         is_over = int(self._key("now") or 0) > number  # the others are further by now
         if is_over or self.process not in groups.get(self.slot.group, ()):
-            raise GivenUpError(
-                f"group {self.slot.group} was given up: {self._why_given_up(number)}; start it again to join the others"
-            )
+            remedy = "start it again to join the others" if self.faults.joins else "with `joins`=False it stops here"
+            raise GivenUpError(f"group {self.slot.group} was given up: {self._why_given_up(number)}; {remedy}")
         found = self._reports(number, _slots(groups))
         self._enter(number, groups, found)
         self._refuse_if_too_few(before, found)

@@ -100,7 +100,9 @@ class Recovery:
         log.warning("group %d is back, at step %d instead of %d", group, method.step, step)
 
     def _note_given_up(self, error: GivenUpError) -> None:
-        """Go on with the script up to the next step, where this group can join again."""
+        """Go on with the script up to the next step, where this group can join again, if groups may."""
+        if not self.membership.faults.joins:
+            raise error
         log.warning("after step %d: %s; it does so by itself", self.method.step, error)
         error.__traceback__ = error.__context__ = None
         self._given_up = error

@@ -105,8 +105,17 @@ class Meeting(NamedTuple):
     groups: int
 
 
-def meeting(timeout: float) -> Meeting:
-    """Find the store and this worker's slot; every launcher sets the same store and its own group."""
+class Launched(NamedTuple):
+    """What a launcher of a group says."""
+
+    host: str
+    port: int
+    group: int
+    groups: int
+
+
+def launched() -> Launched:
+    """The store and this group's number; every launcher sets the same store and its own group."""
     missing = [name for name in (STORE, GROUP, GROUPS) if name not in os.environ]
     if missing:
         raise ConfigError(
@@ -121,11 +130,17 @@ def meeting(timeout: float) -> Meeting:
             f"{STORE}={address!r}, {GROUP}={group!r}, {GROUPS}={groups!r}: give host:port, a number from 0 on, and "
             "how many groups there are"
         )
+    return Launched(host, int(port), int(group), int(groups))
+
+
+def meeting(timeout: float) -> Meeting:
+    """Find the store and this worker's slot."""
+    host, port, group, groups = launched()
     if process_groups.world_size():
         raise ConfigError("faults=… starts torch.distributed itself: leave out init_process_group()")
     here = place()
-    slot = Slot(int(group), here.rank if here else 0, here.world_size if here else 1)
-    store = Store(host, int(port), name=f"{os.environ.get(RUN, '')}/", timeout=timeout)
+    slot = Slot(group, here.rank if here else 0, here.world_size if here else 1)
+    store = Store(host, port, name=f"{os.environ.get(RUN, '')}/", timeout=timeout)
     try:
         store.get("run")
     except StoreLostError as error:
@@ -133,4 +148,4 @@ def meeting(timeout: float) -> Meeting:
             f"there is no store at {host}:{port} ({error.__class__.__name__} after {timeout:g} s); start `thinwire "
             "store` there, and check that the port is reachable from this machine"
         ) from None
-    return Meeting(store, slot, int(groups))
+    return Meeting(store, slot, groups)

@@ -7,6 +7,9 @@ Once this module is imported, `strategy="thinwire"` is AB as its defaults are.
 
 A checkpoint has two parts: Lightning's own file, with the merged model in its full shape, and beside it a folder with
 `.thinwire` at the end of its name, from which training resumes.
+
+With `faults=` each group is one process, which Lightning takes for a whole job: it logs by itself and writes no
+checkpoints. Samplers are Lightning's, by groups; what `reduce` and `sync_dist` give is of this group's share.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +24,11 @@ from torch.optim import Optimizer
 
 from thinwire.base.errors import ConfigError
 from thinwire.checkpoint.saves import remove
+from thinwire.comm.process_groups import leave
+from thinwire.config.faults import Faults
+from thinwire.elastic.store import launched
 from thinwire.integrations.dense import dense_state_of, transposed_layers
+from thinwire.integrations.loop import refuse_faults
 from thinwire.methods import AB
 from thinwire.replica.attaching import attach
 from thinwire.replica.replica import Replica
@@ -32,10 +39,15 @@ class ThinwireStrategy(DDPStrategy):
 
     strategy_name = "thinwire"
 
-    def __init__(self, config: Any = lambda steps: AB(total_steps=steps), **kwargs: Any) -> None:
-        """The method's config, or a function that makes one of the number of steps, which Lightning knows."""
+    def __init__(
+        self, config: Any = lambda steps: AB(total_steps=steps), *, faults: Faults | None = None, **kwargs: Any
+    ) -> None:
+        """The method's config, or a function that makes one of the number of steps, which Lightning knows.
+
+        With `Faults(joins=False)` the run goes on without groups that die.
+        """
         super().__init__(**kwargs)
-        self.config = config
+        self.config, self.faults = config, faults
         self.replica: Replica | None = None
         self._shown = ExitStack()
         self._resumed: Path | None = None
@@ -47,14 +59,66 @@ class ThinwireStrategy(DDPStrategy):
         """Not yet: optimizers come first."""
 
     def setup(self, trainer: Any) -> None:
+        if self.faults is not None and trainer.state.fn != TrainerFn.FITTING:
+            super(DDPStrategy, self).setup(trainer)  # DDPStrategy would broadcast the model
+            return
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
         refuse(trainer)
+        if self.faults is not None and trainer.checkpoint_callbacks:
+            raise ConfigError(
+                "checkpoints with faults=… are not supported: Lightning takes each group for a whole job, and all "
+                "would write the same files; give Trainer(enable_checkpointing=False), and save the model of one group "
+                "at the end"
+            )
         config = self.config(int(trainer.estimated_stepping_batches)) if callable(self.config) else self.config
         self._transposed = transposed_layers(self._module)
-        self.replica = attach(self._module, self.optimizers, config)
+        self.replica = attach(self._module, self.optimizers, config, faults=self.faults)
         self.model = self.replica
+
+    # Where groups may be lost, Lightning has one process, and the others are the replica's.
+
+    def _configure_launcher(self) -> None:
+        if self.faults is not None:
+            refuse_faults(self.faults, "Lightning")
+            if (workers := self.num_nodes * self.num_processes) != 1:
+                raise ConfigError(
+                    f"`devices` and `num_nodes` make {workers} workers: with faults=… each group is one process; give "
+                    "Trainer(devices=1, num_nodes=1), and start one for each group with its THINWIRE_GROUP"
+                )
+        super()._configure_launcher()
+
+    def setup_distributed(self) -> None:
+        if self.faults is None:
+            super().setup_distributed()
+        else:
+            self.set_world_ranks()
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        if self.faults is None:
+            return super().distributed_sampler_kwargs
+        _, _, group, groups = launched()
+        return {"num_replicas": groups, "rank": group}
+
+    def _setup_model(self, model: Any) -> Any:
+        return super()._setup_model(model) if self.faults is None else model
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self.faults is None:
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return super().broadcast(obj, src) if self.faults is None else obj
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().reduce(tensor, *args, **kwargs) if self.faults is None else tensor
+
+    def all_gather(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().all_gather(tensor, *args, **kwargs) if self.faults is None else tensor
+
+    # Steps.
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """The closure first, as in a loop: what happens before an update needs its gradients."""
@@ -75,6 +139,8 @@ class ThinwireStrategy(DDPStrategy):
     def on_train_end(self) -> None:
         self._replica.finish()
         self.model = self._module
+        if self.faults is not None:
+            leave()  # no other group is needed any more, and Lightning would call them
 
     def on_exception(self, exception: BaseException) -> None:
         self._shown.close()
@@ -104,6 +170,11 @@ class ThinwireStrategy(DDPStrategy):
         """The merged model in its full shape; collective during training."""
         with ExitStack() as stack:
             if self.replica is not None and self.replica.phase != "finished":
+                if self.faults is not None:
+                    raise ConfigError(
+                        "save_checkpoint() with faults=… is not supported in training; save the model at the end, or "
+                        "call `trainer.strategy.replica.save(folder)` in all groups"
+                    )
                 stack.enter_context(self.replica.merged())
             return dense_state_of(self._module, self._transposed)
 
@@ -116,6 +187,11 @@ class ThinwireStrategy(DDPStrategy):
             self._replica.load(beside(self._resumed))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        if self.faults is not None and self._module.trainer.state.fn == TrainerFn.FITTING:
+            raise ConfigError(
+                f"`ckpt_path`={str(checkpoint_path)!r} with faults=… is not supported: leave it out, or load the model "
+                "with load_from_checkpoint()"
+            )
         self._resumed = Path(checkpoint_path)
         if not beside(self._resumed).is_dir() and self._module.trainer.state.fn == TrainerFn.FITTING:
             raise ConfigError(

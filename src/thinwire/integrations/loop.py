@@ -15,6 +15,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from thinwire.base.errors import ConfigError
+from thinwire.comm.topology import place
+from thinwire.config.faults import Faults
 from thinwire.replica.attaching import attach
 from thinwire.replica.replica import Replica
 
@@ -36,6 +39,21 @@ def attached(
             replica.detach()
             raise
     replica.finish()
+
+
+def refuse_faults(faults: Faults, library: str) -> None:
+    """What a library's loop cannot have, which takes each group for a job of its own, in one process."""
+    if faults.joins:
+        raise ConfigError(
+            f"`faults`={faults} with {library}: a group that joins would begin at the loop's first batch; give "
+            "Faults(joins=False), or write a loop over `replica.steps()`, which groups can join"
+        )
+    if (here := place()) is not None:
+        raise ConfigError(
+            f"a launcher has set RANK={here.rank} and WORLD_SIZE={here.world_size}, by which {library} begins "
+            "torch.distributed itself, for the workers of one launcher alone: with faults=… start each group as one "
+            "process, `python train.py`, with THINWIRE_GROUP and no torchrun"
+        )
 
 
 @contextmanager

@@ -7,6 +7,9 @@
 Trainer keeps a model that somebody else has wrapped as it is, so wrapping it is all that has to be replaced. A
 checkpoint has two parts: what Trainer writes, with the merged model in its full shape, and a folder `thinwire`, from
 which training resumes.
+
+With `faults=` each group is one process, which Trainer takes for a whole job. It trains on the group's share of the
+data, evaluates on all of it, logs by itself and writes no checkpoints.
 """
 
 import os
@@ -17,11 +20,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Subset
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
 
 from thinwire.base.errors import ConfigError
+from thinwire.config.faults import Faults
+from thinwire.elastic.store import launched
 from thinwire.integrations.dense import dense_state_of, transposed_layers
+from thinwire.integrations.loop import refuse_faults
 from thinwire.replica.attaching import attach
 from thinwire.replica.replica import Replica
 
@@ -32,15 +39,21 @@ FOLDER = "thinwire"
 class ThinwireTrainer(Trainer):
     """A Trainer whose workers train by the method of a config."""
 
-    def __init__(self, *args: Any, thinwire: Any, **kwargs: Any) -> None:
-        """`thinwire` is the method's config, or makes one of the number of steps, which Trainer knows."""
+    def __init__(self, *args: Any, thinwire: Any, faults: Faults | None = None, **kwargs: Any) -> None:
+        """`thinwire` is the method's config, or makes one of the number of steps, which Trainer knows.
+
+        With `Faults(joins=False)` the run goes on without groups that die.
+        """
         super().__init__(*args, **kwargs)
-        self.config, self.replica = thinwire, None
+        self.config, self.replica, self.faults = thinwire, None, faults
         self.length = 0
         self._transposed: list[str] = []
         # It would gather the number of tokens from all workers in every step.
         self.args.average_tokens_across_devices = False
         refuse(self.args, fsdp=self.is_fsdp_enabled)
+        if faults is not None:
+            refuse_with_faults(self.args, faults)
+            self.train_dataset = share_of_group(self.train_dataset)
 
     model: nn.Module
     optimizer: Any
@@ -52,6 +65,11 @@ class ThinwireTrainer(Trainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         self.length = max_steps
+        if self.faults is not None and resume_from_checkpoint is not None:
+            raise ConfigError(
+                f"`resume_from_checkpoint`={resume_from_checkpoint!r} with faults=… is not supported; leave it out, or "
+                "start from the checkpoint's model with from_pretrained()"
+            )
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if resume_from_checkpoint is not None:
             self._attached.load(self._saved(resume_from_checkpoint))
@@ -70,7 +88,7 @@ class ThinwireTrainer(Trainer):
                 f"`load_best_model_at_end` with {type(config).__name__}: checkpoints have the model in its full shape, "
                 "and the one at the end is smaller; leave it out, or use LocalSGD or DiLoCo"
             )
-        self.replica = attach(self.model, self.optimizer, config)
+        self.replica = attach(self.model, self.optimizer, config, faults=self.faults)
         return self.replica
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,6 +158,18 @@ class ThinwireTrainer(Trainer):
         return folder
 
 
+def share_of_group(data: Any) -> Any:
+    """Every so many examples, equally many in each group, which Trainer shuffles."""
+    if not hasattr(data, "__len__"):
+        raise ConfigError(
+            f"`train_dataset` is a {type(data).__name__} without a length, which cannot be shared out among groups: "
+            "with faults=… give a dataset that has one"
+        )
+    _, _, group, groups = launched()
+    mine = range(group, len(data) - len(data) % groups, groups)
+    return data.select(mine) if hasattr(data, "select") else Subset(data, mine)
+
+
 def for_length(config: Any, steps: int) -> Any:
     """The config of a run of so many steps."""
     return config(steps) if callable(config) else config
@@ -163,4 +193,20 @@ def refuse(arguments: Any, *, fsdp: bool) -> None:
         raise ConfigError(
             f"Trainer found {arguments.n_gpu} GPUs and one process, and would use DataParallel: start one process per "
             "GPU with torchrun"
+        )
+
+
+def refuse_with_faults(arguments: Any, faults: Faults) -> None:
+    """What cannot be where groups may be lost."""
+    refuse_faults(faults, "Trainer")
+    if arguments.save_strategy != "no":
+        raise ConfigError(
+            f"`save_strategy`={str(arguments.save_strategy.value)!r} with faults=… is not supported: Trainer takes "
+            "each group for a whole job, and all would write the same checkpoints; give save_strategy='no', and save "
+            "the model of one group at the end"
+        )
+    if (batches := arguments.gradient_accumulation_steps) > 1:
+        raise ConfigError(
+            f"`gradient_accumulation_steps`={batches} with faults=… is not supported: Trainer takes a group for a "
+            "whole job, and would let the gradients of each batch be exchanged; use 1, and larger batches"
         )

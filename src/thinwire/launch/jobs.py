@@ -16,17 +16,21 @@ from thinwire.base.files import read_json
 from thinwire.checkpoint import saves
 from thinwire.comm.process_groups import leave
 from thinwire.comm.topology import arrange, place
+from thinwire.config.faults import Faults
 from thinwire.config.settings import from_strings
 from thinwire.elastic.stopping import on_signals
+from thinwire.elastic.store import launched
 from thinwire.launch.failures import as_worker
 from thinwire.launch.launcher import HostSpec, inside_job, launch, workers_per_host
 from thinwire.loggers import chosen
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, model_without_values, named
+from thinwire.recipes.names import pair
 from thinwire.report.runs import read_run
 from thinwire.train import checkpoint, fit
 from thinwire.train.data import check_share
 from thinwire.train.first_step import FIRST_STEP, first_step
+from thinwire.train.loop import refuse_with_faults
 from thinwire.train.run_folder import CHECKPOINTS, of_a_run, refuse_locked, refuse_occupied
 
 Defaults = Callable[[str, str | None], Mapping[str, Any]]
@@ -98,6 +102,8 @@ class Job:
     """Steps between two that trackers show."""
     first_step: bool = False
     """Take only the first step, and write its measurements to `out`."""
+    faults: tuple[str, ...] = ()
+    """FIELD=VALUE of Faults, or empty texts; with any the run goes on without groups that die."""
     hosts: tuple[HostSpec, ...] = (HostSpec(),)
     """The hosts, with an equal number of workers each."""
 
@@ -116,6 +122,13 @@ class Job:
         """The method's config."""
         return method_config(self.method, self.settings, self.trained.defaults, self.group_size)
 
+    @cached_property
+    def surviving(self) -> Faults | None:
+        """What the run does about groups that die, if anything."""
+        if not self.faults:
+            return None
+        return from_strings(Faults, dict(pair(text, "--faults") for text in self.faults if text))
+
     def of(self, variant: Variant, **fields: Any) -> Job:
         """The same job with another method and its settings."""
         return dataclasses.replace(self, method=variant.method, settings=variant.settings, **fields)
@@ -124,6 +137,8 @@ class Job:
         """Raise if another run would be overwritten or disturbed; before any data is read."""
         if self.resume and self.overwrite:
             raise ConfigError("`--resume` continues a run and `--overwrite` replaces it; give one of them")
+        if self.faults:  # the run may be under way, with this group to join it
+            return
         if not inside_job():  # where rank 0 may have taken it already
             refuse_locked(self.out)
         if not (self.resume or self.overwrite):
@@ -132,7 +147,9 @@ class Job:
     def check(self, *, data: bool = True) -> None:
         """Raise for anything invalid that one process can detect; without `data` the data folder is not read."""
         _ = self.trained, self.config, chosen(self.log)
-        if not inside_job():
+        if self.surviving is not None:
+            self._check_faults()
+        elif not inside_job():
             each = workers_per_host(self.workers, self.hosts)
             arrange(0, [rank // each for rank in range(self.workers)], self.config.group_size)
             check_share(self.trained.batch, self.workers)
@@ -146,6 +163,22 @@ class Job:
         if self.resume:
             identity = checkpoint.identity(self.trained, self.config, self.seed)
             checkpoint.position_found(self.out / CHECKPOINTS, identity)
+
+    def _check_faults(self) -> None:
+        """Before the store is asked for: what each group can see by itself."""
+        launched()
+        refuse_with_faults(self.trained, self.stability)
+        if self.group_size is not None:
+            raise ConfigError(
+                f"`--group-size {self.group_size}` with `--faults`: there each launcher's workers are a group; leave "
+                "it out"
+            )
+        if self.workers > 1 and not inside_job():
+            raise ConfigError(
+                f"`--workers {self.workers}` with `--faults`: one launcher would end all of its workers when one dies; "
+                f"start each group by itself, by `torchrun --nproc-per-node {self.workers} -m thinwire run …` or as "
+                "one process, and leave `--workers` out"
+            )
 
     def run(self, on_line: Callable[[str], None]) -> dict[str, Any]:
         """Train and return the summary: in this process if it is a worker or the only one, else in new workers.
@@ -163,7 +196,7 @@ class Job:
             return read_json(result)
         with nullcontext() if self.first_step else on_signals(), as_worker():
             summary = self._train()
-            if inside_job():
+            if inside_job() or self.faults:
                 leave()
             if "stopped_by" in summary:
                 raise Stopped(
@@ -192,6 +225,7 @@ class Job:
             spectra=self.spectra,
             command=self.description(),
             loggers=chosen(self.log, self.log_every),
+            faults=self.surviving,
         )
 
     def finished(self) -> dict[str, Any] | None:
@@ -202,7 +236,7 @@ class Job:
         summary = read_run(self.out).summary
         wanted = checkpoint.identity(self.trained, self.config, self.seed)
         there = summary.get("identity", {})
-        if not inside_job():
+        if not (inside_job() or self.faults):
             wanted, there = wanted | {"world_size": self.workers}, there | {"world_size": summary["world_size"]}
         if name := checkpoint.differing(there, wanted):
             raise ConfigError(

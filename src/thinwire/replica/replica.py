@@ -342,6 +342,11 @@ class Replica(nn.Module):
         return self._recovery is not None and self._recovery.is_given_up
 
     @property
+    def may_lose_groups(self) -> bool:
+        """Whether it was attached with `faults=`."""
+        return self._recovery is not None
+
+    @property
     def joined_late(self) -> bool:
         """Whether this worker's group has come to a run that was under way, and took over what it had."""
         return self._recovery is not None and self._recovery.joined_late
@@ -402,18 +407,33 @@ class Replica(nn.Module):
         `load`, `finish` or `wait_for_save` waits for it. A save that cannot be written raises `SaveError` on all
         workers, here or, without `wait`, in the next `save`, after that one has begun, or in `wait_for_save`.
         """
+        beside.check(also)
+        self.save_with(folder, lambda: beside.captured(also, self.topology.rank), wait=wait)
+
+    def save_with(
+        self,
+        folder: Path | str,
+        more: Callable[[], Files],
+        *,
+        wait: bool = True,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Save as `save` does, with further files of this worker; collective.
+
+        `more` returns them, in memory. All workers call it where the save begins, again if a group is lost there, so
+        that the names of files may have ranks. `after` is called on rank 0, by a thread, when the save is in place.
+        """
         earlier = self._end_of_save()  # before copies are made: memory holds those of one save
         self._refuse_finished("save()")
         self._refuse_other_flags()
         self._begin_again_if_loaded()
-        beside.check(also)
-        self._together(lambda: self._begin_save(folder, wait=wait, also=also), "save()", changes=False)
+        self._together(lambda: self._begin_save(folder, more, wait, after), "save()", changes=False)
         if earlier is not None:
             raise earlier
 
-    def _begin_save(self, folder: Path | str, *, wait: bool, also: Also | None) -> None:
-        states = beside.captured(also, self.topology.rank)
-        self._save = Save(folder, self._captured() | states, self.wire)
+    def _begin_save(self, folder: Path | str, more: Callable[[], Files], wait: bool, after: Callable[[], None]) -> None:
+        files = self._captured()
+        self._save = Save(folder, files | more(), self.wire, after=after)
         if wait:
             save, self._save = self._save, None
             save.wait()
@@ -422,16 +442,6 @@ class Replica(nn.Module):
         """Wait until a save that was begun is in place; collective. Raises `SaveError` if it could not be written."""
         if (error := self._end_of_save()) is not None:
             raise error
-
-    def capture(self) -> Files:
-        """This worker's files of a save, in memory, for a save that holds more than the replica; collective."""
-        self._refuse_finished("save()")
-        self._refuse_other_flags()
-        self._begin_again_if_loaded()
-        found: list[Files] = []
-        if not self._together(lambda: found.append(self._captured()), "save()", changes=False):
-            raise LostError("this group was given up and cannot save; start it again to join")
-        return found[-1]
 
     def _captured(self) -> Files:
         self._method.wire.barrier("save()")
@@ -705,6 +715,14 @@ class Replica(nn.Module):
             self._joining.after_update(optimizer)
         if not self._is_skipped:
             _call_all(self._method.context.after_update, optimizer)
+
+    def together(self, work: Callable[[], None], call: str) -> bool:
+        """Do work in which all workers exchange something and change nothing of the run; collective.
+
+        If a group is lost meanwhile, the others do it again. False in a group that was given up, which has no part
+        in it. `call` is its name in errors.
+        """
+        return self._together(work, call, changes=False)
 
     def _together(self, work: Callable[[], None], call: str, *, changes: bool = True, last: bool = False) -> bool:
         """Do work that all groups do together; if one is lost, the others do it again. Whether it was done here."""

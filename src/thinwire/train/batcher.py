@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from inspect import signature
 from queue import SimpleQueue
 from threading import Event, Semaphore, Thread
@@ -144,15 +144,33 @@ class Batcher:
         with Prefetcher(self._read, steps) as read:
             yield (self._finished(batch, step) for step, batch in zip(steps, read, strict=True))
 
+    @contextmanager
+    def by_step(self, last: int) -> Iterator[Callable[[int], Batch]]:
+        """The batch of a step up to `last`, read ahead as long as steps follow one another."""
+        with ExitStack() as reading:
+            batches: Iterator[Batch] = iter(())
+            due = -1
+
+            def batch(step: int) -> Batch:
+                nonlocal batches, due
+                if step != due:
+                    reading.close()
+                    batches = reading.enter_context(self.steps(range(step, last)))
+                due = step + 1
+                return next(batches)
+
+            yield batch
+
     def example(self, count: int = 2) -> Tensor:
         """A few inputs of the model."""
         x, _ = self.source.heldout(np.arange(count) % self.source.heldout_size)
         return self._transform.heldout(x.to(self._device))
 
-    def parts(self, part: str = "heldout") -> Iterator[Batch]:
-        """This worker's share of the held-out data, or of another part, in batches."""
+    def parts(self, part: str = "heldout", rank: int | None = None, world_size: int | None = None) -> Iterator[Batch]:
+        """A worker's share of the held-out data, or of another part, in batches; by default its share of a batch."""
         size, read = getattr(self.source, f"{part}_size"), getattr(self.source, part)
-        mine = share(np.arange(size), **self._place)
+        place = self._place if rank is None else {"rank": rank, "world_size": world_size}
+        mine = share(np.arange(size), **place)
         for piece in np.array_split(mine, max(1, -(-len(mine) // self._piece))):
             if len(piece):
                 x, y = read(piece)

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from thinwire.base.errors import ConfigError, DamagedError
+from thinwire.base.errors import ConfigError, DamagedError, LostError
 from thinwire.base.files import json_text, read_json, read_tensors
 from thinwire.base.schema import ANY, COUNT, FIGURE, NUMBER, Row, like
 from thinwire.checkpoint.also import RandomState
@@ -40,9 +40,9 @@ POSITION = {
 """What `position.json` has."""
 
 
-def capture(replica: Replica, scheduler: LambdaLR, position: dict[str, Any]) -> Files:
-    """This worker's files of a save of the whole run, in memory; collective."""
-    rank, files = replica.topology.rank, replica.capture()
+def beside(replica: Replica, scheduler: LambdaLR, position: dict[str, Any]) -> Files:
+    """This worker's files of a save of the whole run, in memory, but for the replica's."""
+    rank, files = replica.topology.rank, Files()
     state = RandomState().state_dict()
     keys, *rest = state["numpy"]
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)} | {"numpy": keys}
@@ -69,11 +69,13 @@ def resume(folder: Path, replica: Replica, scheduler: LambdaLR, wanted: dict[str
 
     All workers load the same one. A damaged save is reported, and the one before it is loaded.
     """
-    sound = find_sound_together(folder, replica.wire)
-    if sound is None:
+    sound: list[Path | None] = []
+    if not replica.together(lambda: sound.append(find_sound_together(folder, replica.wire)), "resuming"):
+        raise LostError("this group was given up while the run was resumed; start it again to join")
+    if (latest := sound[-1]) is None:
         return None
-    saved = position(sound, wanted)
-    load(sound, replica, scheduler, check=False)
+    saved = position(latest, wanted)
+    load(latest, replica, scheduler, check=False)
     return saved
 
 

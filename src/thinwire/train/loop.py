@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,19 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.base.errors import ConfigError, SaveError, one_line
+from thinwire.base.errors import ConfigError, LostError, SaveError, one_line
 from thinwire.checkpoint import saves
 from thinwire.checkpoint.saves import remove
+from thinwire.comm.ledger import Ledger
 from thinwire.comm.process_groups import next_number
 from thinwire.comm.topology import join
-from thinwire.elastic.stopping import Stop
+from thinwire.comm.wire import attempt
+from thinwire.config.faults import Faults
+from thinwire.elastic.stopping import Left, Stop
 from thinwire.factor.stability import Stability
 from thinwire.loggers import Logger, Loggers, chosen
 from thinwire.loggers.log import begin
+from thinwire.replica.replica import Replica
 from thinwire.train import checkpoint
 from thinwire.train.batcher import Batch
 from thinwire.train.run import Run, prepare
 from thinwire.train.run_folder import CHECKPOINTS, best_epochs
+from thinwire.train.schedule import bring_to
 from thinwire.train.summary import summarise, write_model, write_result
 from thinwire.train.task import Recipe
 
@@ -50,6 +55,7 @@ def fit(
     spectra: bool = False,
     command: list[str] | None = None,
     loggers: Sequence[str | Logger] = (),
+    faults: Faults | None = None,
 ) -> dict[str, Any]:
     """Train `recipe` with the method of `config` and write records, summary and model to `out`; collective.
 
@@ -68,11 +74,18 @@ def fit(
     take a record; rank 0 calls them (docs/logging.md).
 
     A recipe with patience returns to its best epoch at the end.
+
+    With `faults` the run goes on without groups that die, and a group that is started again joins it, with the same
+    arguments: each has a launcher of its own, and all see the folder `out` (docs/faults.md). Rank 0 may be another
+    worker then, which goes on with records and loggers. Patience and `stability` are refused.
     """
     found = chosen(loggers)
-    join()
+    if faults is None:
+        join()
+    else:
+        refuse_with_faults(recipe, stability)
     with ExitStack() as held:
-        run = prepare(recipe, config, Path(out), seed, data, resume, overwrite, held=held)
+        run = prepare(recipe, config, Path(out), seed, data, resume, overwrite, held=held, faults=faults)
         held.enter_context(closing(run.recorder))
         run.keep, run.spectra, run.command = keep, spectra, command
         if stability and run.replica.topology.rank == 0:
@@ -87,31 +100,55 @@ def fit(
         return summary
 
 
+def refuse_with_faults(recipe: Recipe, stability: int | None) -> None:
+    """What of a run cannot be handed over to a group that joins, or to another rank 0."""
+    if recipe.patience is not None:
+        raise ConfigError(
+            f"`patience`={recipe.patience} with faults=… is not supported: a group that joins does not know the best "
+            "epoch; give the recipe patience=None, or leave `faults` out"
+        )
+    if stability:
+        raise ConfigError(
+            f"`stability`={stability} with faults=… is not supported: rank 0 alone has the bases to compare with, and "
+            "may be lost; leave one of them out"
+        )
+
+
 def _train(run: Run, last: int, save_every: int | None, *, write: bool) -> dict[str, Any]:
-    """Up to the step `last`, or to the end; the summary."""
-    recipe, figures = run.recipe, dict[str, float]()
-    with run.fast_convolutions(), run.batcher.steps(range(run.replica.step, last)) as batches, stopping(run) as stop:
-        for done, batch in enumerate(batches, start=run.replica.step + 1):
-            train_step(run, batch)
-            run.note_stability()
-            epoch_over = recipe.ends_epoch(done)
-            if epoch_over:
-                run.replica.epoch_end()
-            validate = epoch_over and recipe.patience is not None
-            if validate or done % recipe.eval_every == 0 or done == recipe.steps:
-                figures = _evaluate(run, validate=validate)
-            if validate:
-                tired = run.lost_patience(figures)
-                save_best(run)
-                if tired:
-                    break
-            if done < last and stop.now():
-                return _stop(run) | {"stopped_by": stop.why}
-            if save_every and done % save_every == 0 and done < recipe.steps:
-                save_checkpoint(run)
-        else:
-            if last < recipe.steps:
-                return _stop(run)
+    """Up to the step `last`, or to the end; the summary.
+
+    What workers do together after a step comes when a group that joins is there: in the next round of the loop.
+    """
+    recipe, replica, figures, tired = run.recipe, run.replica, dict[str, float](), False
+    with run.fast_convolutions(), run.batcher.by_step(last) as batch, stopping(run) as stopped_by:
+        followed = replica.step
+        while True:
+            came, done = run.meet(), replica.step
+            if done and (came or done != followed):
+                followed = done
+                run.note_stability()
+                epoch_over = recipe.ends_epoch(done)
+                if epoch_over:
+                    replica.epoch_end()
+                validate = epoch_over and recipe.patience is not None
+                if validate or done % recipe.eval_every == 0 or done == recipe.steps:
+                    figures = _evaluate(run, validate=validate)
+                if validate:
+                    tired = run.lost_patience(figures)
+                    save_best(run)
+                    if tired:
+                        break
+                if done < last and (why := stopped_by()):
+                    return _stop(run) | {"stopped_by": why}
+                if save_every and done % save_every == 0 and done < recipe.steps:
+                    save_checkpoint(run)
+            if replica.is_given_up:
+                continue
+            if done >= last:
+                break
+            train_step(run, batch(done))
+        if last < recipe.steps and not tired:
+            return _stop(run)
     run.note_end()
     run.spent.end_steps()
     if run.writing:
@@ -124,8 +161,8 @@ def _train(run: Run, last: int, save_every: int | None, *, write: bool) -> dict[
 
 
 def train_step(run: Run, batch: Batch) -> Tensor:
-    """One optimizer step; returns this worker's loss without waiting for it."""
-    run.count_step()
+    """One optimizer step; returns this worker's loss without waiting for it. Nobody takes it if a group is lost."""
+    count_step, before = run.begin_step(), run.replica.step
     x, y = batch
     with run.precision:
         loss = run.recipe.task.loss(run.replica(x), y)
@@ -136,11 +173,15 @@ def train_step(run: Run, batch: Batch) -> Tensor:
     phase, rate = run.replica.phase, run.scheduler.get_last_lr()[0]
     run.replica.observe(loss)
     run.optimizer.step()
-    run.scheduler.step()
+    loss = loss.detach()
+    if run.replica.step == before:
+        run.note_events()
+        return loss
+    count_step()
+    bring_to(run.scheduler, run.replica.step)
     run.note_ranks()
     run.note_agreement()
     run.note_events()
-    loss = loss.detach()
     run.recorder.write(
         "step", run.replica.numbers, step=run.replica.step, phase=phase, loss=loss, lr=rate, **run.so_far()
     )
@@ -148,15 +189,20 @@ def train_step(run: Run, batch: Batch) -> Tensor:
 
 
 def _evaluate(run: Run, *, finished: bool = False, validate: bool = False) -> dict[str, float]:
-    """Figures of the merged model on held-out data; with `validate` also its loss on validation data."""
+    """Figures of the merged model on held-out data; with `validate` also its loss on validation data.
+
+    None of them in a group that was given up.
+    """
     replica, task = run.replica, run.recipe.task
     model = "finished" if finished else "world" if replica.in_sync else "merged"
     run.note_work("evaluating the finished model" if finished else "evaluating")
-    with run.spent.evaluates(), replica.merged() if replica.needs_merged else nullcontext():
-        figures = task.figures(replica.wire.all_reduce_sum(_totals(run), purpose="evaluate"))
-        if validate:
-            unseen = replica.wire.all_reduce_sum(_totals(run, "validation"), purpose="evaluate")
-            figures["validation_loss"] = task.figures(unseen)["loss"]
+    with run.spent.evaluates():
+        totals = _totals_of_world(run, ["heldout", *(["validation"] if validate else [])], finished=finished)
+    if not totals:
+        return {}
+    figures = task.figures(totals[0])
+    if validate:
+        figures["validation_loss"] = task.figures(totals[1])["loss"]
     run.recorder.write(
         "evaluation",
         replica.numbers,
@@ -174,13 +220,37 @@ def _evaluate(run: Run, *, finished: bool = False, validate: bool = False) -> di
     return figures
 
 
+def _totals_of_world(run: Run, parts: Sequence[str], *, finished: bool) -> list[Tensor]:
+    """Sums over parts of the data, each worker's share by the workers that there are; collective.
+
+    Shares are taken anew if a group is lost with its own. When the run is over nobody does that together any more, and
+    each that is left takes all. None in a group that was given up.
+    """
+    replica = run.replica
+    while True:
+        with replica.merged() if replica.needs_merged else nullcontext():
+            layout = replica.topology
+            own = [_totals(run, part, layout.rank, layout.world_size) for part in parts]
+        sums: list[Tensor] = []
+
+        def add(own: list[Tensor] = own, sums: list[Tensor] = sums) -> None:
+            sums[:] = [replica.wire.all_reduce_sum(each, purpose="evaluate") for each in own]
+
+        if finished:
+            return sums if attempt(add) is None else [_totals(run, part, 0, 1) for part in parts]
+        if not replica.together(add, "an evaluation"):
+            return []
+        if replica.topology == layout:
+            return sums
+
+
 @torch.no_grad()
-def _totals(run: Run, part: str = "heldout") -> Tensor:
-    """Sums over this worker's share of a part of the data."""
+def _totals(run: Run, part: str, rank: int, world_size: int) -> Tensor:
+    """Sums over a worker's share of a part of the data."""
     totals = torch.zeros(3, dtype=torch.float64, device=run.device)
     run.replica.eval()
     with run.precision:
-        for x, y in run.batcher.parts(part):
+        for x, y in run.batcher.parts(part, rank, world_size):
             totals += run.recipe.task.totals(run.replica(x), y)
     run.replica.train()
     return totals
@@ -189,6 +259,7 @@ def _totals(run: Run, part: str = "heldout") -> Tensor:
 def _conclude(run: Run, before: dict[str, float], *, write: bool) -> dict[str, Any]:
     """Finish the model, evaluate it again and write the results; `before` has the figures before `finish`."""
     before = before or _evaluate(run)
+    run.replica.together(run.count_as_the_first, "the end of the run")
     run.counts.update(run.replica)
     run.note_work("last average and truncation")
     small = run.replica.finish()
@@ -203,6 +274,7 @@ def _conclude(run: Run, before: dict[str, float], *, write: bool) -> dict[str, A
         figures=figures,
         wall_s=run.wall_s,
         counts=run.counts,
+        ledger=_traffic(run.replica),
         split_size=run.batcher.source.heldout_size,
     )
     summary["precision"] = run.recipe.precision_name(run.device)
@@ -218,6 +290,12 @@ def _conclude(run: Run, before: dict[str, float], *, write: bool) -> dict[str, A
     return summary
 
 
+def _traffic(replica: Replica) -> Ledger:
+    """The ledger as the mean over nodes, or this node's own if a group was lost after the end; collective."""
+    found: list[Ledger] = []
+    return found[0] if attempt(lambda: found.append(replica.mean_traffic())) is None else replica.traffic
+
+
 def _write_model(run: Run, model: nn.Module | None, summary: dict[str, Any], place: Path) -> None:
     """Write it if there is one; that is the longest part of finishing, so the summary has the time after it."""
     if model is not None:
@@ -229,30 +307,51 @@ def _stop(run: Run) -> dict[str, Any]:
     """Save, to be resumed later."""
     run.note_work("saving")
     save_and_wait(run)
+    if run.replica.is_given_up:
+        raise LostError("this group was given up and is not in the save of the others; start it again to join them")
     run.recorder.write("stopped", step=run.replica.step, steps=run.recipe.steps)
     return {"stopped_at": run.replica.step, "steps": run.recipe.steps}
 
 
 @contextmanager
 def logged(run: Run, given: Sequence[Logger]) -> Iterator[dict[str, Any]]:
-    """On rank 0, let loggers see all records made inside; what the block adds to the dict is the run's summary."""
+    """On rank 0, let loggers see all records made inside; what the block adds to the dict is the run's summary.
+
+    A worker that becomes rank 0 later begins its loggers then.
+    """
     summary: dict[str, Any] = {}
-    if run.replica.topology.rank != 0 or not given:
-        yield summary
-        return
-    loggers = run.recorder.loggers = Loggers(given)
-    config = run.identity | {"world_size": run.replica.topology.world_size}
-    start = time.monotonic()
-    begin(loggers, run.replica, run.out, config, resumed=run.resumed)
-    run.started += time.monotonic() - start  # seconds for some trackers, and not the run's
+    recorder, config = run.recorder, run.identity | {"world_size": run.replica.topology.world_size}
+
+    def begin_loggers(*, resumed: bool) -> None:
+        recorder.loggers = Loggers(given)
+        start = time.monotonic()
+        begin(recorder.loggers, run.replica, run.out, config, resumed=resumed)
+        run.started += time.monotonic() - start  # seconds for some trackers, and not the run's
+
+    def take_over() -> None:
+        try:
+            if given and not recorder.loggers:
+                begin_loggers(resumed=True)
+        except Exception as error:  # the run is under way
+            recorder.loggers = Loggers()
+            log.warning("loggers could not go on after the loss of rank 0, training does: %s", one_line(error))
+
+    recorder.takes_over = take_over
+    if given and run.replica.topology.rank == 0:
+        begin_loggers(resumed=run.resumed or run.replica.joined_late)
+    left = False
     try:
         yield summary
+    except Left:
+        left = True
+        raise
     finally:
         try:
-            run.recorder.close()  # its last record comes before the end
+            recorder.close()  # its last record comes before the end
         finally:
-            status = "failed" if not summary else "stopped" if "stopped_at" in summary else "finished"
-            loggers.end(status, summary)
+            status = "stopped" if left or "stopped_at" in summary else "finished" if summary else "failed"
+            if run.replica.topology.rank == 0:
+                recorder.loggers.end(status, summary)
 
 
 def save_checkpoint(run: Run) -> None:
@@ -268,10 +367,9 @@ def save_best(run: Run) -> None:
 
 def settle(run: Run) -> None:
     """Wait for the save that is being written; collective. Reports one that could not be."""
-    writing, run.writing = run.writing, None
+    run.writing = False
     try:
-        if writing is not None:
-            writing.wait()
+        run.replica.wait_for_save()
     except SaveError as error:
         _report(run, error)
 
@@ -279,15 +377,19 @@ def settle(run: Run) -> None:
 def save_and_wait(run: Run) -> None:
     """Write a checkpoint on which the rest of the run depends; collective. Raises if it cannot be written."""
     settle(run)
-    _started(run, saves.at_step(run.out / CHECKPOINTS, run.replica.step)).wait()
+    _save(run, saves.at_step(run.out / CHECKPOINTS, run.replica.step), wait=True)
 
 
 @contextmanager
-def stopping(run: Run) -> Iterator[Stop]:
-    """Follow requests to stop; collective."""
-    stop = Stop(run.replica.wire, next_number())
+def stopping(run: Run) -> Iterator[Callable[[], str | None]]:
+    """Follow requests to stop; the function says after a step why all stop now, if they do. Collective."""
+    replica = run.replica
+    if replica.may_lose_groups:
+        yield lambda: replica.stopped_by if replica.stop_requested() else None
+        return
+    stop = Stop(replica.wire, next_number())
     try:
-        yield stop
+        yield lambda: stop.why if stop.now() else None
     finally:
         stop.release_groups()
 
@@ -295,28 +397,33 @@ def stopping(run: Run) -> Iterator[Stop]:
 def _begin(run: Run, place: Path) -> None:
     settle(run)
     try:
-        run.writing = _started(run, place)
+        _save(run, place, wait=False)
+        run.writing = True
     except SaveError as error:
         _report(run, error)
 
 
-def _started(run: Run, place: Path) -> saves.Save:
+def _save(run: Run, place: Path, *, wait: bool) -> None:
     run.recorder.write("save", step=run.replica.step, wall_s=round(run.wall_s, 3))
     run.recorder.flush()  # a resumed run keeps the lines up to its save
-    position = {
-        "step": run.replica.step,
-        "wall_s": run.wall_s,
-        "evaluating_s": run.spent.evaluating,
-        "counts": run.counts.state(),
-        "best": run.best,
-        "identity": run.identity,
-    }
-    files = checkpoint.capture(run.replica, run.scheduler, position)
+
+    def beside() -> saves.Files:
+        run.count_as_the_first()
+        position = {
+            "step": run.replica.step,
+            "wall_s": run.wall_s,
+            "evaluating_s": run.spent.evaluating,
+            "counts": run.counts.state(),
+            "best": run.best,
+            "identity": run.identity,
+        }
+        return checkpoint.beside(run.replica, run.scheduler, position)
+
     best = run.best_folder if run.best else None
+    tidy = partial(_tidy, run.out, run.keep, run.replica.step, best)
     try:
-        tidy = partial(_tidy, run.out, run.keep, run.replica.step, best)
-        return saves.Save(place, files, run.replica.wire, after=tidy)
-    except ConfigError as error:  # something else has the name of the save
+        run.replica.save_with(place, beside, wait=wait, after=tidy)
+    except saves.OccupiedError as error:
         raise SaveError(str(error)) from error
 
 

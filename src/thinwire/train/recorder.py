@@ -1,4 +1,4 @@
-"""The records of a run: one JSON line per step or evaluation, written by rank 0."""
+"""The records of a run: one JSON line per step or evaluation, written by rank 0, whichever worker that is then."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.base import units
-from thinwire.base.errors import DamagedError
+from thinwire.base.errors import DamagedError, ThinwireError, one_line
 from thinwire.base.files import lines_of, on_file, parse_json, refuse_link
 from thinwire.base.schema import COUNT, wrong
 from thinwire.loggers.log import Arriving, Loggers
@@ -21,32 +21,53 @@ _ADDED = "for loggers"
 
 
 class Recorder:
-    """Appends lines to `path`. With `active=False` it writes nothing.
+    """Appends lines to `path` as long as `active()`, and else writes nothing.
+
+    A worker that becomes active later goes on with the file of the one before: without lines of steps to come.
 
     It does not wait for numbers that a GPU is still computing: their line is written before the next, or by `flush`.
     Lines that the disk refuses do not end the run: they are kept in memory and written as soon as that is possible.
     """
 
-    def __init__(self, path: Path, *, active: bool, keep_until: int = 0) -> None:
+    def __init__(self, path: Path, *, active: Callable[[], bool], keep_until: int = 0) -> None:
         self.loggers = Loggers()
         """They see each line too, and more."""
-        self._path = path
+        self.takes_over: Callable[[], None] = lambda: None
+        """Called in a worker that goes on with the file of another."""
+        self._path, self._active = path, active
         self._file: FileIO | None = None
         self._unwritten = b""
         self._refused = False
         self._arriving = Arriving(self._deliver)
         self.lost_steps = 0
         """Steps after `keep_until` that the file had."""
-        if active:
-            refuse_link(path)
-            kept, self.lost_steps = _lines_until(path, keep_until)
-            with on_file(path):
-                path.write_text("".join(kept), encoding="utf-8")
-            self._file = FileIO(path, "a")
+        if active():
+            self._open(keep_until)
+
+    def _open(self, keep_until: int) -> None:
+        refuse_link(self._path)
+        kept, self.lost_steps = _lines_until(self._path, keep_until)
+        with on_file(self._path):
+            self._path.write_text("".join(kept), encoding="utf-8")
+        self._file = FileIO(self._path, "a")
+
+    def _is_open(self, step: int) -> bool:
+        """Whether this worker writes now; opens and closes the file as that changes."""
+        if not self._active():
+            self._close()
+        elif self._file is None:
+            try:
+                self._open(step)
+            except (OSError, ThinwireError) as error:
+                log.warning("%s; there are no more records, training goes on", one_line(error))
+                self._active = lambda: False
+            else:
+                self.takes_over()
+        return self._file is not None
 
     def write(self, kind: str, more: Callable[[], dict[str, Any]] | None = None, /, **values: Any) -> None:
         """One line; values may be tensors of one number. `more` is for loggers, and not in the line."""
-        if self._file is not None:
+        if self._is_open(values["step"] - (kind == "step")):
             added = more() if more is not None and self.loggers else {}
             self._arriving.put({"kind": kind, **values, _ADDED: added})
 
@@ -72,7 +93,11 @@ class Recorder:
             self._refused = True
 
     def close(self) -> None:
-        """Flush and close the file."""
+        """Flush and close the file; nothing is written any more."""
+        self._close()
+        self._active = lambda: False
+
+    def _close(self) -> None:
         self.flush()
         if self._file is not None:
             self._file.close()

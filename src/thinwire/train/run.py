@@ -6,8 +6,9 @@ import dataclasses
 import logging
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from thinwire.base.errors import ConfigError, DamagedError
+from thinwire.base.errors import ConfigError, DamagedError, LostError
 from thinwire.base.files import read_json
-from thinwire.checkpoint.saves import Save, newest, verify
+from thinwire.checkpoint.saves import newest, verify
 from thinwire.comm.buckets import checksum
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.topology import place
 from thinwire.comm.wire import Wire
+from thinwire.config.faults import Faults
 from thinwire.factor.stability import Stability, spectra
 from thinwire.replica.attaching import attach
 from thinwire.replica.preflight import check_same_data
@@ -32,7 +34,7 @@ from thinwire.train import checkpoint, run_folder
 from thinwire.train.batcher import Batcher
 from thinwire.train.data import Source, check_share
 from thinwire.train.recorder import Recorder
-from thinwire.train.schedule import scheduled
+from thinwire.train.schedule import bring_to, scheduled
 from thinwire.train.step_rng import StepRNG
 from thinwire.train.summary import Counts, describe_optimizers
 from thinwire.train.task import Recipe
@@ -186,14 +188,16 @@ class Run:
     """The evaluation of the epoch with the lowest validation loss, in a run with patience."""
     keep: int = 2
     """Checkpoints that are kept."""
-    writing: Save | None = None
-    """The save that is being written."""
+    writing: bool = False
+    """Whether a save is being written."""
     resumed: bool = False
     """Whether it continues from a save."""
 
     def note_start(self) -> None:
-        """Record what is trained from here on; again when the run is resumed."""
+        """Record what is trained from here on; again when the run is resumed, not by a group that joins it."""
         replica, recipe = self.replica, self.recipe
+        if replica.joined_late:
+            return
         about = replica.describe()
         self.recorder.write(
             "start",
@@ -265,13 +269,36 @@ class Run:
         if self.recipe.autocast and name == "fp32" and self.replica.topology.rank == 0:
             log.info("computing in fp32: bf16 autocast is for GPUs, many CPUs emulate it")
 
-    def count_step(self) -> None:
-        """Count the step that starts now."""
+    def begin_step(self) -> Callable[[], None]:
+        """Note the size of the step that starts now; the function that is returned counts it."""
         replica = self.replica
         if self.shape != (shape := (replica.phase, replica.decompositions)):
             self.shape = shape
             self.counts.update(replica)
-        self.counts.count(together=replica.in_sync, full=not replica.ranks())
+        return partial(self.counts.count, together=replica.in_sync, full=not replica.ranks())
+
+    def meet(self) -> bool:
+        """Before a step, with `faults=`: groups that come, also this one, are where the others are; collective.
+
+        Whether some came just now.
+        """
+        replica, was_out = self.replica, self.replica.is_given_up
+        replica.before_step()
+        bring_to(self.scheduler, replica.step)
+        if was_out:
+            self.events = _noted_before(replica)
+        latest = replica.events[-1] if replica.events else {}
+        return bool(latest.get("came")) and latest["step"] == replica.step
+
+    def count_as_the_first(self) -> None:
+        """Take counters from a worker that has taken every step, where groups may join; collective."""
+        if self.replica.may_lose_groups:
+            mine = self.counts.state(), self.wall_s, self.spent.evaluating
+            counts, wall_s, self.spent.evaluating = max(
+                self.replica.wire.all_gather_object(mine), key=lambda each: each[0]["steps"]
+            )
+            self.counts = Counts.of(counts | {name: mine[0][name] for name in ("trainable", "total")})
+            self.earlier_s, self.started = wall_s, time.monotonic()
 
     def note_stability(self) -> None:
         """Record each comparison of the bases."""
@@ -285,7 +312,7 @@ class Run:
 
     def note_resume(self) -> None:
         """Record that the run goes on from a save, and how many steps are taken again."""
-        if step := self.replica.step:
+        if (step := self.replica.step) and not self.replica.joined_late:
             lost = self.recorder.lost_steps
             self.recorder.write("resume", step=step, lost_steps=lost, wall_s=round(self.wall_s, 3))
 
@@ -371,39 +398,44 @@ def prepare(
     overwrite: bool = False,
     *,
     held: ExitStack,
+    faults: Faults | None = None,
 ) -> Run:
     """Everything up to the first step; collective. A run in `out` is resumed, overwritten or refused.
 
-    The folder is this run's until `held` is closed.
+    The folder is this run's until `held` is closed. With `faults` the run may be under way, and this group joins it.
     """
-    if not (resume or overwrite):
+    if not (resume or overwrite or faults):
         # On every worker and before they connect: rank 0 writes nothing until all have checked.
         run_folder.refuse_occupied(out, run_folder.of_a_run(out), resume=True)
     run_folder.refuse_links(out)
     source = _source(recipe, data)
+    if faults is not None and (here := place()) is not None and torch.cuda.is_available():
+        torch.cuda.set_device(here.local_rank % torch.cuda.device_count())  # as `join` does elsewhere
     device = own_device()
     _seed(seed)
     model = recipe.model(source).to(device)
     optimizer = recipe.optimizer(model.parameters())
     scheduler = scheduled(optimizer, recipe.rate, steps=recipe.steps, epochs=recipe.epochs)
-    replica = attach(model, optimizer, config)
-    rank, world_size = replica.topology.rank, replica.topology.world_size
+    replica = attach(model, optimizer, config, faults=faults)
+    if faults is not None:
+        held.callback(_release, replica)
+    rank, world_size = replica.data_rank, replica.data_world_size
     check_share(recipe.batch, world_size)
     batcher = Batcher(recipe, source, device, seed=seed, rank=rank, world_size=world_size)
-    _compare_data(source, replica.wire)
+    identity = checkpoint.identity(recipe, config, seed)
+    joined, found = replica.joined_late, None
+    if not joined and not replica.together(lambda: _compare_data(source, replica.wire), "the comparison of data"):
+        raise LostError("this group was given up while the run began; start it again to join")
     note_length(recipe, source)
     _seed(seed, rank + 1)  # workers have different dropout, though they start from one model
     out.mkdir(parents=True, exist_ok=True)
-    if rank == 0:
-        held.enter_context(run_folder.locked(out))
-        if not (resume or overwrite):  # another run may have ended since
-            run_folder.refuse_occupied(out, run_folder.of_a_run(out), resume=True)
-    identity = checkpoint.identity(recipe, config, seed)
-    found = checkpoint.resume(out / run_folder.CHECKPOINTS, replica, scheduler, identity) if resume else None
+    if not joined:
+        _take_folder(out, replica, held, may_be_used=resume or overwrite)
+        found = checkpoint.resume(out / run_folder.CHECKPOINTS, replica, scheduler, identity) if resume else None
+        if not found and replica.topology.rank == 0:
+            run_folder.clear(out)
     saved = found or {}
-    if not saved and rank == 0:
-        run_folder.clear(out)
-    noted = replica.decompositions if saved else 0  # loading undoes those of attach
+    noted = replica.decompositions if saved or joined else 0  # loading undoes those of attach
     return Run(
         recipe=recipe,
         identity=identity,
@@ -417,12 +449,54 @@ def prepare(
         earlier_s=saved.get("wall_s", 0.0),
         decompositions=noted,
         averages=replica.agreement.averages if replica.agreement is not None else 0,
-        events=len(replica.events),
+        events=_noted_before(replica) if joined else len(replica.events),
         counts=Counts.of(saved.get("counts", {})),
         best=saved.get("best"),
         resumed=bool(saved),
-        recorder=Recorder(out / "records.jsonl", active=rank == 0, keep_until=saved.get("step", 0)),
+        recorder=Recorder(
+            out / "records.jsonl",
+            active=lambda: replica.topology.rank == 0 and not replica.is_given_up,
+            keep_until=replica.step if joined else saved.get("step", 0),
+        ),
     )
+
+
+def _release(replica: Replica) -> None:
+    """Let the others know at once that this worker has ended, however it does."""
+    if replica.phase != "finished":
+        replica.detach()
+
+
+def _noted_before(replica: Replica) -> int:
+    """How many events others have recorded, in a group that has just come: all but that one."""
+    return max(0, len(replica.events) - 1)
+
+
+def _take_folder(out: Path, replica: Replica, held: ExitStack, *, may_be_used: bool) -> None:
+    """Let the folder be this run's, by rank 0; where groups may be lost, all learn of a refusal; collective."""
+    taken = ExitStack()
+    held.callback(taken.close)
+
+    def take() -> None:
+        taken.close()
+        if replica.topology.rank == 0:
+            taken.enter_context(run_folder.locked(out))
+            if not may_be_used:  # another run may have ended since
+                run_folder.refuse_occupied(out, run_folder.of_a_run(out), resume=True)
+
+    def take_together() -> None:
+        why = None
+        try:
+            take()
+        except ConfigError as error:
+            why = str(error)
+        if refused := next(filter(None, replica.wire.all_gather_object(why)), None):
+            raise ConfigError(refused)
+
+    if not replica.may_lose_groups:
+        take()
+    elif not replica.together(take_together, "the beginning of the run"):
+        raise LostError("this group was given up while the run began; start it again to join")
 
 
 def _source(recipe: Recipe, data: Path | None) -> Source:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -67,3 +68,16 @@ def with_fields(rate: Any, texts: Mapping[str, str]) -> Any:
 def scheduled(optimizer: Optimizer, rate: Rate, *, steps: int, epochs: float) -> LambdaLR:
     """A PyTorch scheduler for `rate`."""
     return LambdaLR(optimizer, lambda step: rate.factor(step, steps, epochs))
+
+
+def bring_to(scheduler: LambdaLR, step: int) -> None:
+    """Set the rates of a step, also if this worker did not take the one before: it was skipped, or others took it."""
+    if scheduler.last_epoch == step:
+        return
+    if scheduler.last_epoch == step - 1:
+        scheduler.step()
+        return
+    scheduler.last_epoch = step - 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        scheduler.step()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from thinwire.base.errors import SaveError, one_line
 from thinwire.base.files import on_file, refuse_link
 from thinwire.comm.counters import LINK
+from thinwire.comm.ledger import Ledger
 from thinwire.factor import export
 from thinwire.replica.replica import Replica
 from thinwire.train.run_folder import MODEL, remove_model
@@ -114,14 +115,15 @@ def summarise(
     figures: dict[str, float],
     wall_s: float,
     counts: Counts,
+    ledger: Ledger,
     split_size: int,
 ) -> dict[str, Any]:
-    """The summary of a finished run; collective. Ratios do not count what evaluation sent.
+    """The summary of a finished run, with the `ledger` of a node. Ratios do not count what evaluation sent.
 
     `identity` is the same as in a checkpoint, so that a finished run is recognised. `figures` are of `split_size`
     examples.
     """
-    about, ledger, baseline = replica.describe(), replica.mean_traffic(), replica.baseline()
+    about, baseline = replica.describe(), replica.baseline()
     traffic = ledger.summary()
     evaluation = traffic["by_purpose"].get("evaluate", {}).get("slow_bytes", 0)
     counted = traffic["slow_bytes"] - evaluation
