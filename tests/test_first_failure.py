@@ -114,7 +114,7 @@ def test_a_rank_that_cannot_write_raises_on_all(tmp_path):
         kind, text = found["a file in the way"]
         assert kind == "SaveError" and "rank 0: Not a directory: " in text
         kind, text = found["others' files"]
-        assert kind == "ConfigError" and "is not a Thinwire save" in text
+        assert kind == "OccupiedError" and "is not a Thinwire save" in text
     assert (tmp_path / "others" / "model.safetensors").read_text() == "mine"
     assert (tmp_path / "good" / "state.json").is_file()
     assert {path.name for path in tmp_path.iterdir()} == {"file", "others", "good"}
