@@ -22,11 +22,11 @@ from covering import cases, gangs
 from every_method import STEPS, WAYS, engine
 from test_sweep import EXPECTED, agree, digest
 from thinwire.base.errors import ConfigError, ThinwireError
-from thinwire.exchange.context import MethodContext
+from thinwire.exchange.parts import MethodContext
 from thinwire.factor.moments import transport
 from thinwire.factor.optimizers import Optimizers
 from thinwire.recipes import digits, named
-from thinwire.shape.rates import RateMatching
+from thinwire.shape.factoring import RateMatching
 from thinwire.train.task import describe_optimizer
 
 

@@ -14,8 +14,8 @@ import small
 import thinwire
 from thinwire import ConfigError
 from thinwire.comm.topology import arrange
-from thinwire.exchange.context import MethodContext
-from thinwire.exchange.frozen import FrozenSecondMoment
+from thinwire.exchange.parts import MethodContext
+from thinwire.exchange.second_moment import FrozenSecondMoment
 from thinwire.factor.optimizers import Optimizers
 from thinwire.plan import ranks as predicted
 from thinwire.plan.simulate import simulate

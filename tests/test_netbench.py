@@ -19,8 +19,7 @@ from patience import until
 from selection import slow_but
 from thinwire.base.errors import ConfigError
 from thinwire.cli import main
-from thinwire.comm.counters import VARIABLE, Interface
-from thinwire.comm.ledger import Ledger
+from thinwire.comm.ledger import VARIABLE, Interface, Ledger
 from thinwire.launch.jobs import Job, Variant, variants
 from thinwire.netbench import hosts
 from thinwire.netbench.bench import _agreement, _sum

@@ -18,7 +18,7 @@ from thinwire import AB, ConfigError, DiLoCo, LocalSGD
 from thinwire.comm.collectives import ProcessGroupWire
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.topology import arrange
-from thinwire.exchange.context import MethodContext
+from thinwire.exchange.parts import MethodContext
 from thinwire.exchange.second_moment import SecondMoment
 from thinwire.factor.optimizers import Optimizers
 from thinwire.plan import ranks as predicted
@@ -119,7 +119,7 @@ def test_updates_are_those_of_adam_with_the_estimate(kind: type, how: dict[str, 
 @pytest.mark.parametrize("at_once", [1, 40, 1000])
 def test_updates_do_not_depend_on_how_many_are_corrected_at_once(at_once: int, monkeypatch: Any) -> None:
     """Some parameters in half precision, whose steps Adam counts alike."""
-    monkeypatch.setattr("thinwire.exchange.corrected._AT_ONCE", at_once)
+    monkeypatch.setattr("thinwire.exchange.second_moment._AT_ONCE", at_once)
     torch.manual_seed(0)
     values, grads = torch.randn(4, 5, 7), torch.randn(12, 4, 5, 7) + 0.3
     kinds = (torch.float32, torch.bfloat16, torch.float32, torch.float64)

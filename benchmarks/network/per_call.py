@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import thinwire
-from thinwire.comm.counters import HEADERS, VARIABLE, Interface
+from thinwire.comm.ledger import HEADERS, VARIABLE, Interface
 from thinwire.netbench.hosts import Hosts
 
 CALLS = 200

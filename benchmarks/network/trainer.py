@@ -24,7 +24,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 import thinwire
-from thinwire.comm.counters import VARIABLE, Interface
+from thinwire.comm.ledger import VARIABLE, Interface
 from thinwire.integrations.transformers import ThinwireTrainer
 from thinwire.netbench.hosts import Hosts, parse_rate
 

@@ -34,7 +34,7 @@ from thinwire.checkpoint.saves import Files, copied, newest, verify
 from thinwire.checkpoint.state import Part, RunState, apart, held_parameters, mapped, together
 from thinwire.comm.fsdp import local
 from thinwire.config.settings import describe
-from thinwire.exchange.context import Saved
+from thinwire.exchange.parts import Saved
 from thinwire.factor.layers import FORMS
 from thinwire.factor.moments import LINEAR, QUADRATIC
 from thinwire.methods.registry import name_of

@@ -33,7 +33,7 @@ from thinwire.base.files import REMEDY
 from thinwire.checkpoint import loads
 from thinwire.comm.fsdp import local, whole_of
 from thinwire.comm.sharded import like_whole
-from thinwire.exchange.context import Saved
+from thinwire.exchange.parts import Saved
 from thinwire.factor.layers import Shape
 from thinwire.factor.optimizers import Optimizers
 from thinwire.methods.runner import Runner

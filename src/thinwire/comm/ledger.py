@@ -2,19 +2,93 @@
 
 A ledger counts for the node its worker is on: `slow` is what left the node towards other nodes,
 `fast` what the workers of its group sent one another. `topology.py` computes who sends how much.
-It also holds the time each phase took, and the kernel's own count where an interface is watched.
+It also holds the time each phase took, and the kernel's own count where an interface is watched:
+`THINWIRE_INTERFACE=eth0` makes every run read it at each change of phase. That counts everything that leaves by the
+interface, including headers, acknowledgements and other programs' packets: use one that is dedicated to the job.
 """
 
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from thinwire.base import units
-from thinwire.comm.counters import Counted, Interface, mean_counted
+from thinwire.base.errors import ConfigError
 from thinwire.comm.times import Clock, Mark, Times, mean_times
 from thinwire.comm.topology import Sent
+
+VARIABLE = "THINWIRE_INTERFACE"
+LINK = "THINWIRE_LINK"
+"""The rate of each node's link, such as 100 Mbit/s, if somebody knows it: for the run's summary."""
+HEADERS = 66
+"""Bytes of a full TCP packet that are not payload: Ethernet 14, IPv4 20, TCP 20 and its timestamps 12."""
+
+# Of the network namespace this process is in.
+_TABLE, _PROTOCOLS = Path("/proc/net/dev"), Path("/proc/net/snmp")
+_SENT_BYTES, _SENT_PACKETS = 8, 9
+
+
+class Counted(NamedTuple):
+    """What an interface has sent so far."""
+
+    bytes: int = 0
+    packets: int = 0
+    resent: int = 0
+    """Packets among them that TCP sent again, over all interfaces: some were lost, or answered late."""
+
+
+class Interface:
+    """One network interface of this machine."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        if name not in (known := _rows()):
+            raise ConfigError(
+                f"`{VARIABLE}`={name!r}: there is no such interface, choose from: {', '.join(sorted(known))}"
+            )
+
+    def read(self) -> Counted:
+        """The kernel's counters now."""
+        row = _rows()[self.name]
+        return Counted(int(row[_SENT_BYTES]), int(row[_SENT_PACKETS]), _resent())
+
+
+def sent_by_interface() -> dict[str, int]:
+    """Bytes that each interface has sent so far; empty where the kernel does not say."""
+    return {name: int(row[_SENT_BYTES]) for name, row in _rows().items()} if _TABLE.is_file() else {}
+
+
+def mean_counted(states: list[dict[str, list[int]]]) -> dict[str, list[int]]:
+    """The mean of several nodes' counts, by phase."""
+    mean = {}
+    for name in dict.fromkeys(name for state in states for name in state):
+        rows = [state[name] for state in states if name in state]
+        mean[name] = [round(sum(column) / len(states)) for column in zip(*rows, strict=True)]
+    return mean
+
+
+def watched() -> Interface | None:
+    """The interface that the environment names, if it names one."""
+    name = os.environ.get(VARIABLE)
+    return Interface(name) if name else None
+
+
+def _rows() -> dict[str, list[str]]:
+    if not _TABLE.is_file():
+        raise ConfigError(f"`{VARIABLE}` is set, but there is no {_TABLE} here: counters are read on Linux only")
+    lines = _TABLE.read_text(encoding="utf-8").splitlines()[2:]
+    return {name.strip(): values.split() for name, _, values in (line.partition(":") for line in lines)}
+
+
+def _resent() -> int:
+    """How many TCP segments were sent again; 0 where the kernel does not say."""
+    if not _PROTOCOLS.is_file():
+        return 0
+    rows = [line.split() for line in _PROTOCOLS.read_text(encoding="utf-8").splitlines() if line.startswith("Tcp:")]
+    return int(dict(zip(*rows, strict=True))["RetransSegs"])
 
 
 @dataclass

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from thinwire.comm import probe
-from thinwire.comm.counters import sent_by_interface
+from thinwire.comm.ledger import sent_by_interface
 from thinwire.comm.roll_call import RollCall
 from thinwire.plan.forecast import PAYLOAD, Links
 

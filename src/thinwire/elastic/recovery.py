@@ -27,8 +27,8 @@ from thinwire.checkpoint.state import RunState, Undo
 from thinwire.comm.wire import attempt
 from thinwire.elastic.membership import Groups, Membership, Report, Reports
 from thinwire.elastic.stopping import ElasticStop, Left
-from thinwire.exchange.context import Saved
 from thinwire.exchange.merging import restored
+from thinwire.exchange.parts import Saved
 from thinwire.methods.runner import Runner
 
 log = logging.getLogger("thinwire")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from thinwire.comm.wire import Wire
 from thinwire.exchange.averaged import AveragedTensors
-from thinwire.exchange.context import MethodContext
+from thinwire.exchange.parts import MethodContext
 from thinwire.exchange.second_moment import SecondMoment
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from thinwire.base.errors import ConfigError
 from thinwire.config.common import Averaged
 from thinwire.exchange.averaged import AveragedTensors
-from thinwire.exchange.context import MethodContext
 from thinwire.exchange.diverged import Fault, diverged, find_faults
+from thinwire.exchange.parts import MethodContext
 
 log = logging.getLogger("thinwire")
 

@@ -29,8 +29,16 @@ from thinwire.comm.fsdp import whole_of
 from thinwire.comm.topology import Ranks, Sent, Topology
 from thinwire.comm.wire import Wire, attempt
 from thinwire.config.common import parse_code
-from thinwire.exchange.context import MethodContext, Saved
-from thinwire.exchange.parts import Exchange, Feature, Run, Schedule, needs_whole_weights, refuses_code
+from thinwire.exchange.parts import (
+    Exchange,
+    Feature,
+    MethodContext,
+    Run,
+    Saved,
+    Schedule,
+    needs_whole_weights,
+    refuses_code,
+)
 
 Make = Callable[[Wire, Sequence[Tensor]], Aggregator]
 """Builds an aggregator for parameters like these."""

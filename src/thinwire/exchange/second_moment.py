@@ -16,24 +16,147 @@ single elements are noisy too, and where one was large lately its change would b
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
-from thinwire.base.errors import DivergedError
+from thinwire.base.errors import ConfigError, DivergedError
 from thinwire.codecs import aggregator
 from thinwire.codecs.aggregate import Aggregator
 from thinwire.comm.buckets import all_finite, reals
 from thinwire.comm.wire import Wire
-from thinwire.exchange.context import MethodContext
-from thinwire.exchange.corrected import SECOND, CorrectedUpdates, Moments, second_of
 from thinwire.exchange.merging import average, average_moments
+from thinwire.exchange.parts import Feature, MethodContext, Run, UpdateRule, joins_not
 from thinwire.factor.matrix import wide
 from thinwire.factor.moments import LINEAR
 from thinwire.factor.optimizers import State
+
+SECOND = ("exp_avg_sq", "max_exp_avg_sq")
+"""Second moments, as Adam's state has them."""
+_AT_ONCE = 1 << 24
+"""Elements whose updates are corrected at once: enough to keep a GPU busy, few enough to need little memory."""
+_WITHOUT = ("SGD", "Muon")
+"""Optimizers that do not divide by second moments, and need no correction."""
+
+
+class Moments(NamedTuple):
+    """Parameters' state without Adam's bias, and what is known about it, by parameter."""
+
+    first: list[Tensor]
+    second: list[Tensor]
+    steps: list[Any]
+    """Updates so far; a number, or a tensor where they are counted on a device."""
+    bias: list[Any]
+    """What `second` was divided by; likewise."""
+
+
+class CorrectedUpdates(ABC):
+    """Adds what each of Adam's updates lacks, right after it; the state stays Adam's."""
+
+    def __init__(self, context: MethodContext, asked: str = "", otherwise: str = "") -> None:
+        """`asked` is the setting that wants it, `otherwise` what happens without; if nobody asked, nothing is done."""
+        self.optimizers = context.optimizers
+        self._rates: list[Any] = []
+        if asked:
+            self._refuse_others(asked, otherwise)
+            context.before_update.append(self.before_update)
+            context.after_update.append(self.after_update)
+
+    def _refuse_others(self, asked: str, otherwise: str) -> None:
+        kinds = [type(optimizer).__name__ for optimizer in self.optimizers if not isinstance(optimizer, Adam | AdamW)]
+        unknown = [name for name in kinds if name not in _WITHOUT]
+        if unknown or len(kinds) == len(self.optimizers):
+            raise ConfigError(
+                f"{asked} is for torch's Adam and AdamW, not for {(unknown or kinds)[0]}; leave it out, then "
+                f"{otherwise}"
+            )
+
+    @property
+    @abstractmethod
+    def is_due(self) -> bool:
+        """Whether updates lack anything now."""
+
+    @abstractmethod
+    def wanted(self, parameters: Sequence[nn.Parameter], now: Moments, group: State) -> list[Tensor]:
+        """By the root of what these updates should have divided, without bias. May not change `now`."""
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Note the rates that this update has; a scheduler may change them."""
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+
+    @torch.no_grad()
+    def after_update(self, optimizer: Optimizer) -> None:
+        """Correct it."""
+        if not self.is_due or not isinstance(optimizer, Adam | AdamW):
+            return
+        # A fused update that a scaler skipped has changed nothing.
+        skipped = getattr(optimizer, "found_inf", None)
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+            used = [p for p in group["params"] if p.grad is not None and "exp_avg" in optimizer.state.get(p, ())]
+            for some in _few_at_once(used):
+                missing = self._missing(some, self.moments_of([optimizer.state[p] for p in some], group), group)
+                torch._foreach_mul_(missing, [rate] * len(missing))
+                if skipped is not None:
+                    torch._foreach_mul_(missing, [1 - skipped.to(lack.device) for lack in missing])
+                values = [reals(p.detach()) for p in some]
+                if all(value.dtype == lack.dtype for value, lack in zip(values, missing, strict=True)):
+                    torch._foreach_add_(values, missing)
+                else:
+                    torch._foreach_copy_(values, torch._foreach_add(missing, values))
+
+    def _missing(self, parameters: Sequence[nn.Parameter], now: Moments, group: State) -> list[Tensor]:
+        """What updates at a learning rate of 1 lack: m̂ (1 / (√v̂ + ε) − 1 / (√d + ε)). Leaves nothing in `now`."""
+        wanted = self.wanted(parameters, now, group)
+        for roots in (now.second, wanted):
+            torch._foreach_sqrt_(roots)
+            torch._foreach_add_(roots, group["eps"])
+            torch._foreach_reciprocal_(roots)
+        torch._foreach_sub_(now.second, wanted)
+        torch._foreach_mul_(now.first, now.second)
+        return now.first
+
+    def moments_of(self, states: Sequence[State], group: State) -> Moments:
+        """In fp32 at least."""
+        beta, beta_square = group["betas"]
+        steps = [_number(state["step"]) for state in states]
+        bias, bias_square = [1 - beta**step for step in steps], [1 - beta_square**step for step in steps]
+        name = second_of(group)
+        first = torch._foreach_div([wide(reals(state["exp_avg"])) for state in states], bias)
+        second = torch._foreach_div([wide(reals(state[name])) for state in states], bias_square)
+        return Moments(list(first), list(second), steps, bias_square)
+
+    def adams(self) -> Iterator[tuple[nn.Parameter, State]]:
+        """Parameters that have moments, with their groups."""
+        for optimizer, group in self.optimizers.groups:
+            if isinstance(optimizer, Adam | AdamW):
+                yield from ((p, group) for p in group["params"] if "exp_avg" in optimizer.state.get(p, ()))
+
+
+def second_of(group: State) -> str:
+    """What Adam divides by the root of, in its state."""
+    return "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"
+
+
+def _few_at_once(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """All of them, some at a time."""
+    some, size = list[nn.Parameter](), 0
+    for p in parameters:
+        if some and size + p.numel() > _AT_ONCE:
+            yield some
+            some, size = [], 0
+        some.append(p)
+        size += p.numel()
+    if some:
+        yield some
+
+
+def _number(step: Any) -> Any:
+    """A step counter that is not on a device as a number, which costs nothing to compute with."""
+    return step if isinstance(step, Tensor) and step.device.type != "cpu" else float(step)
 
 
 class SecondMoment(CorrectedUpdates):
@@ -243,3 +366,97 @@ class CodedMoments:
     def load_state_dict(self, local: dict[str, Any]) -> None:
         """Taken up when moments are next averaged."""
         self._made, self._loaded = {}, dict(local)
+
+
+class FreezeSecondMoment(UpdateRule):
+    """From the first phase that has it, where there are several groups."""
+
+    def attach(self, run: Run) -> None:
+        super().attach(run)
+        self.frozen = FrozenSecondMoment(run.context, len(run.topology.groups) > 1, lambda: self._is_due)
+
+    @property
+    def _is_due(self) -> bool:
+        return self in self.run.parts
+
+    def begin(self, *, again: bool) -> None:
+        if not again:
+            self.frozen.freeze()
+
+    def refuses(self, feature: Feature, config: Any) -> str | None:
+        """A worker without batches does not know when moments were frozen."""
+        return joins_not("freeze_second_moment=True") if feature is Feature.JOIN else None
+
+
+class FrozenSecondMoment(CorrectedUpdates):
+    """Second moments that stay as the warm-up left them: 1-bit Adam (Tang et al., ICML 2021; arXiv 2102.02888).
+
+    Adam divides by the root of squared gradients. A coded gradient is the true one plus an error that later steps make
+    up for. Its first moment averages that error out; its square does not, and where gradients are small it is mostly
+    error. With v frozen, Adam is SGD with momentum and one rate per element, which errors do no harm.
+
+    1-bit Adam codes the first moment, here gradients are coded. m is linear in g, so both send the same in the end.
+    Errors reach m as (1 − β₁) of what a gradient's code leaves out, instead of all of what a moment's code does.
+
+    Where a frozen v is below m̂², as for a word that the warm-up never showed, m̂² takes its place: an element then moves
+    by the learning rate at most. What updates make of second moments, and of parameters because of it, is undone.
+    """
+
+    def __init__(self, context: MethodContext, is_wanted: bool, is_frozen: Callable[[], bool]) -> None:
+        asked = "`freeze_second_moment`" if is_wanted else ""
+        super().__init__(context, asked, "second moments follow the coded gradients")
+        self.is_wanted, self.is_frozen = is_wanted, is_frozen
+        self.kept: dict[int, State] = {}
+        """Copies during an update, by id; held for the next one."""
+
+    @property
+    def is_due(self) -> bool:
+        return self.is_frozen()
+
+    @torch.no_grad()
+    def freeze(self) -> None:
+        """From now on they have no bias to correct."""
+        if self.is_wanted:
+            for p, group in self.adams():
+                state = self.optimizers.state_of(p)
+                (bias,) = self.moments_of([state], group).bias
+                self.kept[id(p)] = _copies(state)
+                for name in self.kept[id(p)]:
+                    state[name].div_(bias)
+
+    @torch.no_grad()
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Also keep a copy."""
+        super().before_update(optimizer)
+        if self.is_due:
+            found = {id(p): self.optimizers.state_of(p) for p, _ in self.adams()}
+            kept = {key: self.kept.get(key) or _copies(state) for key, state in found.items()}
+            for key, copies in kept.items():
+                for name, copy in copies.items():
+                    copy.copy_(found[key][name])
+            self.kept = kept
+
+    @torch.no_grad()
+    def after_update(self, optimizer: Optimizer) -> None:
+        """Also put the copy back."""
+        super().after_update(optimizer)
+        if self.is_due:
+            for p, _ in self.adams():
+                for name, copy in self.kept.get(id(p), {}).items():
+                    self.optimizers.state_of(p)[name].copy_(copy)
+
+    def wanted(self, parameters: Sequence[nn.Parameter], now: Moments, group: State) -> list[Tensor]:
+        """The frozen ones."""
+        found = []
+        for p, first, second in zip(parameters, now.first, now.second, strict=True):
+            frozen = self.kept.get(id(p))
+            found.append(second.clone() if frozen is None else _at_least_squared(frozen[second_of(group)], first))
+        return found
+
+
+def _copies(state: State) -> State:
+    return {name: torch.empty_like(state[name]) for name in SECOND if name in state}
+
+
+def _at_least_squared(second: Tensor, first: Tensor) -> Tensor:
+    return torch.maximum(wide(reals(second)), first.square())

@@ -11,8 +11,8 @@ from thinwire.codecs.aggregate import Aggregator
 from thinwire.comm.topology import Topology
 from thinwire.comm.wire import Wire
 from thinwire.config.common import Warmed
-from thinwire.exchange.frozen import FreezeSecondMoment
 from thinwire.exchange.gradients import Gradients
+from thinwire.exchange.second_moment import FreezeSecondMoment
 from thinwire.methods.timetable import Phase, warmed_up
 
 

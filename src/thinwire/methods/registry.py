@@ -7,8 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from thinwire.base.errors import ConfigError
 from thinwire.comm.topology import Topology, arrange
-from thinwire.exchange.context import MethodContext
-from thinwire.exchange.parts import Feature
+from thinwire.exchange.parts import Feature, MethodContext
 from thinwire.methods.runner import Runner, names_of
 from thinwire.methods.timetable import Phase, parts_of
 

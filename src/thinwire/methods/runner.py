@@ -18,11 +18,10 @@ from thinwire.comm import process_groups
 from thinwire.comm.topology import Topology
 from thinwire.exchange.agreement import Agreement
 from thinwire.exchange.averaged import AveragedTensors
-from thinwire.exchange.context import MethodContext, Saved
 from thinwire.exchange.gradients import GradientAveraging
 from thinwire.exchange.masters import Masters
 from thinwire.exchange.meetings import Counters, Waits
-from thinwire.exchange.parts import Cycle, Exchange, Part, PartState
+from thinwire.exchange.parts import Cycle, Exchange, MethodContext, Part, PartState, Saved
 from thinwire.methods.timetable import Phase, parts_of
 from thinwire.shape.shape import Shape
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from thinwire.base import units
-from thinwire.comm.counters import HEADERS
+from thinwire.comm.ledger import HEADERS
 from thinwire.launch.jobs import Job, Variant
 from thinwire.launch.launcher import HostSpec
 from thinwire.netbench.hosts import Hosts, Probe, check

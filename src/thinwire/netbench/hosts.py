@@ -22,7 +22,7 @@ from thinwire.base import units
 from thinwire.base.errors import ConfigError, ThinwireError
 from thinwire.base.files import parse_json
 from thinwire.base.schema import COUNT, FLAG, TEXT, Record, wrong
-from thinwire.comm.counters import LINK, VARIABLE
+from thinwire.comm.ledger import LINK, VARIABLE
 from thinwire.launch.launcher import HostSpec, sigterm_exits
 from thinwire.netbench import namespaces
 from thinwire.netbench.namespaces import CommandError, Counters, Host, Probe, parse_rate

@@ -14,9 +14,8 @@ from thinwire.codecs.quantized import CompressedSum
 from thinwire.comm.buckets import size_of
 from thinwire.exchange.averaged import AveragedTensors, ChangeNotes, PendingAverage
 from thinwire.exchange.change_scales import ChangeScales, SeenRows
-from thinwire.exchange.frozen import FrozenSecondMoment
 from thinwire.exchange.gradients import GradientAveraging
-from thinwire.exchange.second_moment import SecondMoment
+from thinwire.exchange.second_moment import FrozenSecondMoment, SecondMoment
 from thinwire.methods.runner import Runner
 
 _PARTS = {"agreed": "agreed values", "momentum": "outer momentum", "scratch": "scratch", "aggregator": "residuals"}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.comm.replicate import Replicated
-from thinwire.exchange.context import MethodContext
+from thinwire.exchange.parts import MethodContext
 from thinwire.factor.convert import Layer
 from thinwire.factor.optimizers import Optimizers
 from thinwire.methods.registry import make

@@ -10,9 +10,8 @@ from torch.optim import Optimizer
 
 from thinwire.base.errors import ConfigError
 from thinwire.comm.collectives import ProcessGroupWire
-from thinwire.comm.counters import watched
 from thinwire.comm.fsdp import ShardedModel, is_sharded, refuse_on_shards
-from thinwire.comm.ledger import Ledger
+from thinwire.comm.ledger import Ledger, watched
 from thinwire.comm.sharded import ShardedWire, group_size_of
 from thinwire.comm.times import Clock
 from thinwire.comm.topology import join
@@ -22,8 +21,7 @@ from thinwire.elastic.membership import Membership
 from thinwire.elastic.recovery import Recovery
 from thinwire.elastic.stopping import handle_signals, release_signals
 from thinwire.elastic.store import meeting
-from thinwire.exchange.context import MethodContext
-from thinwire.exchange.parts import Feature
+from thinwire.exchange.parts import Feature, MethodContext
 from thinwire.factor.optimizers import Optimizers
 from thinwire.methods.registry import make, name_of, refuse
 from thinwire.replica.guards import refuse_attached, refuse_switching

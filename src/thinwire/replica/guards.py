@@ -13,8 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from thinwire.base.errors import ConfigError, DisagreementError, DivergedError, ThinwireError
 from thinwire.comm.buckets import all_finite
-from thinwire.comm.fsdp import local, whole_of
-from thinwire.comm.wrappers import wrapper_around, wrapper_inside
+from thinwire.comm.fsdp import local, whole_of, wrapper_around, wrapper_inside
 from thinwire.exchange.merging import average_buffers
 from thinwire.methods.runner import Runner
 

@@ -11,9 +11,8 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from thinwire.base.errors import ConfigError, DisagreementError
-from thinwire.comm.fsdp import is_sharded, local, whole_of
+from thinwire.comm.fsdp import is_sharded, local, whole_of, wrapper_inside
 from thinwire.comm.wire import Wire
-from thinwire.comm.wrappers import wrapper_inside
 from thinwire.factor.layers import factored_names
 from thinwire.factor.optimizers import Optimizers
 

@@ -13,8 +13,7 @@ from thinwire.factor import moments
 from thinwire.factor.convert import Kept, Layer, to_factors, to_full
 from thinwire.factor.matrix import product, wide
 from thinwire.shape.agree import agreed_factors, empty_factors
-from thinwire.shape.factoring import Factoring, Watching
-from thinwire.shape.rates import RateMatching
+from thinwire.shape.factoring import Factoring, RateMatching, Watching
 
 _FORM = 3  # U, S, Vᵀ
 

@@ -25,8 +25,7 @@ from thinwire.factor.convert import Kept, Layer
 from thinwire.factor.matrix import decompose
 from thinwire.factor.ranks import smallest_size
 from thinwire.shape.agree import agreed_in_turn, empty_factors, gathered, gathered_state
-from thinwire.shape.factoring import Factoring
-from thinwire.shape.rates import RateMatching
+from thinwire.shape.factoring import Factoring, RateMatching
 
 Found = tuple[Tensor, ...]
 

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from thinwire.base.errors import SaveError, one_line
 from thinwire.base.files import on_file, refuse_link
-from thinwire.comm.counters import LINK
-from thinwire.comm.ledger import Ledger
+from thinwire.comm.ledger import LINK, Ledger
 from thinwire.factor import export
 from thinwire.replica.replica import Replica
 from thinwire.train.run_folder import MODEL, remove_model
