@@ -57,7 +57,7 @@ STATE = _OF_BOTH | {
     "in_sync": FLAG,
     "groups": [[COUNT]],
     "optimizers": [TEXT],
-    "method": {"step": COUNT, "phase": TEXT, "index": COUNT, "events": [{str: ANY}]},
+    "method": {"step": COUNT, "phase": TEXT, "index": COUNT, "events": [{str: ANY}], "shape": {str: ANY}},
     "baseline": {str: NUMBER},
 }
 WORKER = _OF_BOTH | {"method": {"forwards": COUNT, "idle?": COUNT, "observed": Row([FIGURE] * 2)}}

@@ -28,6 +28,7 @@ from thinwire.factor.matrix import view_of
 from thinwire.methods.registry import METHODS
 from thinwire.recipes import Recipe, call_model, installed, named
 from thinwire.report import read_run
+from thinwire.shape.factors import Sides
 from thinwire.train import checkpoint
 from thinwire.train.batcher import Batcher
 from thinwire.train.data import Source
@@ -271,10 +272,12 @@ def _merged(folder: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
             raise DamagedError(f"`{file}` is damaged, {min(odd)!r} is only there or only in `{files[0].name}`")
         if name := next((name for name, t in copy.items() if t.shape != copies[0][name].shape), None):
             raise DamagedError(f"`{file}` is damaged, {name!r} has another shape than in `{files[0].name}`")
-    sizes = _group_weights(folder, state)
-    rest = [size / sum(sizes) for size in sizes]
-    of_factors = _by_who_trained(sizes, state)
-    return {name: _mean([copy[name] for copy in copies], of_factors.get(name, rest)) for name in copies[0]}
+    shape, config = state["method"]["shape"], state["config"]
+    sides = Sides(config.get("train") or ("split" if config.get("merge") == "trained" else "both"), state["groups"])
+    losses = _losses(folder, state["groups"]) if config.get("merge") == "weighted" else None
+    weights = {kind: sides.weights(kind, shape.get("rounds", 0), losses) for kind in ("a", "b", "")}
+    kinds = {f"{key}_{kind}": kind for key in shape.get("ranks", ()) for kind in "ab"}
+    return {name: _mean([copy[name] for copy in copies], weights[kinds.get(name, "")]) for name in copies[0]}
 
 
 def _how_merged(state: Mapping[str, Any]) -> str:
@@ -285,14 +288,11 @@ def _how_merged(state: Mapping[str, Any]) -> str:
     return _HOW[way].format(len(state["groups"]))
 
 
-def _group_weights(folder: Path, state: Mapping[str, Any]) -> list[float]:
-    """Each group's weight in a mean: its workers, divided by its mean loss if the config asks for it."""
-    sizes = [float(len(group)) for group in state["groups"]]
-    if state["config"].get("merge") != "weighted":
-        return sizes
+def _losses(folder: Path, groups: Sequence[Sequence[int]]) -> list[float]:
+    """The mean loss that each group has observed since it last merged."""
     observed = [
         [read_json(folder / f"worker-rank{rank}.json", schema=WORKER)["method"]["observed"] for rank in group]
-        for group in state["groups"]
+        for group in groups
     ]
     losses, counts = ([sum(own[i] for own in group) for group in observed] for i in (0, 1))
     if not all(counts):
@@ -300,29 +300,7 @@ def _group_weights(folder: Path, state: Mapping[str, Any]) -> list[float]:
             "merge='weighted' needs losses, and since the last merge none was observed before this save; "
             "continue the run, or export a later save"
         )
-    return [size / max(loss / n, 1e-8) for size, loss, n in zip(sizes, losses, counts, strict=True)]
-
-
-def _by_who_trained(sizes: Sequence[float], state: Mapping[str, Any]) -> dict[str, list[float]]:
-    """The weights of factors, by name, where only those that trained one count: the first half of the groups A.
-
-    With `train="split"` groups change sides at each average.
-    """
-    split = state["config"].get("train") == "split"
-    if not split and state["config"].get("merge") != "trained":
-        return {}
-    half = math.ceil(len(sizes) / 2)
-    first, second = sum(sizes[:half]), sum(sizes[half:])
-    a = [size / first if i < half else 0.0 for i, size in enumerate(sizes)]
-    b = [0.0 if i < half else size / second for i, size in enumerate(sizes)]
-    shape = state["method"]["shape"]
-    swapped = split and shape["rounds"] % 2
-    of_a, of_b = (b, a) if swapped else (a, b)
-    return {
-        f"{key}_{suffix}": own
-        for key in state["method"]["shape"]["ranks"]
-        for suffix, own in (("a", of_a), ("b", of_b))
-    }
+    return [loss / count for loss, count in zip(losses, counts, strict=True)]
 
 
 def _mean(copies: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

@@ -31,12 +31,13 @@ Found = tuple[Tensor, ...]
 
 
 class Sides:
-    """The factors of one group; rounds are counted from when weights became factors."""
+    """Which groups train which factors; rounds are counted from when weights became factors."""
 
-    def __init__(self, train: str, topology: Topology) -> None:
+    def __init__(self, train: str, groups: Sequence[Sequence[int]], own: int = 0) -> None:
+        """The ranks of each group, and which of the groups asks."""
         self.train = train
-        self.sizes = [float(len(group)) for group in topology.groups]
-        self.own = topology.group_index
+        self.sizes = [float(len(group)) for group in groups]
+        self.own = own
         self.half = math.ceil(len(self.sizes) / 2)
         """Of groups that train different factors, how many train the first one."""
 
@@ -59,11 +60,9 @@ class Sides:
         first = "ab"[rounds % 2] == kind
         return [i for i in range(len(self.sizes)) if (i < self.half) == first]
 
-    def weights(self, kind: str, rounds: int, losses: Sequence[float] | None) -> list[float] | None:
-        """Of all groups: by workers, by loss too if losses are given, among those that trained it; None by workers."""
+    def weights(self, kind: str, rounds: int, losses: Sequence[float] | None) -> list[float]:
+        """Of all groups in a mean: by workers, by loss too if losses are given, among those that trained it."""
         senders, sizes = self.senders(kind, rounds), self.sizes
-        if losses is None and senders is None:
-            return None
         if losses is not None:
             sizes = [size / max(loss, 1e-8) for size, loss in zip(sizes, losses, strict=True)]
         if senders is not None:
@@ -88,7 +87,7 @@ class Factors(Factoring):
         super().attach(run)
         if self.must_factor and run.wire.is_sharded:
             refuse_reshaping(run.model)
-        self.sides = Sides(self.config.train, run.topology)
+        self.sides = Sides(self.config.train, run.topology.groups, run.topology.group_index)
         self.full_size = sum(p.numel() for p in whole_of(run.model).parameters())
         self.rates = RateMatching(run.context, self._scales)
         run.context.on_release.append(self._unfreeze)
@@ -267,7 +266,7 @@ class Factors(Factoring):
 
     def load_state_dict(self, state: PartState, *, stays: bool) -> None:
         """Which factor a group trains depends on the groups that there are."""
-        self.sides = Sides(self.config.train, self.run.topology)
+        self.sides = Sides(self.config.train, self.run.topology.groups, self.run.topology.group_index)
         super().load_state_dict(state, stays=stays)
         self.rounds, self.requested, self.tried = (state.shared[name] for name in ("rounds", "requested", "tried"))
         self.freeze()
@@ -310,7 +309,7 @@ class FactorAverages(Parameters):
 
     def role(self, topology: Topology) -> Hashable:
         """All groups do the same, unless they train different factors: then some send and others do not."""
-        first = Sides("split", topology).is_first
+        first = Sides("split", topology.groups, topology.group_index).is_first
         return (first, len(topology.groups)) if self.config.train == "split" else None
 
     @property
@@ -411,6 +410,8 @@ class FactorAverages(Parameters):
         return self.shape.sides.senders(self._kind(fragment), self.shape.rounds)
 
     def _group_weights(self, fragment: AveragedTensors) -> Sequence[float] | None:
+        if self._losses is None and self._senders(fragment) is None:
+            return None
         return self.shape.sides.weights(self._kind(fragment), self.shape.rounds, self._losses)
 
     # Shapes.

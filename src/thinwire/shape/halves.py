@@ -27,6 +27,7 @@ from thinwire.factor import moments
 from thinwire.factor.convert import Layer, to_factors, to_full
 from thinwire.shape.agree import empty_factors
 from thinwire.shape.factoring import Factoring
+from thinwire.shape.factors import Sides
 
 
 class Weights(NamedTuple):
@@ -214,26 +215,16 @@ class Merge(Exchange):
 
     def _weigh(self) -> Weights:
         """This group's weights in a merge; a group that diverged stops the run here, by name."""
-        reports = refuse_diverged(self.run.wire, self.run.model, self.run.observed, self.run.step)
-        groups = self.run.topology.groups
-        return self._weights(
-            [sum(reports[r][0] for r in g) for g in groups], [sum(reports[r][1] for r in g) for g in groups]
-        )
-
-    def _weights(self, losses: list[float], counts: list[float]) -> Weights:
-        sizes = [float(len(group)) for group in self.run.topology.groups]
-        own = self.run.topology.group_index
+        run, groups = self.run, self.run.topology.groups
+        reports = refuse_diverged(run.wire, run.model, run.observed, run.step)
+        losses = None
         if self.config.merge == "weighted":
-            if not all(counts):
+            sums = [[sum(reports[rank][i] for rank in group) for i in (0, 1)] for group in groups]
+            if not all(count for _, count in sums):
                 raise ConfigError("merge='weighted' needs losses: call replica.observe(loss) after each backward pass")
-            sizes = [g / max(loss / n, 1e-8) for g, loss, n in zip(sizes, losses, counts, strict=True)]
-        rest = sizes[own] / sum(sizes)
-        if self.config.merge != "trained" or len(sizes) == 1:
-            return Weights(rest, rest, rest)
-        half = math.ceil(len(sizes) / 2)
-        if self.shape.trains == "a":
-            return Weights(sizes[own] / sum(sizes[:half]), 0.0, rest)
-        return Weights(0.0, sizes[own] / sum(sizes[half:]), rest)
+            losses = [loss / count for loss, count in sums]
+        sides = Sides("split" if self.config.merge == "trained" and len(groups) > 1 else "both", groups)
+        return Weights(*(sides.weights(kind, 0, losses)[run.topology.group_index] for kind in ("a", "b", "")))
 
     def _average(self, weights: Weights) -> None:
         assert self.average is not None, "groups are not apart"
