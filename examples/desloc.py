@@ -24,20 +24,21 @@ class Desynchronized(tw.Exchange):
             return
         run.check_counters()
         if run.step % config.every == 0:
-            tw.average_model(run.wire, run.model, run.observed, run.step)
+            tw.average_model(run.wire, run.model, run.observed, run.step, run.weight)
         if names:
-            trained = [tw.whole_of(p) for p in run.model.parameters() if p.requires_grad]
+            trained = run.optimizers.parameters
 
             def mean() -> None:  # by now all groups have state of the same parameters
                 states = [run.optimizers.state_of(p) for p in trained]
-                moments = [tw.local(state[name]) for state in states for name in names if name in state]
+                moments = [tw.local(s[name]) for s in states for name in names if s.get(name) is not None]
                 tw.average(run.wire, moments, run.weight, "moments")
 
             tw.average_moments(run.wire, run.optimizers, trained, run.weight, average_states=mean)
 
     def end(self, *, again: bool) -> None:
-        if self.run.step % self.run.config.every:  # or it has just been averaged
-            tw.average_model(self.run.wire, self.run.model, self.run.observed, self.run.step)
+        run = self.run
+        if run.step % run.config.every:  # or it has just been averaged
+            tw.average_model(run.wire, run.model, run.observed, run.step, run.weight)
 
     @contextmanager
     def merged(self) -> Iterator[None]:
@@ -58,6 +59,10 @@ class Intervals(tw.Schedule):
     def last_average(self) -> int | None:  # of parameters: groups also meet for moments alone
         step, every = self.run.step + 1, self.run.config.every
         return None if step % every else step - every
+
+    @property
+    def holds_one_model(self) -> bool:
+        return self.run.step % self.run.config.every == 0
 
 
 @tw.register("desloc", example={"every": 4, "every_first": 6, "every_second": 8})

@@ -14,8 +14,8 @@ class SlowMomentum(tw.Exchange):
     """u ← βu + (start − mean)/γ, x ← start − αγu: γ is the learning rate, and `start` what the last step left."""
 
     def refuses(self, feature: tw.Feature, config: object) -> str | None:
-        sharded = feature in (tw.Feature.SHARDS, tw.Feature.COLUMNS)
-        return "SlowMo's momentum is of whole parameters: use DiLoCo for a sharded model." if sharded else None
+        said = "SlowMo's momentum is of whole parameters: use DiLoCo for a model that is sharded"
+        return said if feature is tw.Feature.SHARDS else None
 
     def attach(self, run: tw.Run) -> None:
         super().attach(run)
@@ -30,20 +30,21 @@ class SlowMomentum(tw.Exchange):
         if run.step % run.config.every:
             return
         run.check_counters()
-        tw.average_model(run.wire, run.model, run.observed, run.step)
-        rates = torch.tensor(run.optimizers.rates, device=self.start.device)
-        if run.absent:  # theirs may be behind
-            rates = run.wire.all_reduce_max(rates * (run.topology.group_index not in run.absent), "control")
+        tw.average_model(run.wire, run.model, run.observed, run.step, run.weight)
+        # In join() schedules may be behind: all take the highest rate of the groups that count.
+        rates = torch.tensor(run.optimizers.rates, device=self.start.device) * (run.weight > 0)
+        rates = run.wire.all_reduce_max(rates, "control")
         sizes = [sum(p.numel() for p in group["params"]) for _, group in run.optimizers.groups]
         lr = torch.cat([rate.expand(size) for rate, size in zip(rates, sizes, strict=True)])
         change = self.start - tw.pack_wide(run.optimizers.parameters)
         self.slow = beta * self.slow + torch.where(lr > 0, change / lr, 0)
-        self.start = self.start - alpha * torch.where(lr > 0, lr * self.slow, change)  # the mean where it is 0
+        self.start = self.start - alpha * torch.where(lr > 0, lr * self.slow, change)
         tw.unpack_into(self.start, run.optimizers.parameters)
 
     def end(self, *, again: bool) -> None:
-        if self.run.step % self.run.config.every:  # an unfinished round ends with the mean
-            tw.average_model(self.run.wire, self.run.model, self.run.observed, self.run.step)
+        run = self.run
+        if run.step % run.config.every:  # an unfinished round ends with the mean
+            tw.average_model(run.wire, run.model, run.observed, run.step, run.weight)
 
     @contextmanager
     def merged(self) -> Iterator[None]:
@@ -59,7 +60,9 @@ class SlowMomentum(tw.Exchange):
         return tw.PartState(shared={"start": self.start, "slow": self.slow})
 
     def load_state_dict(self, state: tw.PartState, *, stays: bool) -> None:
-        self.start, self.slow = state.shared["start"], state.shared["slow"]
+        self.begin(again=False)
+        self.start.copy_(state.shared["start"])
+        self.slow.copy_(state.shared["slow"])
 
 
 class Rounds(tw.Schedule):
@@ -68,6 +71,10 @@ class Rounds(tw.Schedule):
     @property
     def next_event(self) -> int:
         return (self.run.step // self.run.config.every + 1) * self.run.config.every
+
+    @property
+    def holds_one_model(self) -> bool:
+        return self.run.step % self.run.config.every == 0
 
 
 @tw.register("slowmo", example={"every": 4})
@@ -89,7 +96,7 @@ class SlowMo(tw.Config):
         tw.check_whole(self, "every", 1)
         tw.check_share(self, "beta", "the slow momentum")
         if not 0 < self.alpha < float("inf"):
-            raise ValueError(f"`alpha`={self.alpha} must be a number above 0")
+            raise tw.ConfigError(f"`alpha`={self.alpha} must be a number above 0")
 
     def timetable(self, topology: tw.Topology) -> list[tw.Phase]:
         return [tw.Phase(name="train", exchanges=[SlowMomentum()])]
