@@ -100,7 +100,7 @@ def test_saved_and_sharded_it_is_golden_too(name: str, situation: str, request: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but(("allreduce", "ab", "daso", "gossip", "localsgd shared"), ALL))
+@pytest.mark.parametrize("name", slow_but(("allreduce", "ab", "daso", "gossip", "slowmo", "localsgd shared"), ALL))
 def test_without_a_group_that_died_it_is_golden_too(name: str, request: pytest.FixtureRequest) -> None:
     found = without_one_group(name, LOST)
     for seen in found:

@@ -1,10 +1,11 @@
-"""A method that nobody here wrote has every feature, unless it refuses it: examples/gossip.py, and one that refuses."""
+"""A method that nobody here wrote has every feature, unless it refuses it: those of examples/, and one that refuses."""
 
 import math
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,14 +20,18 @@ from thinwire import ConfigError, Faults
 from thinwire.extend import Config, Exchange, Feature, Phase, Topology, register
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
+import desloc
 import gossip
+import slowmo
 
 BATCHES, SLOPES = (8, 2), (1.0, 4.0)
 
 
-def test_the_example_needs_public_parts_alone() -> None:
-    text = Path(gossip.__file__).read_text(encoding="utf-8")
-    assert re.findall(r"^(?:from|import) (thinwire\S*)", text, re.MULTILINE) == ["thinwire.extend"]
+@pytest.mark.parametrize("example", [gossip, desloc, slowmo])
+def test_an_example_is_short_and_needs_public_parts_alone(example: ModuleType) -> None:
+    text = Path(str(example.__file__)).read_text(encoding="utf-8")
+    assert re.findall(r"^\s*(?:from|import) (thinwire\S*)", text, re.MULTILINE) == ["thinwire.extend"]
+    assert len([line for line in text.splitlines() if line]) < 80, "beside empty lines"
 
 
 def uneven(rank: int) -> tuple[int, float]:

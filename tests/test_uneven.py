@@ -15,7 +15,9 @@ import thinwire
 from thinwire import AB, DASO, OIALR, AllReduce, ConfigError, DiLoCo, LocalSGD, OneBit, PowerSGD, TopK
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
+import desloc
 import gossip
+import slowmo
 
 BATCHES = (7, 5, 9)
 CONFIGS: dict[str, Any] = {
@@ -32,6 +34,8 @@ CONFIGS: dict[str, Any] = {
     "ab": AB(total_steps=20, warmup=2, every=2, factor_at=4, cutoff=0.6, group_size=1),
     "oialr": OIALR(total_steps=20, factor_at=4, redecompose=3, cutoff=0.3, layer_fraction=0.5, group_size=1),
     "a method of one's own": gossip.Gossip(every=3, group_size=1),
+    "desloc": desloc.DesLoc(every=3, every_first=2, every_second=4, group_size=1),
+    "slowmo": slowmo.SlowMo(every=3, group_size=1),
 }
 
 
@@ -176,6 +180,18 @@ def weights(rank: int, config: Any, falls: float = 1.0) -> list[float]:
 def both_weights(rank: int) -> list[Any]:
     apart = LocalSGD(every=1, group_size=1)
     return [weights(rank, config, falls) for falls in (1.0, 0.5) for config in (AllReduce(), apart)]
+
+
+def own_weights(rank: int) -> list[Any]:
+    """Of `LocalSGD`, and of two examples that are the same with these settings."""
+    ways = [LocalSGD(every=1, group_size=1), desloc.DesLoc(every=1, group_size=1)]
+    return [weights(rank, config, 0.5) for config in (*ways, slowmo.SlowMo(every=1, beta=0.0, group_size=1))]
+
+
+@pytest.mark.slow
+def test_who_counts_in_a_mean_of_ones_own() -> None:
+    for built_in, *own in gang.run(own_weights, 3):
+        assert own == [pytest.approx(built_in)] * 2
 
 
 def test_who_counts_in_a_mean() -> None:

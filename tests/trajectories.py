@@ -27,7 +27,9 @@ from selection import first_of
 from thinwire.methods.registry import METHODS
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
+import desloc
 import gossip
+import slowmo
 
 
 class Situation(NamedTuple):
@@ -54,7 +56,21 @@ SITUATIONS = {name: Situation(*layout) for name, layout in LAYOUTS.items()} | {
     "2 groups of 2 shards": Situation(4, 2, shards=True),
     "a group of 3 lost": Situation(3, 1, lost=True),
 }
-CASES = {**WAYS, "gossip": Way(config=lambda **more: gossip.Gossip(every=4, **more))}
+OWN = {
+    "gossip": Way(config=lambda **more: gossip.Gossip(every=4, **more)),
+    "desloc": Way(
+        config=lambda **more: desloc.DesLoc(every=4, every_first=6, every_second=8, **more),
+        parameters=lambda step: step % 4 == 0,
+        buffers=lambda step: step % 4 == 0,
+    ),
+    "slowmo": Way(
+        config=lambda **more: slowmo.SlowMo(every=4, **more),
+        parameters=lambda step: step % 4 == 0,
+        buffers=lambda step: step % 4 == 0,
+    ),
+}
+"""Those of `examples/`."""
+CASES = {**WAYS, **OWN}
 assert METHODS.keys() <= CASES.keys(), "a method's name is also the name of its example's case"
 GROWING, CLIPPED, LEFT_OUT = "localsgd every_max", "localsgd clipped", "diloco left out"
 MORE = {

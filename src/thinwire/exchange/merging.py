@@ -16,10 +16,13 @@ from thinwire.factor.moments import moments_of
 from thinwire.factor.optimizers import Optimizers
 
 
-def average_model(wire: Wire, model: nn.Module, observed: Tensor, step: int) -> None:
-    """Trained parameters and buffers by their exact mean over groups; refuses groups that diverged."""
+def average_model(wire: Wire, model: nn.Module, observed: Tensor, step: int, weight: float | None = None) -> None:
+    """Trained parameters and buffers by their exact mean over groups; refuses groups that diverged.
+
+    Without a `weight` a group has that of its workers.
+    """
     refuse_diverged(wire, model, observed, step)
-    weight = len(wire.topology.group) / wire.topology.world_size
+    weight = len(wire.topology.group) / wire.topology.world_size if weight is None else weight
     average(wire, [p for p in model.parameters() if p.requires_grad], weight, "merge")
     average_buffers(wire, model.buffers(), weight)
 

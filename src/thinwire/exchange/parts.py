@@ -132,7 +132,7 @@ class Run(Protocol):
 
     @property
     def weight(self) -> float:
-        """This group's share in a mean over workers."""
+        """This group's share in a mean over workers; none if it is `absent`."""
 
     @property
     def in_sync(self) -> bool:

@@ -5,6 +5,7 @@ that cannot have something says so in `refuses`.
 """
 
 from thinwire.base.checks import check_choice, check_share, check_whole
+from thinwire.base.errors import ConfigError
 from thinwire.comm.buckets import pack_wide, unpack_into
 from thinwire.comm.fsdp import local, whole_of
 from thinwire.comm.topology import Topology
@@ -24,6 +25,7 @@ __all__ = [
     "Averaged",
     "AveragedTensors",
     "Config",
+    "ConfigError",
     "Cycle",
     "Exchange",
     "Feature",

@@ -133,8 +133,9 @@ class Runner:
 
     @property
     def weight(self) -> float:
-        """This group's share in a mean over workers."""
-        return len(self.topology.group) / self.topology.world_size
+        """This group's share in a mean over workers; none if it is `absent`."""
+        sizes = [0 if group in self.absent else len(ranks) for group, ranks in enumerate(self.topology.groups)]
+        return sizes[self.topology.group_index] / sum(sizes)
 
     @property
     def in_sync(self) -> bool:
