@@ -14,7 +14,7 @@ class Desynchronized(tw.Exchange):
 
     def attach(self, run: tw.Run) -> None:
         super().attach(run)
-        self.schedule = Intervals(run)
+        self.schedule = Intervals(run, run.config.every, run.config.every_first, run.config.every_second)
 
     def after_step(self) -> None:
         run, config = self.run, self.run.config
@@ -47,13 +47,8 @@ class Desynchronized(tw.Exchange):
             yield
 
 
-class Intervals(tw.Schedule):
+class Intervals(tw.Every):
     """When anything is averaged."""
-
-    @property
-    def next_event(self) -> int:
-        config = self.run.config
-        return min((self.run.step // n + 1) * n for n in (config.every, config.every_first, config.every_second))
 
     @property
     def last_average(self) -> int | None:  # of parameters: groups also meet for moments alone

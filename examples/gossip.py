@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from thinwire.extend import (
     Config,
+    Every,
     Exchange,
     Phase,
     Run,
-    Schedule,
     Topology,
     average_model,
     check_whole,
@@ -30,7 +30,7 @@ class Pairs(Exchange):
 
     def attach(self, run: Run) -> None:
         super().attach(run)
-        self.schedule = EverySoOften(run, self.every)
+        self.schedule = Every(run, self.every)
 
     def after_step(self) -> None:
         run, groups = self.run, len(self.run.topology.groups)
@@ -52,25 +52,13 @@ class Pairs(Exchange):
                 unpack_into((mine * own + theirs * others) / (mine + theirs), trained)
 
     def end(self, *, again: bool) -> None:
-        average_model(self.run.wire, self.run.model, self.run.observed, self.run.step)
+        average_model(self.run.wire, self.run.model, self.run.observed, self.run.step, self.run.weight)
 
     @contextmanager
     def merged(self) -> Iterator[None]:
         with restored(self.run.model):
             self.end(again=False)
             yield
-
-
-class EverySoOften(Schedule):
-    """What plans, `join()` and the loss of a group need to know."""
-
-    def __init__(self, run: Run, every: int) -> None:
-        super().__init__(run)
-        self.every = every
-
-    @property
-    def next_event(self) -> int:
-        return (self.run.step // self.every + 1) * self.every
 
 
 @register("gossip", example={"every": 4})

@@ -19,7 +19,7 @@ class SlowMomentum(tw.Exchange):
 
     def attach(self, run: tw.Run) -> None:
         super().attach(run)
-        self.schedule = Rounds(run)
+        self.schedule = Rounds(run, run.config.every)
 
     def begin(self, *, again: bool) -> None:
         self.start = tw.pack_wide(self.run.optimizers.parameters)
@@ -65,12 +65,8 @@ class SlowMomentum(tw.Exchange):
         self.slow.copy_(state.shared["slow"])
 
 
-class Rounds(tw.Schedule):
+class Rounds(tw.Every):
     """A step of the slow momentum at the end of every round."""
-
-    @property
-    def next_event(self) -> int:
-        return (self.run.step // self.run.config.every + 1) * self.run.config.every
 
     @property
     def holds_one_model(self) -> bool:

@@ -452,6 +452,7 @@ def test_accelerate_refuses_and_hands_on(reached: Any) -> None:
     assert caught.value.args == (FIXED,)
 
 
+@pytest.mark.slow  # Lightning is among its tools
 def test_lightning_refuses_and_hands_on(reached: Any, tmp_path: Path) -> None:
     needs.package("lightning")
     from lightning.pytorch.strategies import DDPStrategy

@@ -271,6 +271,18 @@ class AnyStep(Schedule):
         return self.run.step + 1
 
 
+class Every(Schedule):
+    """Something is due after every so many steps."""
+
+    def __init__(self, run: Run, *intervals: int) -> None:
+        super().__init__(run)
+        self.intervals = intervals
+
+    @property
+    def next_event(self) -> int:
+        return min((self.run.step // steps + 1) * steps for steps in self.intervals)
+
+
 class Exchange(Part):
     """Something that crosses the wire."""
 

@@ -16,7 +16,7 @@ from thinwire.exchange.diverged import refuse_diverged
 from thinwire.exchange.gradients import Gradients
 from thinwire.exchange.merging import average, average_buffers, average_model, average_moments, restored
 from thinwire.exchange.parameters import Parameters
-from thinwire.exchange.parts import Cycle, Exchange, Feature, PartState, Run, Schedule, UpdateRule
+from thinwire.exchange.parts import Cycle, Every, Exchange, Feature, PartState, Run, Schedule, UpdateRule
 from thinwire.methods.registry import register
 from thinwire.methods.timetable import Phase, warmed_up
 from thinwire.shape.shape import Shape
@@ -27,6 +27,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Cycle",
+    "Every",
     "Exchange",
     "Feature",
     "Gradients",

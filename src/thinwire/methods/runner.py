@@ -135,7 +135,7 @@ class Runner:
     def weight(self) -> float:
         """This group's share in a mean over workers; none if it is `absent`."""
         sizes = [0 if group in self.absent else len(ranks) for group, ranks in enumerate(self.topology.groups)]
-        return sizes[self.topology.group_index] / sum(sizes)
+        return sizes[self.topology.group_index] / (sum(sizes) or 1)
 
     @property
     def in_sync(self) -> bool:
