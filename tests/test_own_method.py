@@ -17,7 +17,18 @@ import gang
 import small
 import thinwire
 from thinwire import ConfigError, Faults
-from thinwire.extend import Config, Exchange, Feature, Phase, Topology, register
+from thinwire.extend import (
+    Config,
+    Exchange,
+    Feature,
+    Gradients,
+    Parameters,
+    PartState,
+    Phase,
+    Topology,
+    UpdateRule,
+    register,
+)
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import desloc
@@ -110,3 +121,74 @@ def refused(rank: int) -> list[str]:
 def test_what_a_method_refuses_is_refused_in_its_own_words() -> None:
     for said in gang.run(refused, 2, fresh=True):
         assert said == ["Aloof has no faults=…", "Aloof has no join()"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThereAndBack(Config):
+    """The world, then groups alone, then the world again until all have seen a small loss, then gossip."""
+
+    group_size: int | None = None
+
+    def timetable(self, topology: Topology) -> list[Phase]:
+        self_made = Until(9)
+        return [
+            Phase(name="first", until=3, exchanges=[Gradients("int8")]),
+            Phase(name="apart", until=7, exchanges=[Parameters(thinwire.LocalSGD(every=3, wire="int8"))]),
+            Phase(name="together", until=self_made.is_over, exchanges=[Gradients("fp32")], rules=[self_made]),
+            Phase(name="gossip", exchanges=[gossip.Pairs(2)]),
+        ]
+
+
+class Until(UpdateRule):
+    """Ends a phase by what it has counted itself."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.seen = step, 0
+
+    def after_step(self) -> None:
+        self.seen = self.run.step
+
+    def is_over(self) -> bool:
+        return self.seen >= self.step
+
+    def state_dict(self) -> PartState:
+        return PartState({"seen": self.seen})
+
+    def load_state_dict(self, state: PartState, *, stays: bool) -> None:
+        self.seen = state.shared["seen"]
+
+
+def there_and_back(rank: int, folder: str) -> list[Any]:
+    """The phase, the bits of model and optimizer after each step, of a run and of one that is resumed at each."""
+    register("thereandback", example={})(ThereAndBack)
+    runs = []
+    for stop in (0, 2, 5, 8, 10):
+        seen: list[Any] = []
+        replica, optimizer = _begun()
+        for step in range(13):
+            if stop and step == stop:
+                replica.save(f"{folder}/{stop}")
+                replica.detach()
+                replica, optimizer = _begun()
+                replica.load(f"{folder}/{stop}")
+            small.step(replica, optimizer, rank, step)
+            seen.append((replica.phase, small.model_bits(replica.module), small.optimizer_bits(optimizer)))
+        seen.append(small.model_bits(replica.finish()))
+        runs.append(seen)
+    return runs
+
+
+def _begun() -> tuple[Any, Any]:
+    model = small.net(smooth=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return thinwire.attach(model, optimizer, ThereAndBack(group_size=1)), optimizer
+
+
+def test_phases_may_follow_in_any_order_and_resume(tmp_path: Path) -> None:
+    """After groups have trained apart the world goes on with one optimizer too."""
+    first, second = gang.run(there_and_back, 2, str(tmp_path), fresh=True)
+    assert [phase for phase, *_ in first[0][:-1]] == ["first"] * 2 + ["apart"] * 4 + ["together"] * 2 + ["gossip"] * 5
+    for own, other in zip(first, second, strict=True):
+        assert own[1] == other[1] and own[6:9] == other[6:9] and own[-1] == other[-1]
+        assert own[3] != other[3]
+    assert all(run == first[0] for run in first) and all(run == second[0] for run in second)

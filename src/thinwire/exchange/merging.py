@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from thinwire.comm.fsdp import local
 from thinwire.comm.wire import Wire
 from thinwire.config.common import Nesterov, Radial
 from thinwire.exchange.diverged import refuse_diverged
@@ -78,7 +79,7 @@ def average_moments(
     if average_states is not None:
         average_states()
     else:
-        average(wire, [state[name] for state in states for name in moments_of(state)], weight, "moments", code)
+        average(wire, [local(state[name]) for state in states for name in moments_of(state)], weight, "moments", code)
     steps = [state for state in states if "step" in state]
     if steps and len(wire.topology.groups) > 1:
         own = torch.tensor([float(state["step"]) for state in steps], dtype=torch.float64)

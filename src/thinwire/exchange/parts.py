@@ -292,6 +292,8 @@ class Exchange(Part):
     """Whether a group whose values are not finite is left out of averages; else the run stops."""
     averages_moments: bool = False
     """Whether groups average their optimizers' state."""
+    leaves_moments: ClassVar[bool] = True
+    """Whether optimizers' state may differ when it ends; it is averaged then if the world trains on together."""
     agreement: "Agreement | None" = None
     """How far groups agreed at averages, where that is measured."""
 

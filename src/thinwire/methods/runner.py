@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from thinwire.exchange.averaged import AveragedTensors
 from thinwire.exchange.gradients import GradientAveraging
 from thinwire.exchange.masters import Masters
 from thinwire.exchange.meetings import Counters, Waits
+from thinwire.exchange.merging import average_moments
 from thinwire.exchange.parts import Cycle, Exchange, MethodContext, Part, PartState, Saved
 from thinwire.methods.timetable import Phase, parts_of
 from thinwire.shape.shape import Shape
@@ -106,8 +108,16 @@ class Runner:
             if not callable(before.until):
                 self.check_counters()
             self._end(after.parts)
+            if _come_together(before, after):
+                self._agree_on_moments(before)
             self._go_to(self.index + 1)
             self._begin(before.parts)
+
+    def _agree_on_moments(self, before: Phase) -> None:
+        """The world trains on from one model, so optimizers and the scale of losses must be the same everywhere too."""
+        if len(self.topology.groups) > 1 and any(each.leaves_moments for each in before.exchanges):
+            average_moments(self.wire, self.optimizers, self.optimizers.parameters, self.weight)
+        self.context.after_merge()
 
     def _is_over(self, until: int | Callable[[], bool] | None) -> bool:
         return until() if callable(until) else until is not None and self.step >= until
@@ -166,7 +176,9 @@ class Runner:
     @property
     def averages_moments(self) -> bool:
         """Whether groups average their optimizers' state."""
-        return any(each.averages_moments for each in self._every_exchange)
+        leaves = (before.exchanges for before, after in pairwise(self.timetable) if _come_together(before, after))
+        comes = any(each.leaves_moments for exchanges in leaves for each in exchanges)
+        return comes or any(each.averages_moments for each in self._every_exchange)
 
     @property
     def agreement(self) -> Agreement | None:
@@ -366,6 +378,10 @@ class Runner:
         self.observed.zero_()
         for exchange in self.exchanges:
             exchange.forget("restart")
+
+
+def _come_together(before: Phase, after: Phase) -> bool:
+    return before.trains_apart and not after.trains_apart
 
 
 def names_of(timetable: Sequence[Phase]) -> tuple[str, ...]:

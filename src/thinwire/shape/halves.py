@@ -90,7 +90,6 @@ class Halves(Factoring):
                 run.optimizers.reset(list(run.model.parameters()))
             else:
                 average_moments(run.wire, run.optimizers, list(run.model.parameters()), self.share)
-            run.context.after_merge()
 
     def finish(self, cutoff: float | None) -> None:
         """Cut every layer at the cutoff."""
@@ -166,6 +165,8 @@ class Rebound(UpdateRule):
 
 class Merge(Exchange):
     """One average of all copies, at the end of the phase."""
+
+    leaves_moments = False  # `Halves` carries them to the new shape
 
     def __init__(self, config: Any, shape: Halves) -> None:
         self.config, self.shape = config, shape
