@@ -14,7 +14,7 @@ class Desynchronized(tw.Exchange):
 
     def attach(self, run: tw.Run) -> None:
         super().attach(run)
-        self.schedule = Intervals(run, run.config.every, run.config.every_first, run.config.every_second)
+        self.schedule = Intervals(self, run.config.every, run.config.every_first, run.config.every_second)
 
     def after_step(self) -> None:
         run, config = self.run, self.run.config

@@ -30,7 +30,7 @@ class Pairs(Exchange):
 
     def attach(self, run: Run) -> None:
         super().attach(run)
-        self.schedule = Every(run, self.every)
+        self.schedule = Every(self, self.every)
 
     def after_step(self) -> None:
         run, groups = self.run, len(self.run.topology.groups)

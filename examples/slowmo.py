@@ -19,7 +19,7 @@ class SlowMomentum(tw.Exchange):
 
     def attach(self, run: tw.Run) -> None:
         super().attach(run)
-        self.schedule = Rounds(run, run.config.every)
+        self.schedule = Rounds(self, run.config.every)
 
     def begin(self, *, again: bool) -> None:
         self.start = tw.pack_wide(self.run.optimizers.parameters)

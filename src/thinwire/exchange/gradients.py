@@ -353,7 +353,7 @@ class Gradients(Exchange):
     def attach(self, run: Run) -> None:
         super().attach(run)
         run.gradients.check(self.code)  # now, not after a warm-up
-        self.schedule = Schedule(run)  # every step is like every other
+        self.schedule = Schedule(self)  # every step is like every other
 
     def begin(self, *, again: bool) -> None:
         if not again:

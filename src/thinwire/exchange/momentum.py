@@ -200,16 +200,15 @@ class SparseGradients(Gradients):
 class Ramp(Schedule):
     """When the density has a new stage."""
 
-    def __init__(self, gradients: SparseGradients) -> None:
-        super().__init__(gradients.run)
-        self.config = gradients.config
+    of: SparseGradients
 
     @property
     def next_event(self) -> int:
-        length, since = self.config.ramp_length, self.run.step - self.config.warmup_length
+        config = self.of.config
+        length, since = config.ramp_length, self.run.step - config.warmup_length
         if since >= length:
             return super().next_event
-        return self.config.warmup_length - (-(since * _STAGES // length + 1) * length // _STAGES)
+        return config.warmup_length - (-(since * _STAGES // length + 1) * length // _STAGES)
 
 
 class MomentumSparse(Sparse):

@@ -313,9 +313,7 @@ class NodeAverages(Exchange):
 class Pace(Schedule):
     """When nodes average."""
 
-    def __init__(self, averages: NodeAverages) -> None:
-        super().__init__(averages.run)
-        self.of = averages
+    of: NodeAverages
 
     @property
     def next_event(self) -> int:

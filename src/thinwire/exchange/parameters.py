@@ -358,9 +358,7 @@ class Parameters(Exchange):
 class Rounds(Schedule):
     """Turns of fragments, and the rounds that they make up."""
 
-    def __init__(self, parameters: Parameters) -> None:
-        super().__init__(parameters.run)
-        self.of = parameters
+    of: Parameters
 
     @property
     def next_event(self) -> int:

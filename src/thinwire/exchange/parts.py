@@ -180,8 +180,10 @@ class Cycle(NamedTuple):
 class Schedule:
     """When a part is due, for plans, for `join()` and where groups may be lost; by default never."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    of: Any
+
+    def __init__(self, of: "Part") -> None:
+        self.of, self.run = of, of.run
 
     @property
     def next_event(self) -> int:
@@ -236,7 +238,7 @@ class Part:
     def attach(self, run: Run) -> None:
         """The run begins, or this worker joins one; nothing may be sent here."""
         self.run = run
-        self.schedule = Schedule(run)
+        self.schedule = Schedule(self)
 
     def begin(self, *, again: bool) -> None:
         """A phase begins that names this part; `again` if the one before did too."""
@@ -274,8 +276,8 @@ class AnyStep(Schedule):
 class Every(Schedule):
     """Something is due after every so many steps."""
 
-    def __init__(self, run: Run, *intervals: int) -> None:
-        super().__init__(run)
+    def __init__(self, of: Part, *intervals: int) -> None:
+        super().__init__(of)
         self.intervals = intervals
 
     @property
@@ -299,7 +301,7 @@ class Exchange(Part):
 
     def attach(self, run: Run) -> None:
         super().attach(run)
-        self.schedule = AnyStep(run)
+        self.schedule = AnyStep(self)
 
     @contextmanager
     def merged(self) -> Iterator[None]:

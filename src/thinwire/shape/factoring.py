@@ -159,9 +159,7 @@ class Factoring(Shape):
 class Watching(Schedule):
     """While the order of use is not known, workers meet to agree on it."""
 
-    def __init__(self, shape: Factoring) -> None:
-        super().__init__(shape.run)
-        self.of = shape
+    of: Factoring
 
     @property
     def meets_next(self) -> bool:

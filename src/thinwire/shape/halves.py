@@ -269,9 +269,7 @@ class Merge(Exchange):
 class Once(Schedule):
     """A merge is due when the phase ends."""
 
-    def __init__(self, merge: Merge) -> None:
-        super().__init__(merge.run)
-        self.of = merge
+    of: Merge
 
     @property
     def holds_one_model(self) -> bool:
