@@ -96,6 +96,7 @@ class Parameters(Exchange):
         """One model again, with nothing left unsent."""
         if not again:
             self._merge(last=True)
+            self.fragments = []  # which hold as much as the model
 
     @contextmanager
     def merged(self) -> Iterator[None]:
