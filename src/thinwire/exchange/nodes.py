@@ -16,7 +16,7 @@ from thinwire.comm.wire import Pending
 from thinwire.exchange.averaged import AveragedTensors, all_restored, not_finite
 from thinwire.exchange.diverged import refuse_diverged
 from thinwire.exchange.merging import average_buffers
-from thinwire.exchange.parts import Cycle, Exchange, Feature, PartState, Run, Schedule, joins_not, needs_whole_weights
+from thinwire.exchange.parts import Cycle, Exchange, Feature, PartState, Run, Schedule, needs_every_group
 from thinwire.exchange.second_moment import SecondMoment
 
 log = logging.getLogger("thinwire")
@@ -72,11 +72,7 @@ class NodeAverages(Exchange):
 
     def refuses(self, feature: Feature, config: Any) -> str | None:
         """One member carries all of a node's parameters, and an average counts every node."""
-        if feature is Feature.SHARDS:
-            return needs_whole_weights(config)
-        if feature is Feature.JOIN:
-            return joins_not("DASO, whose averages count nodes that have trained nothing")
-        return None
+        return needs_every_group(feature, config, "averages count nodes")
 
     def role(self, topology: Topology) -> Hashable:
         """All nodes do the same."""

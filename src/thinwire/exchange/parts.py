@@ -332,6 +332,15 @@ def needs_whole_weights(config: Any) -> str:
     )
 
 
+def needs_every_group(feature: Feature, config: Any, averages: str) -> str | None:
+    """Why a run cannot shard or use `join()` where whole weights are averaged, and all groups count alike."""
+    if feature is Feature.SHARDS:
+        return needs_whole_weights(config)
+    if feature is Feature.JOIN:
+        return joins_not(f"{type(config).__name__}, whose {averages} that have trained nothing")
+    return None
+
+
 def refuses_code(code: str, feature: Feature, config: Any) -> str | None:
     """Why this code cannot carry the parts of a sharded model."""
     kind = parse_code(code).kind

@@ -1,6 +1,6 @@
 """What methods share that code every gradient after a warm-up."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from thinwire.methods.timetable import Phase, warmed_up
 
 
 @dataclass(frozen=True, kw_only=True)
-class Coded(Warmed):
+class Coded(Warmed, ABC):
     """What methods share that code every gradient after a warm-up, for any optimizer."""
 
     freeze_second_moment: bool = False

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,7 +23,7 @@ from thinwire.shape.shape import Shape
 log = logging.getLogger("thinwire")
 
 
-class Factoring(Shape):
+class Factoring(Shape, ABC):
     """Layers that change; its config has `total_steps`, `keep`, `keep_first` and `keep_last`."""
 
     changes = True
@@ -122,13 +123,13 @@ class Factoring(Shape):
     def factored(self) -> list[Layer]:
         return [layer for layer in self.layers if layer.is_factored]
 
+    @abstractmethod
     def to_full(self, layer: Layer) -> None:
         """Give a layer a full weight, and the optimizer what it needs for it; its values are loaded next."""
-        raise NotImplementedError
 
+    @abstractmethod
     def to_rank(self, layer: Layer, rank: int) -> None:
         """Give a layer factors of this rank, likewise."""
-        raise NotImplementedError
 
     def state_dict(self) -> PartState:
         """Order of use, the one that layers were found by, and ranks."""

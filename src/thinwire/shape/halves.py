@@ -19,8 +19,7 @@ from thinwire.exchange.parts import (
     Run,
     Schedule,
     UpdateRule,
-    joins_not,
-    needs_whole_weights,
+    needs_every_group,
 )
 from thinwire.exchange.second_moment import SecondMoment
 from thinwire.factor import moments
@@ -182,11 +181,7 @@ class Merge(Exchange):
 
     def refuses(self, feature: Feature, config: Any) -> str | None:
         """A merge counts all groups by their workers, whatever they have trained."""
-        if feature is Feature.SHARDS:
-            return needs_whole_weights(config)
-        if feature is Feature.JOIN:
-            return joins_not("PaperAB, whose merges count groups that have trained nothing")
-        return None
+        return needs_every_group(feature, config, "merges count groups")
 
     def role(self, topology: Topology) -> Hashable:
         """The factor that the group trains."""

@@ -409,14 +409,7 @@ def prepare(
         run_folder.refuse_occupied(out, run_folder.of_a_run(out), resume=True)
     run_folder.refuse_links(out)
     source = _source(recipe, data)
-    if faults is not None and (here := place()) is not None and torch.cuda.is_available():
-        torch.cuda.set_device(here.local_rank % torch.cuda.device_count())  # as `join` does elsewhere
-    device = own_device()
-    _seed(seed)
-    model = recipe.model(source).to(device)
-    optimizer = recipe.optimizer(model.parameters())
-    scheduler = scheduled(optimizer, recipe.rate, steps=recipe.steps, epochs=recipe.epochs)
-    replica = attach(model, optimizer, config, faults=faults)
+    replica, optimizer, scheduler, device = _attached(recipe, config, source, seed, faults)
     if faults is not None:
         held.callback(_release, replica)
     rank, world_size = replica.data_rank, replica.data_world_size
@@ -459,6 +452,20 @@ def prepare(
             keep_until=replica.step if joined else saved.get("step", 0),
         ),
     )
+
+
+def _attached(
+    recipe: Recipe, config: Any, source: Source, seed: int, faults: Faults | None
+) -> tuple[Replica, Optimizer, LambdaLR, torch.device]:
+    """The recipe's model in training, on this worker's device."""
+    if faults is not None and (here := place()) is not None and torch.cuda.is_available():
+        torch.cuda.set_device(here.local_rank % torch.cuda.device_count())  # as `join` does elsewhere
+    device = own_device()
+    _seed(seed)
+    model = recipe.model(source).to(device)
+    optimizer = recipe.optimizer(model.parameters())
+    scheduler = scheduled(optimizer, recipe.rate, steps=recipe.steps, epochs=recipe.epochs)
+    return attach(model, optimizer, config, faults=faults), optimizer, scheduler, device
 
 
 def _release(replica: Replica) -> None:
