@@ -133,8 +133,8 @@ def with_momentum(g: Tensor, u: Tensor, taken: Settings, again: bool, out: Tenso
     return g if again else out
 
 
-class TakesOver(UpdateRule):
-    """Clips each group's gradients, and gives momentum back where none is applied before sending."""
+class TakesMomentum(UpdateRule):
+    """Takes momentum over from SGD, gives it back in the end, and clips the gradients of each group."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -169,7 +169,7 @@ class TakesOver(UpdateRule):
 class SparseGradients(Gradients):
     """The largest values after momentum, of which fewer are sent as a ramp goes on."""
 
-    def __init__(self, config: Any, rule: TakesOver) -> None:
+    def __init__(self, config: Any, rule: TakesMomentum) -> None:
         super().__init__(f"topk:{config.density}", self._aggregator)
         self.config, self.rule = config, rule
 

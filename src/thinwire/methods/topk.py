@@ -7,7 +7,7 @@ from thinwire.base.errors import ConfigError
 from thinwire.comm.topology import Topology
 from thinwire.config.common import Warmed
 from thinwire.exchange.gradients import Gradients
-from thinwire.exchange.momentum import SparseGradients, TakesOver
+from thinwire.exchange.momentum import SparseGradients, TakesMomentum
 from thinwire.methods.registry import register
 from thinwire.methods.timetable import Phase
 
@@ -63,7 +63,7 @@ class TopK(Warmed):
 
     def timetable(self, topology: Topology) -> list[Phase]:
         """The ramp and what follows are one exchange, whose density falls."""
-        rules, ramp_end = [TakesOver(self)], self.warmup_length + self.ramp_length
+        rules, ramp_end = [TakesMomentum(self)], self.warmup_length + self.ramp_length
         sparse = [SparseGradients(self, rules[0])]
         phases = [Phase(name="train", exchanges=sparse, rules=rules)]
         if self.ramp_length:
