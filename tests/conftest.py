@@ -39,8 +39,7 @@ def pytest_ignore_collect(collection_path, config) -> bool | None:
     if config.option.markexpr != "not slow":
         return None
     whole = "\npytestmark = pytest.mark.slow\n"
-    slow = "experiments" in collection_path.parts
-    return slow or (collection_path.suffix == ".py" and whole in collection_path.read_text()) or None
+    return (collection_path.suffix == ".py" and whole in collection_path.read_text()) or None
 
 
 # What takes long: begun last, it would run alone.
@@ -53,9 +52,9 @@ FIRST = {
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config, items) -> None:
-    """Experiments and real hosts are for `make test-slow`; both suites begin with what takes long."""
+    """Real hosts are for `make test-slow`; both suites begin with what takes long."""
     for item in items:
-        if "experiments" in item.path.parts or item.get_closest_marker("root"):
+        if item.get_closest_marker("root"):
             item.add_marker(pytest.mark.slow)
     first = [f"test_{name}" for name in FIRST[config.option.markexpr == "not slow"]]
     items.sort(key=lambda item: first.index(item.path.stem) if item.path.stem in first else len(first))

@@ -198,7 +198,6 @@ def _figures(folder: Path, kind: str) -> set[str]:
     return {path.stem for path in written}
 
 
-@pytest.mark.slow
 def test_charts_are_files_for_a_paper(tmp_path):
     for method, slow in (("allreduce", 100), ("ab", 9)):
         write_run(tmp_path / method, method, 0, slow=slow, accuracy=0.9)

@@ -49,7 +49,6 @@ def events(folder: Path) -> Any:
     return found
 
 
-@pytest.mark.slow
 def test_tensorboard(tmp_path: Path) -> None:
     needs.package("tensorboard", "TensorBoard")
     summary = trained(tmp_path / "run", "tensorboard")

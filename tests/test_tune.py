@@ -487,17 +487,21 @@ def odd(how=0):
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "status", "reason"),
     [
         (0, "finished", ""),
-        (1, "failed", "ValueError: no such thing"),
-        (2, "failed", "worker 0 was killed by SIGKILL, as by a system without memory"),
-        (3, "out of time", "it had not finished after"),
-        (4, "failed", "MemoryError: no memory left"),
-        (5, "diverged", "accuracy is nan"),
-        (6, "failed", "ValueError: no such network"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (1, "failed", "ValueError: no such thing"),
+                (2, "failed", "worker 0 was killed by SIGKILL, as by a system without memory"),
+                (3, "out of time", "it had not finished after"),
+                (4, "failed", "MemoryError: no memory left"),
+                (5, "diverged", "accuracy is nan"),
+                (6, "failed", "ValueError: no such network"),
+            )
+        ),
     ],
 )
 def test_a_trial_that_fails_in_any_way_has_a_finite_loss_and_a_reason(

@@ -84,6 +84,7 @@ def test_auto_correlation_is_what_it_is_by_definition(training: bool, lengths: t
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
 def test_parts_agree_with_those_of_transformers(training: bool) -> None:
     needs.package("transformers")

@@ -30,6 +30,8 @@ from thinwire.train import checkpoint, fit
 from thinwire.train.data import Images, Source
 from thinwire.train.task import CLASSIFY, Task
 
+pytestmark = pytest.mark.slow
+
 VIT = {"image": 32, "patch": 16, "width": 32, "depth": 2, "heads": 2}
 AUTOFORMER = {"width": 16, "heads": 2, "hidden": 32, "encoder_layers": 1}
 GPT = {"block": 8, "width": 32, "depth": 1, "heads": 2}

@@ -303,7 +303,10 @@ def test_orthogonal_first_values(name: str) -> None:
     assert name != "GPT" or model.head.weight is model.tokens.weight
 
 
-@pytest.mark.parametrize("shape", [(1200, 300), (2100, 520), (4000, 999)])
+@pytest.mark.parametrize(
+    "shape",
+    [(1200, 300), pytest.param((2100, 520), marks=pytest.mark.slow), pytest.param((4000, 999), marks=pytest.mark.slow)],
+)
 def test_cholesky_finds_what_qr_does(shape: tuple[int, int]) -> None:
     """Sides that are no multiples of a block, too."""
     tall = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -427,6 +430,7 @@ def test_the_character_gpt_keeps_its_names_and_its_own_head() -> None:
 STEPS = 9  # warm-up, then a whole cycle
 
 
+@pytest.mark.slow
 def test_a_cycle_of_ab_on_each() -> None:
     [found] = gang.run(cycles, 1)
     for name, seen in found.items():

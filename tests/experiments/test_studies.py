@@ -20,7 +20,10 @@ from thinwire.train.batcher import Batcher
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MODULES = ("setting", "run", "results", "tables", "labels", "pareto", "pictures", "afterwards")
-pytestmark = needs.part("benchmarks", None if BENCHMARKS.is_dir() else "they are not in this copy")
+pytestmark = [
+    pytest.mark.slow,
+    needs.part("benchmarks", None if BENCHMARKS.is_dir() else "they are not in this copy"),
+]
 
 
 @pytest.fixture
