@@ -19,8 +19,6 @@ from torch import Tensor
 from thinwire.comm.buckets import WIRES, pack_wide, unpack_into
 from thinwire.comm.wire import Pending, Wire
 
-BLOCK = 256
-
 State = dict[str, Tensor]
 
 

@@ -7,10 +7,13 @@ Small codes are packed into bytes: eight of one bit, four of two bits or two of 
 directions treat a byte's codes as one integer, so that a few operations on integers handle all of them at once.
 """
 
+import functools
+import importlib.util
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +21,16 @@ from torch import Tensor
 
 from thinwire.base.errors import unknown
 
+log = logging.getLogger("thinwire")
+
 # On a CPU several passes over a piece that stays in the cache beat one pass each over everything; on other devices
 # large pieces bound the memory of intermediate results.
 _CPU_PIECE = 1 << 18
 _DEVICE_PIECE = 1 << 24
+_ALL = 1 << 62
+
+BLOCK = 256
+"""Values that share a scale, where a code cuts what it is given into blocks."""
 
 _SMALLEST = 1e-35
 _LARGEST = 3.4e38  # just below the largest fp32
@@ -88,17 +97,16 @@ class Quantizer(ABC):
             if weight is None:
                 self.decode_block(codes, scales, block)
             else:
-                block.add_(self.decode_block(codes, scales, torch.empty_like(block)), alpha=weight)
+                self.add_block(codes, scales, block, weight)
 
     def _blocks(self, values: Tensor, rows: Sequence[Rows], payload: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Views of values, scales and codes, some rows at a time."""
         count = sum(run.number for run in rows)
         scales = payload[: 4 * self.scales * count].view(torch.float32).view(count, self.scales)
         place, row, code = 0, 0, 4 * self.scales * count
-        piece = _CPU_PIECE if values.device.type == "cpu" else _DEVICE_PIECE
         for run in rows:
             width = self.code_width(run.width)
-            step = max(1, piece // run.width)
+            step = max(1, self._piece(values.device, run.width) // run.width)
             for start in range(0, run.number, step):
                 n = min(step, run.number - start)
                 yield (
@@ -107,6 +115,10 @@ class Quantizer(ABC):
                     payload[code : code + n * width].view(n, width),
                 )
                 place, row, code = place + n * run.width, row + n, code + n * width
+
+    def _piece(self, device: torch.device, width: int) -> int:
+        """Values to handle at a time."""
+        return _CPU_PIECE if device.type == "cpu" else _DEVICE_PIECE
 
     @abstractmethod
     def code_width(self, width: int) -> int:
@@ -120,9 +132,16 @@ class Quantizer(ABC):
     def decode_block(self, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
         """Write the decoded values to `out` (n, width) and return it."""
 
+    def add_block(self, codes: Tensor, scales: Tensor, out: Tensor, weight: float) -> None:
+        """Add the decoded values times the weight to `out` (n, width)."""
+        out.add_(self.decode_block(codes, scales, torch.empty_like(out)), alpha=weight)
+
 
 class PackedQuantizer(Quantizer):
-    """A code of the same few bits for every value. The error is computed as decoding does it, so both round alike."""
+    """A code of the same few bits for every value. The error is computed as decoding does it, so both round alike.
+
+    On a GPU blocks of 256 have kernels (`kernels`), where torch came with Triton.
+    """
 
     bits: int
     """Bits per value: 1, 2, 4 or 8."""
@@ -133,13 +152,32 @@ class PackedQuantizer(Quantizer):
 
     def encode_block(self, x: Tensor, scales: Tensor, codes: Tensor) -> None:
         """Choose, pack and subtract."""
+        if kernels := self._kernels(x.device, x.shape[1]):
+            return kernels.encode(x, scales, codes, self.bits)
         code = self.choose(x, scales)
         codes.copy_(pack(code, self.bits))
         x.sub_(self.values(code, scales, torch.empty_like(x)))
 
     def decode_block(self, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
         """Unpack and look up."""
+        if kernels := self._kernels(out.device, out.shape[1]):
+            kernels.decode(codes, scales, out, self.bits, None)
+            return out
         return self.values(unpack(codes, self.bits, out.shape[1]), scales, out)
+
+    def add_block(self, codes: Tensor, scales: Tensor, out: Tensor, weight: float) -> None:
+        """The same, added up."""
+        if kernels := self._kernels(out.device, out.shape[1]):
+            kernels.decode(codes, scales, out, self.bits, weight)
+        else:
+            super().add_block(codes, scales, out, weight)
+
+    def _kernels(self, device: torch.device, width: int) -> Any:
+        return _with_triton() if device.type == "cuda" and self.scales == 1 and width == BLOCK else None
+
+    def _piece(self, device: torch.device, width: int) -> int:
+        """All at once: a kernel has no intermediate results."""
+        return _ALL if self._kernels(device, width) else super()._piece(device, width)
 
     @abstractmethod
     def choose(self, x: Tensor, scales: Tensor) -> Tensor:
@@ -300,6 +338,21 @@ def _read_pair(scales: Tensor) -> tuple[Tensor, Tensor]:
     """The first number, and the distance of the second from it."""
     low, high = scales.view(torch.bfloat16).float().split(1, 1)
     return low, high - low
+
+
+@functools.cache
+def _with_triton() -> Any:
+    """The kernels; None where torch came without Triton, or where Triton has no C compiler to start a kernel with."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    kernels = importlib.import_module("thinwire.codecs.kernels")
+    values, scale = torch.zeros(1, BLOCK, device="cuda"), torch.zeros(1, 1, device="cuda")
+    try:
+        kernels.encode(values, scale, torch.zeros_like(values, dtype=torch.uint8), 8)
+    except Exception as error:  # whatever its compiler raises: codes work without
+        log.warning("codes take some ten times longer on this GPU, since Triton cannot start a kernel: %s", error)
+        return None
+    return kernels
 
 
 _WORDS = {1: torch.int64, 2: torch.int32, 4: torch.int16}

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.aggregate import Aggregator, Exact, State
-from thinwire.codecs.quantize import Quantizer, Rows, cut, elements, longest, quantizer
+from thinwire.codecs.quantize import BLOCK, Quantizer, Rows, cut, elements, longest, quantizer
 from thinwire.comm.buckets import unpack_into
 from thinwire.comm.wire import Pending, Wire
-
-BLOCK = 256
 
 
 class Quantized(Aggregator):

@@ -1,0 +1,87 @@
+"""The codes' kernels by Triton's interpreter, which needs no GPU: they read and write what torch's versions do.
+
+    TRITON_INTERPRET=1 python tests/test_kernels.py
+
+Triton decides while it is imported whether to interpret, so a process of its own does.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import needs
+from test_quantize import BITS, NAMES, heavy_tailed
+from thinwire.codecs.quantize import BLOCK, packed_width, quantizer
+
+pytestmark = pytest.mark.slow
+
+ROWS = 37
+"""Not a multiple of what a program takes."""
+
+
+def main() -> None:
+    from thinwire.codecs import kernels
+
+    print(json.dumps({name: compared(name, kernels) for name in NAMES}))
+
+
+def compared(name: str, kernels: Any) -> dict[str, bool]:
+    """Whether the kernels agree with torch's versions, both ways."""
+    x, code, bits = values(), quantizer(name), BITS[name]
+    left, (scales, packed) = x.clone(), payload(bits)
+    code.encode_block(left, scales, packed)
+    ours, (own_scales, own_packed) = x.clone(), payload(bits)
+    kernels.encode(ours, own_scales, own_packed, bits)
+    decoded = code.decode_block(own_packed, own_scales, torch.empty_like(x))
+    found, total = torch.full_like(x, torch.nan), torch.ones_like(x)
+    kernels.decode(own_packed, own_scales, found, bits, None)
+    kernels.decode(own_packed, own_scales, total, bits, 0.25)
+    return {
+        "codes": torch.equal(own_packed, packed),
+        # Where means are sent, their sums may be added up in another order.
+        "scales": torch.equal(own_scales, scales)
+        or (bits < 4 and (words(own_scales) - words(scales)).abs().max() <= 1),
+        "the error is what decoding leaves out": torch.equal(ours, x - decoded) and bool(ours.isfinite().all()),
+        "values": torch.equal(found, decoded),
+        "values are added": torch.allclose(total, torch.ones_like(x).add(decoded, alpha=0.25), rtol=1e-6),
+    }
+
+
+def values() -> Tensor:
+    """Blocks of common values, and of those at the edges of fp32."""
+    x = heavy_tailed(ROWS * BLOCK).view(ROWS, BLOCK)
+    x[3], x[4], x[5], x[6], x[7, 1:], x[8] = 0, 1e-38, -3e38, 3.4e38, 0, -0.0
+    x[9], x[10] = x[9].abs(), -x[10].abs()
+    return x
+
+
+def payload(bits: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros(ROWS, 1), torch.zeros(ROWS, packed_width(BLOCK, bits), dtype=torch.uint8)
+
+
+def words(scales: Tensor) -> Tensor:
+    """Both means of a block as whole numbers, of which neighbours differ by one."""
+    return scales.view(torch.int16).int()
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    needs.package("triton")
+    words = [sys.executable, "-W", "ignore:overflow encountered:RuntimeWarning", __file__]
+    interpreted = {**os.environ, "TRITON_INTERPRET": "1"}
+    return json.loads(subprocess.run(words, env=interpreted, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_they_are_what_torchs_versions_are(name: str, found: Any) -> None:
+    assert all(found[name].values()), found[name]
+
+
+if __name__ == "__main__":
+    main()
