@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import gc
 import signal
 
 import machine
@@ -13,6 +14,8 @@ import needs  # noqa: E402
 
 # A shell that starts the tests in the background makes them ignore Ctrl-C, and so everything they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Until all tests are collected: there is no garbage, and with torch looking for it takes half a second.
+gc.disable()
 
 
 def pytest_addoption(parser) -> None:
@@ -58,6 +61,12 @@ def pytest_collection_modifyitems(config, items) -> None:
             item.add_marker(pytest.mark.slow)
     first = [f"test_{name}" for name in FIRST[config.option.markexpr == "not slow"]]
     items.sort(key=lambda item: first.index(item.path.stem) if item.path.stem in first else len(first))
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays; collections then look at what tests leave behind."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 import gang
 import small
 import thinwire
-from every_method import STEPS
+from every_method import BUILT_IN, STEPS
 from selection import first_of
 from sockets import needs_counts, socket_bytes
 from thinwire.base.errors import ConfigError
@@ -30,6 +30,9 @@ from thinwire.methods.registry import METHODS, name_of
 from trajectories import LAYOUTS, adamw
 
 methods = pytest.mark.parametrize("name", METHODS)
+methods_but_examples_are_slow = pytest.mark.parametrize(
+    "name", [*BUILT_IN, *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name not in BUILT_IN)]
+)
 # Two workers are the quickest; the larger worlds of `trajectories` are slow.
 WORLDS = {"2 groups of 1": (2, 1), **LAYOUTS}
 worlds = pytest.mark.parametrize("world", first_of(WORLDS))
@@ -44,10 +47,10 @@ def example(name: str, **fields: Any) -> Any:
 SAVES = (7, 14)
 
 
-def saved_and_resumed(rank: int, group_size: int, folder: str) -> dict[str, list[str]]:
+def saved_and_resumed(rank: int, group_size: int, folder: str, built_in: bool) -> dict[str, list[str]]:
     """For each method the bits that a run ends with, and those of runs that resumed it from each save."""
     found = {}
-    for name in METHODS:
+    for name in (name for name in METHODS if (name in BUILT_IN) == built_in):
         config, place = example(name, group_size=group_size), Path(folder) / name
         found[name] = [_train(rank, config, place, start) for start in (0, *SAVES)]
     return found
@@ -72,16 +75,16 @@ def _train(rank: int, config: Any, place: Path, start: int) -> str:
 
 
 @functools.cache
-def resumed(world: str) -> list[dict[str, list[str]]]:
+def resumed(world: str, built_in: bool) -> list[dict[str, list[str]]]:
     workers, size = WORLDS[world]
     with tempfile.TemporaryDirectory() as folder:
-        return gang.run(saved_and_resumed, workers, size, folder)
+        return gang.run(saved_and_resumed, workers, size, folder, built_in)
 
 
 @worlds
-@methods
+@methods_but_examples_are_slow
 def test_resuming_anywhere_is_as_if_never_stopped(name: str, world: str) -> None:
-    for worker in resumed(world):
+    for worker in resumed(world, name in BUILT_IN):
         whole, *others = worker[name]
         assert others == [whole] * len(SAVES)
 

@@ -81,6 +81,8 @@ def _of_training(path: Path) -> str | None:
 def _calls_torch_distributed(path: Path) -> str | None:
     if _layer(path) == "comm":
         return None
+    if "distributed" not in path.read_text(encoding="utf-8"):
+        return None
     imported = any(name.startswith("torch.distributed") for name in _imports(path))
     attributes = (n for n in ast.walk(_tree(path)) if isinstance(n, ast.Attribute) and n.attr == "distributed")
     used = any(isinstance(n.value, ast.Name) and n.value.id == "torch" for n in attributes)

@@ -113,6 +113,14 @@ def test_a_value_that_lies_is_refused(save: Path) -> None:
     assert "has format 99" in error_of(save)
 
 
+def test_a_phase_that_the_method_does_not_have_there_is_refused(save: Path) -> None:
+    state = json.loads((save / "state.json").read_text())
+    state["method"]["phase"] = "cool-down"
+    (save / "state.json").write_text(json.dumps(state))
+    saves.sign(save)
+    assert "state.json" in (said := error_of(save)) and "phase 0 is not 'cool-down'" in said
+
+
 # A NaN by one worker.
 
 

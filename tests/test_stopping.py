@@ -75,6 +75,15 @@ def test_stops_are_numbered_anew_in_each_world() -> None:
         process_groups.leave()
 
 
+def test_what_was_posted_is_found_until_it_is_removed() -> None:
+    process_groups.open_world(dist.HashStore(), 0, 1, 60.0)
+    for key in ("first", "second", "third"):
+        process_groups.post(key, [key])
+    process_groups.remove_posted(["first", "third", "never posted"])
+    assert [process_groups.posted(key) for key in ("first", "second", "third")] == [None, ["second"], None]
+    process_groups.leave()
+
+
 def waits(ready: str) -> None:
     with stopping.on_signals():
         Path(ready).touch()
