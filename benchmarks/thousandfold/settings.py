@@ -1,4 +1,4 @@
-"""What is compared: four groups at full rank that average rarely, and all-reduce."""
+"""What is compared: four groups that average rarely, at full rank or with AB's factors, and all-reduce."""
 
 from pathlib import Path
 
@@ -19,6 +19,11 @@ def rounds(name: str, every: int, *fields: str, warm: tuple[str, ...] = WARM) ->
     return vgg(f"rounds-{name}", "diloco", f"every={every}", *chosen.values())
 
 
+def factored(every: int, target: int) -> Setting:
+    """AB with such a warm-up: full rank in such rounds, and factors of this compression from three quarters on."""
+    return vgg(f"ab-{every}-target{target}", "ab", f"every={every}", f"target={target}", *WARM)
+
+
 ALLREDUCE = vgg("allreduce-by-one", "allreduce")._replace(
     recipe=f"{Path(__file__).parent / 'one_worker.py'}:vgg16_bn", workers=1
 )
@@ -37,4 +42,5 @@ SETS: dict[str, list[Setting]] = {
         rounds("192-bit", 192, "wire=bit"),
         rounds("48-bit-grow-384", 48, "wire=bit", "every_max=384"),
     ],
+    "factored": [factored(every, 5) for every in (24, 48, 96)],
 }

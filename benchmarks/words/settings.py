@@ -124,12 +124,18 @@ SETS: dict[str, list[Setting]] = {
             diloco(48),
         )
     ],
-    "pieces-rates": [pieces_allreduce(lr, dropout) for lr in ("1e-3", "2e-3") for dropout in ("0.3", "0.4", "0.5")],
+    "pieces-rates": [
+        *(pieces_allreduce(lr, dropout) for lr in ("1e-3", "2e-3") for dropout in ("0.3", "0.4", "0.5")),
+        pieces_allreduce("7e-4", "0.4"),
+        pieces_allreduce("1.4e-3", "0.5"),
+    ],
     "pieces-rounds": [
         *(rounds(every, "1e-3", "0.3") for every in (12, 24, 48, 96, 192, 384)),
         rounds(96, "2e-3", "0.3"),
         *(rounds(96, "1e-3", dropout) for dropout in ("0.2", "0.4")),
         rounds(48, "1e-3", "0.3", "every_max=384"),
+        rounds(36, "1e-3", "0.3", "every_max=288"),
+        rounds(36, "1e-3", "0.3", "every_max=288", "outer=1.0/0.7"),
         *(rounds(96, "1e-3", "0.3", outer) for outer in ("outer=none", "outer=1.0/0.7", "outer=0.7/0.9")),
         *(rounds(every, "1e-3", "0.3", "wire=bit") for every in (96, 192)),
     ],
