@@ -103,6 +103,7 @@ def test_two_workers_measure_their_link_and_get_advice(tmp_path: Path) -> None:
     assert report["advice"]["best"]["method"] in ("allreduce", "localsgd") and report["advice"]["why"]
 
 
+@pytest.mark.slow
 def test_workers_that_differ_are_named_and_the_exit_code_is_one(tmp_path: Path) -> None:
     first, second = visits(tmp_path, ["doctor"], {}, {"OMP_NUM_THREADS": "3", "THINWIRE_STORE": "here:1"})
     assert (first["code"], second["code"]) == (1, 0), first

@@ -74,7 +74,7 @@ def tuned(rank: int, name: str, adapters: bool) -> dict[str, Any]:
     ("name", "adapters"),
     [
         ("ab", False),
-        ("localsgd", True),
+        pytest.param("localsgd", True, marks=pytest.mark.slow),
         pytest.param("oialr", False, marks=pytest.mark.slow),
         pytest.param("ab later", False, marks=pytest.mark.slow),
     ],

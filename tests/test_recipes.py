@@ -17,7 +17,7 @@ from thinwire.train.task import describe_optimizer
 SHIPPED = ("digits", "shakespeare")
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", ["digits", pytest.param("shakespeare", marks=pytest.mark.slow)])
 def test_a_recipe_learns(name):
     torch.manual_seed(0)
     recipe = named(name)

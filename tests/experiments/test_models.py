@@ -81,6 +81,7 @@ def test_small_features_are_spread_under_the_wide_kernel() -> None:
     torch.testing.assert_close(wide.flatten(1), by_hand, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_as_transformers_gpt2() -> None:
     transformers = needs.package("transformers")
     sizes = {"n_layer": 2, "n_head": 3, "n_embd": 24, "vocab_size": 40, "n_positions": 16}
