@@ -25,7 +25,8 @@ def encode(x: Tensor, scales: Tensor, codes: Tensor, bits: int) -> None:
     n, (rows, warps) = len(x), _ENCODES[bits]
     # A product and a sum stay two operations: the error must be what is left of the rounded product.
     settings = {"num_warps": warps, "enable_fp_fusion": False}
-    _encode[(triton.cdiv(n, rows),)](x, scales.view(torch.int32), codes, n, bits, rows, WIDTH, **settings)
+    with torch.cuda.device_of(x):  # Triton takes the current one
+        _encode[(triton.cdiv(n, rows),)](x, scales.view(torch.int32), codes, n, bits, rows, WIDTH, **settings)
 
 
 def decode(codes: Tensor, scales: Tensor, out: Tensor, bits: int, weight: float | None) -> None:
@@ -33,7 +34,8 @@ def decode(codes: Tensor, scales: Tensor, out: Tensor, bits: int, weight: float 
     n, (rows, warps) = len(out), _DECODES
     words, by = scales.view(torch.int32), 1.0 if weight is None else weight
     settings = {"num_warps": warps, "enable_fp_fusion": False}
-    _decode[(triton.cdiv(n, rows),)](codes, words, out, by, n, bits, weight is not None, rows, WIDTH, **settings)
+    with torch.cuda.device_of(out):
+        _decode[(triton.cdiv(n, rows),)](codes, words, out, by, n, bits, weight is not None, rows, WIDTH, **settings)
 
 
 @triton.jit
