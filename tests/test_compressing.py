@@ -661,6 +661,7 @@ def _overflow_of_a_head(rank: int) -> list[tuple[int, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_what_users_do_in_their_loops() -> None:
     results = gang.run(unusual_loops, 4)
     for found in results:

@@ -298,6 +298,7 @@ def half_precision(rank: int) -> list[int]:
     return seen
 
 
+@pytest.mark.slow
 def test_small_updates_survive_rounding_and_what_stands_still_stays() -> None:
     everyone = gang.run(tiny_updates, 2)
     for found in everyone:
@@ -582,6 +583,7 @@ def coded_after(rank: int, steps: int, folder: Path) -> str:
     return small.model_bits(replica.module)
 
 
+@pytest.mark.slow
 def test_a_lone_node_may_become_several(tmp_path: Path) -> None:
     for name, wire in (("lone", "bf16"), ("coded", "int8")):
         replica, optimizer = build(daso(every=2, overlap=0, wire=wire))

@@ -95,6 +95,7 @@ def rates_of_their_own(rank: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_an_optimizer_may_find_its_own_rate() -> None:
     first, second = gang.run(rates_of_their_own, 2)
     assert first == second

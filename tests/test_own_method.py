@@ -184,6 +184,7 @@ def _begun() -> tuple[Any, Any]:
     return thinwire.attach(model, optimizer, ThereAndBack(group_size=1)), optimizer
 
 
+@pytest.mark.slow
 def test_phases_may_follow_in_any_order_and_resume(tmp_path: Path) -> None:
     """After groups have trained apart the world goes on with one optimizer too."""
     first, second = gang.run(there_and_back, 2, str(tmp_path), fresh=True)

@@ -297,7 +297,7 @@ def test_a_line_for_the_best_epoch_of_a_run_that_looked_for_it() -> None:
     assert best_epoch({"best_epoch": best}) == [told] and best_epoch({"metric": "mse"}) == []
 
 
-@pytest.mark.parametrize("method", ["topk", "allreduce"])
+@pytest.mark.parametrize("method", ["topk", pytest.param("allreduce", marks=pytest.mark.slow)])
 def test_a_run_that_diverged_is_called_that(method, tmp_path):
     """Never a difference that may be chance, of its own row or, where all-reduce diverged, of the others."""
     for name in ("allreduce", "topk"):

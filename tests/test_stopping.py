@@ -44,8 +44,8 @@ def stops(rank: int, config: Any, hears: dict[int, int], slow: int) -> tuple[int
     ("config", "hears", "slow"),
     [
         (thinwire.AllReduce(), {1: 3}, 0),
-        (thinwire.LocalSGD(every=50), {0: 3}, 1),  # one worker may be many steps ahead
-        (thinwire.LocalSGD(every=50), {0: 3, 1: 90}, 0),
+        pytest.param(thinwire.LocalSGD(every=50), {0: 3}, 1, marks=pytest.mark.slow),  # one may be many steps ahead
+        pytest.param(thinwire.LocalSGD(every=50), {0: 3, 1: 90}, 0, marks=pytest.mark.slow),
     ],
     ids=["in step", "apart", "at different times"],
 )

@@ -160,6 +160,7 @@ def gan_both_ways(rank: int) -> dict[str, tuple[str, str]]:
     }
 
 
+@pytest.mark.slow
 def test_a_discriminator_in_its_generators_pass_learns_nothing_from_it() -> None:
     here, there = gang.run(gan_both_ways, 2)
     assert here == there

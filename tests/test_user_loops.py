@@ -57,6 +57,7 @@ def accumulate_like_ddp(rank: int) -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 def test_accumulation_with_allreduce_is_ddps_bit_for_bit() -> None:
     assert all(all(found) for found in gang.run(accumulate_like_ddp, 3))
 
@@ -126,6 +127,7 @@ def bf16_loop(rank: int) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 def test_autocast() -> None:
     found = gang.run(bf16_loop, 2)
     assert all_equal([bits for worker in found for bits in worker["bits"]])
@@ -370,6 +372,7 @@ def zeroing_loop(rank: int, way: str) -> str:
     return small.model_bits(replica.module)
 
 
+@pytest.mark.slow
 def test_closures_and_every_way_of_zeroing_train_alike() -> None:
     found = gang.run(closures_and_zeros, 2)
     assert all_equal(found)
