@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,6 +83,18 @@ def test_what_was_posted_is_found_until_it_is_removed() -> None:
     process_groups.remove_posted(["first", "third", "never posted"])
     assert [process_groups.posted(key) for key in ("first", "second", "third")] == [None, ["second"], None]
     process_groups.leave()
+
+
+def test_what_asks_groups_to_stop_is_named_a_signal_before_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    membership: Any = SimpleNamespace(heartbeat=SimpleNamespace(on_look=[]))
+    stop = stopping.ElasticStop(membership)
+    assert stop.why is None
+    stop.asked = "the loss rises"
+    assert stop.why == "the loss rises"
+    monkeypatch.setattr(stopping, "requested", lambda: "SIGTERM")
+    assert stop.why == "SIGTERM"
+    stop.asked = None
+    assert stop.why == "SIGTERM"
 
 
 def waits(ready: str) -> None:
