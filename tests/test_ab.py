@@ -146,8 +146,9 @@ def test_nothing_to_factor_is_said_at_once_or_when_the_user_asks() -> None:
     def one_matrix() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10))
 
-    with pytest.raises(ConfigError, match="nothing to factor in this model"):
-        run(ab(), 0, one_matrix())
+    for config in (ab(), small.ab(), thinwire.OIALR(total_steps=20)):
+        with pytest.raises(ConfigError, match="nothing to factor in this model"):
+            run(config, 0, one_matrix())
     replica = run(ab(factor_at=None), 6, one_matrix())
     with pytest.raises(ConfigError, match="nothing to factor in this model"):
         replica.factor_now()

@@ -8,11 +8,22 @@ import pytest
 
 import thinwire
 from thinwire.comm.ledger import Ledger
-from thinwire.comm.topology import Sent
+from thinwire.comm.topology import Sent, count_edges
 from thinwire.recipes import named
 from thinwire.train import fit
 from thinwire.train.summary import Counts
 from thinwire.train.summary import counted_figures as figures
+
+
+@pytest.mark.parametrize("senders", [None, (1, 2, 5)])
+def test_in_a_mesh_each_sends_to_each_other(senders: tuple[int, ...] | None) -> None:
+    members, node_of = (0, 1, 2, 4, 5), {0: 0, 1: 0, 2: 1, 4: 2, 5: 2}
+    pairs = [(node_of[a], node_of[b]) for a in senders or members for b in members if a != b]
+    found = count_edges("mesh", members, node_of, senders)
+    for node in range(3):
+        assert found.leaving[node] == sum(a == node != b for a, b in pairs)
+        assert found.staying[node] == sum(a == node == b for a, b in pairs)
+    assert found.busiest == max(found.leaving.values())
 
 
 def test_the_ledger_sums_by_phase_by_purpose_and_by_link() -> None:
