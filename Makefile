@@ -49,7 +49,7 @@ $(PROPULATE_STAMP): pyproject.toml
 	@touch $@
 
 test-slow: setup
-	# More at a time than in `make test`: most of these wait, for groups that were killed or for links that are slow.
+	# Most of these wait, for groups that were killed or for links that are slow.
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "slow and not rest"
 
 test-all: setup

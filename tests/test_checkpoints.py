@@ -140,6 +140,10 @@ def test_a_damaged_save_is_reported_and_the_one_before_is_used(tmp_path, caplog)
     bad = tmp_path / "run" / "checkpoint" / "step-000006" / "model.safetensors"
     flip_a_bit(bad)
     with caplog.at_level(logging.WARNING, "thinwire"):
+        found = saves.find_sound(bad.parent.parent)  # as a reader of files does, with no other workers
+    assert found == bad.parent.with_name("step-000004") and f"using the save before it, `{found}`" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "thinwire"):
         resumed = train(tmp_path / "run", save_every=2, resume=True)
     said = caplog.text
     assert f"a save is damaged and is not used: `{bad}` is damaged, its checksum" in said
