@@ -47,6 +47,7 @@ def compared(name: str, kernels: Any) -> dict[str, bool]:
         # Where means are sent, their sums may be added up in another order.
         "scales": torch.equal(own_scales, scales)
         or (bits < 4 and (words(own_scales) - words(scales)).abs().max() <= 1),
+        "ties go to the even one": torch.equal(own_scales[11:13], scales[11:13]),
         "the error is what decoding leaves out": torch.equal(ours, x - decoded) and bool(ours.isfinite().all()),
         "values": torch.equal(found, decoded),
         "values are added": torch.allclose(total, torch.ones_like(x).add(decoded, alpha=0.25), rtol=1e-6),
@@ -58,6 +59,7 @@ def values() -> Tensor:
     x = heavy_tailed(ROWS * BLOCK).view(ROWS, BLOCK)
     x[3], x[4], x[5], x[6], x[7, 1:], x[8] = 0, 1e-38, -3e38, 3.4e38, 0, -0.0
     x[9], x[10] = x[9].abs(), -x[10].abs()
+    x[11], x[12] = 1 + 2**-8, 1 + 3 * 2**-8  # sums are exact, and their means between two numbers of bf16
     return x
 
 
