@@ -46,7 +46,7 @@ def compared(name: str, kernels: Any) -> dict[str, bool]:
         "codes": torch.equal(own_packed, packed),
         # Where means are sent, their sums may be added up in another order.
         "scales": torch.equal(own_scales, scales)
-        or (bits < 4 and (words(own_scales) - words(scales)).abs().max() <= 1),
+        or (bits < 4 and bool((words(own_scales) - words(scales)).abs().max() <= 1)),
         "ties go to the even one": torch.equal(own_scales[11:13], scales[11:13]),
         "the error is what decoding leaves out": torch.equal(ours, x - decoded) and bool(ours.isfinite().all()),
         "values": torch.equal(found, decoded),
