@@ -132,7 +132,7 @@ def _node(number: int, chosen: str | None, address: str | None, **known: str) ->
 @pytest.mark.parametrize(
     ("chosen", "said"),
     [
-        (None, "nccl takes one of eth0, wg0 by itself, perhaps a public one: export NCCL_SOCKET_IFNAME=wg0"),
+        (None, "nccl takes one of eth0, wg0 by itself, perhaps a public one: export THINWIRE_INTERFACE=wg0"),
         ("wg0", None),
         ("wg", None),
         ("^eth0", None),
@@ -152,8 +152,7 @@ def test_interfaces_that_others_cannot_reach_are_hinted_at_once_for_all() -> Non
     fine = _node(2, None, "10.0.0.3", lo="127.0.0.1", ib0="10.0.0.3")
     (said,) = hints([*lost, fine])
     assert (
-        said.startswith("on nodes 0, 1 the hostname resolves to 127.0.1.1")
-        and "export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0" in said
+        said.startswith("on nodes 0, 1 the hostname resolves to 127.0.1.1") and "export THINWIRE_INTERFACE=ib0" in said
     )
     assert blocked([*lost, fine]) and not blocked([fine, fine]) and not blocked(lost[:1])
     assert hints([fine]) == []

@@ -19,7 +19,8 @@ from patience import until
 from selection import slow_but
 from thinwire.base.errors import ConfigError
 from thinwire.cli import main
-from thinwire.comm.ledger import VARIABLE, Interface, Ledger
+from thinwire.comm.backends import INTERFACE
+from thinwire.comm.ledger import Interface, Ledger
 from thinwire.launch.jobs import Job, Variant, variants
 from thinwire.netbench import hosts
 from thinwire.netbench.bench import _agreement, _sum
@@ -231,7 +232,7 @@ def test_bad_input(words: tuple[str, ...], sentence: str, monkeypatch: pytest.Mo
 
 
 def test_an_interface_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match=f"`{VARIABLE}`='nosuch0'.*choose from: .*lo"):
+    with pytest.raises(ConfigError, match=f"`{INTERFACE}`='nosuch0'.*choose from: .*lo"):
         Interface("nosuch0")
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import thinwire
-from thinwire.comm.ledger import HEADERS, VARIABLE, Interface
+from thinwire.comm.backends import INTERFACE
+from thinwire.comm.ledger import HEADERS, Interface
 from thinwire.netbench.hosts import Hosts
 
 CALLS = 200
@@ -26,7 +27,7 @@ def main() -> None:
         for number, host in enumerate(lab.hosts):
             words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={number}"]
             words += [f"--master-addr={first}", f"--master-port={PORT}", "--nproc-per-node=1", __file__, "worker"]
-            environment = os.environ | {"GLOO_SOCKET_IFNAME": host.interface, VARIABLE: host.interface}
+            environment = os.environ | {"GLOO_SOCKET_IFNAME": host.interface, INTERFACE: host.interface}
             quiet = subprocess.DEVNULL
             workers.append(
                 subprocess.Popen(host.command(words), env=environment | {"OMP_NUM_THREADS": "1"}, stderr=quiet)
@@ -39,7 +40,7 @@ def work() -> None:
     """Each kind of call, many times."""
     model = nn.Linear(8, 8)
     replica = thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), thinwire.AllReduce())
-    wire, interface = replica.wire, Interface(os.environ[VARIABLE])
+    wire, interface = replica.wire, Interface(os.environ[INTERFACE])
     large, small = torch.zeros(250_000), torch.zeros(3, dtype=torch.float64)
     calls = {
         "all-reduce, 1 MB": lambda: wire.all_reduce_sum(large, "x"),

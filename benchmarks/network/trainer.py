@@ -24,7 +24,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 import thinwire
-from thinwire.comm.ledger import VARIABLE, Interface
+from thinwire.comm.backends import INTERFACE
+from thinwire.comm.ledger import Interface
 from thinwire.integrations.transformers import ThinwireTrainer
 from thinwire.netbench.hosts import Hosts, parse_rate
 
@@ -68,7 +69,7 @@ def launched(lab: Hosts, given: argparse.Namespace, method: str, steps: int) -> 
             words += [f"--master-addr={lab.hosts[0].address}", f"--master-port={PORT}", "--nproc-per-node=1"]
             words += [__file__, str(given.text), "--worker", method, "--steps", str(steps), "--out", str(out)]
             words += ["--quick"] * given.quick
-            environment = os.environ | {"GLOO_SOCKET_IFNAME": host.interface, VARIABLE: host.interface}
+            environment = os.environ | {"GLOO_SOCKET_IFNAME": host.interface, INTERFACE: host.interface}
             environment |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
             workers.append(subprocess.Popen(host.command(words), env=environment, stdout=subprocess.DEVNULL))
         codes = [worker.wait() for worker in workers]
@@ -93,7 +94,7 @@ class Watch(TrainerCallback):
     """Seconds and bytes at each step."""
 
     def __init__(self) -> None:
-        self.interface = Interface(os.environ[VARIABLE])
+        self.interface = Interface(os.environ[INTERFACE])
         self.seen: list[tuple[float, int]] = []
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:

@@ -4,6 +4,7 @@ import copy
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from thinwire.base.errors import OtherRankError, one_line
 from thinwire.comm import missing, process_groups
+from thinwire.comm.backends import Backends
 from thinwire.comm.buckets import by_dtype, checksum, pack, rounded, size_of, unpack_into, unrounded
 from thinwire.comm.ledger import Ledger
 from thinwire.comm.topology import Ranks, Sent, Topology, discover
@@ -21,8 +23,11 @@ from thinwire.comm.wire import Pending, Watch, Wire
 class ProcessGroupWire(Wire):
     """One worker's end of it: the layout, the process groups and the ledger."""
 
-    def __init__(self, topology: Topology, ledger: Ledger, watch: Watch | None = None) -> None:
+    def __init__(
+        self, topology: Topology, ledger: Ledger, watch: Watch | None = None, backends: Backends | None = None
+    ) -> None:
         self.ledger = ledger
+        self.backends = backends or Backends()
         if watch is not None:
             self.watch, self.outlives_groups = watch, True
         self._in_background = False
@@ -36,6 +41,8 @@ class ProcessGroupWire(Wire):
         self._control = None
         with self.watch.opening():
             self._cross = self._crossing_group()
+            world = self._process_group_of([topology.world])
+            self._world = None if world is dist.group.WORLD else world  # that one is not ours to keep
             if topology.world_size > 1:
                 self._control = process_groups.control_group()
         if topology.world_size > 1:
@@ -54,7 +61,7 @@ class ProcessGroupWire(Wire):
 
     def release_groups(self) -> None:
         """Release all process groups; the process ends."""
-        self._group = self._cross = self._control = None
+        self._world = self._group = self._cross = self._control = None
 
     @classmethod
     def open(
@@ -65,12 +72,16 @@ class ProcessGroupWire(Wire):
         ledger: Ledger,
         groups: tuple[Ranks, ...] | None = None,
         watch: Watch | None = None,
+        backends: Backends | None = None,
     ) -> "ProcessGroupWire":
         """Lay out the running job, whose workers must all have the same settings; collective.
 
         Where launchers made the groups, these are given, and somebody watches them.
         """
-        wire = cls(discover(group_size, settings, device, groups), ledger, watch)
+        topology = discover(group_size, settings, device, groups)
+        if backends is not None and not topology.is_one_machine:
+            topology = replace(topology, algorithm=backends.algorithm)
+        wire = cls(topology, ledger, watch, backends)
         wire.count_opening()
         return wire
 
@@ -141,7 +152,10 @@ class ProcessGroupWire(Wire):
             return None
         mine = None
         for part in parts:
-            group = process_groups.process_group(part, thread)
+            far = self.topology.spans_machines(part)
+            backend = self.backends.between if far else self.backends.inside
+            opened = self.backends.connect if far else None
+            group = process_groups.process_group(part, thread, backend, opened)
             mine = group if self.topology.rank in part else mine
         return mine
 
@@ -149,7 +163,7 @@ class ProcessGroupWire(Wire):
         if self.topology.world_size == 1:
             return tensor
         result = tensor.detach().clone().cpu()
-        sent = self.topology.all_reduce(self.topology.world, size_of(result))
+        sent = self.topology.ring(self.topology.world, size_of(result))  # by gloo
         self._timed(lambda: dist.all_reduce(result, op, group=self._control), sent, purpose)
         return result.to(tensor.device)
 
@@ -166,7 +180,7 @@ class ProcessGroupWire(Wire):
             return
         for bucket in by_dtype(tensors):
             flat = pack(bucket)
-            sent = self.topology.tree(members, size_of(flat) if size is None else size, root)
+            sent = self.topology.broadcast(members, size_of(flat) if size is None else size, root)
             self._timed(functools.partial(dist.broadcast, flat, root, group=group), sent, purpose)
             unpack_into(flat, bucket)
 

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 from thinwire.base import units
 from thinwire.base.errors import ConfigError
+from thinwire.comm.backends import INTERFACE
 from thinwire.comm.times import Clock, Mark, Times, mean_times
 from thinwire.comm.topology import Sent
 
-VARIABLE = "THINWIRE_INTERFACE"
 LINK = "THINWIRE_LINK"
 """The rate of each node's link, such as 100 Mbit/s, if somebody knows it: for the run's summary."""
 HEADERS = 66
@@ -47,7 +47,7 @@ class Interface:
         self.name = name
         if name not in (known := _rows()):
             raise ConfigError(
-                f"`{VARIABLE}`={name!r}: there is no such interface, choose from: {', '.join(sorted(known))}"
+                f"`{INTERFACE}`={name!r}: there is no such interface, choose from: {', '.join(sorted(known))}"
             )
 
     def read(self) -> Counted:
@@ -72,13 +72,13 @@ def mean_counted(states: list[dict[str, list[int]]]) -> dict[str, list[int]]:
 
 def watched() -> Interface | None:
     """The interface that the environment names, if it names one."""
-    name = os.environ.get(VARIABLE)
+    name = os.environ.get(INTERFACE)
     return Interface(name) if name else None
 
 
 def _rows() -> dict[str, list[str]]:
     if not _TABLE.is_file():
-        raise ConfigError(f"`{VARIABLE}` is set, but there is no {_TABLE} here: counters are read on Linux only")
+        raise ConfigError(f"`{INTERFACE}` is set, but there is no {_TABLE} here: counters are read on Linux only")
     lines = _TABLE.read_text(encoding="utf-8").splitlines()[2:]
     return {name.strip(): values.split() for name, _, values in (line.partition(":") for line in lines)}
 

@@ -416,11 +416,19 @@ def _tcp() -> Any:
     return store if isinstance(store, dist.TCPStore) else None
 
 
-def process_group(members: Ranks, thread: str = "") -> Any:
-    """The process group of these ranks, or a separate one for a thread; all workers create them in the same order."""
-    known, key = _known_groups(), (*members, thread) if thread else members
+def process_group(
+    members: Ranks, thread: str = "", backend: str | None = None, opened: Callable[[Any], None] | None = None
+) -> Any:
+    """The process group of these ranks, or a separate one for a thread; all workers create them in the same order.
+
+    On the world's backends or on another one. Its members call `opened` with a new one.
+    """
+    known, key = _known_groups(), (*members, thread, backend) if thread or backend else members
     if key not in known:
-        known[key] = dist.new_group(list(members), timeout=timeout_of(dist.group.WORLD))
+        group = dist.new_group(list(members), timeout=timeout_of(dist.group.WORLD), backend=backend)
+        if opened is not None and group is not dist.GroupMember.NON_GROUP_MEMBER:
+            opened(group)
+        known[key] = group
     return known[key]
 
 

@@ -372,5 +372,5 @@ def _flags(parameter: nn.Parameter) -> tuple[Any, ...]:
 
 def bucket_order(topology: Topology, members: Ranks, trained: int, buckets: int) -> Sent:
     """DDP's broadcast of its bucket order: one int32 per parameter plus one, then one per bucket."""
-    order = topology.tree(members, 4 * (trained + 1), members[0])
-    return order + topology.tree(members, 4 * buckets, members[0])
+    order = topology.broadcast(members, 4 * (trained + 1), members[0])
+    return order + topology.broadcast(members, 4 * buckets, members[0])

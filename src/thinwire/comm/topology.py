@@ -6,6 +6,7 @@ worker does. Groups are contiguous ranks and never split a node.
 """
 
 import hashlib
+import itertools
 import logging
 import os
 import socket
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.base.errors import ConfigError, DisagreementError
-from thinwire.comm import process_groups, slurm
+from thinwire.comm import backends, process_groups, slurm
 
 Ranks = tuple[int, ...]
 
@@ -89,6 +90,11 @@ def tree_pairs(members: Ranks) -> Iterable[tuple[int, int]]:
         yield members[place - (1 << (place.bit_length() - 1))], members[place]
 
 
+def chain_pairs(members: Ranks) -> Iterable[tuple[int, int]]:
+    """Each member but the last sends to the next."""
+    return itertools.pairwise(members)
+
+
 def star_pairs(members: Ranks) -> Iterable[tuple[int, int]]:
     """Each member sends to the first, which answers."""
     for member in members[1:]:
@@ -99,6 +105,7 @@ def star_pairs(members: Ranks) -> Iterable[tuple[int, int]]:
 PATTERNS: dict[str, Callable[[Ranks], Iterable[tuple[int, int]]]] = {
     "ring": ring_pairs,
     "tree": tree_pairs,
+    "chain": chain_pairs,
     "star": star_pairs,
 }
 """Who sends to whom."""
@@ -130,7 +137,9 @@ class Topology:
     nodes: tuple[Ranks, ...]
     groups: tuple[Ranks, ...]
     algorithm: str = "ring"
-    """How an all-reduce is done: by gloo's ring, or by nccl's tree."""
+    """How all-reduces and broadcasts are done: "ring" as gloo does them, or "tree" as nccl between nodes."""
+    is_one_machine: bool = False
+    """Whether nodes are parts of one machine, between which no link is slow."""
     carriers: int | None = None
     """Members of a group that carry what it sends over the slow link; None is as many as the smallest group has."""
 
@@ -166,6 +175,10 @@ class Topology:
         if share not in self._crossings:
             self._crossings[share] = tuple(group[share] for group in self.groups)
         return self._crossings[share]
+
+    def spans_machines(self, members: Ranks) -> bool:
+        """Whether these ranks are on several."""
+        return not self.is_one_machine and len({self._node_of[rank] for rank in members}) > 1
 
     def by_groups(self, count: Callable[[int], int]) -> int:
         """A size that depends on the number of groups."""
@@ -267,10 +280,10 @@ class Topology:
         inner = max(0, here - 1)
         return Sent(each if here else 0, chain * inner, each, chain, 2 * (nodes - 1).bit_length(), 2 * inner)
 
-    def tree(self, members: Ranks, size: int, root: int) -> Sent:
-        """A broadcast of `size` bytes from rank `root` along gloo's binomial tree."""
+    def broadcast(self, members: Ranks, size: int, root: int) -> Sent:
+        """A broadcast of `size` bytes from rank `root`, along gloo's binomial tree or from one to the next by nccl."""
         start, depth = members.index(root), (len(members) - 1).bit_length()
-        edges = self._edges("tree", members[start:] + members[:start])
+        edges = self._edges("tree" if self.algorithm == "ring" else "chain", members[start:] + members[:start])
         slow_rounds = depth if edges.busiest else 0
         fast_rounds = depth - slow_rounds
         slow, fast = self._own(edges)
@@ -327,6 +340,7 @@ def place() -> Place | None:
 def join() -> None:
     """Start `torch.distributed` from torchrun's or srun's environment, unless it runs or there is one worker only."""
     here = place()
+    backends.take_interface()
     if dist.is_initialized() or here is None or here.world_size == 1:
         return
     complete_environment(here)
@@ -352,9 +366,13 @@ def backend(here: Place) -> str:
         return "gloo"
     # A launcher may show each worker one GPU of its own, or all workers all of them.
     torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
-    # nccl wants a GPU of its own for every worker; gloo carries CUDA tensors too.
+    return "cpu:gloo,cuda:nccl" if has_own_gpu(here) else "gloo"
+
+
+def has_own_gpu(here: Place) -> bool:
+    """Whether every worker of this machine has a GPU of its own, as nccl wants it; gloo carries CUDA tensors too."""
     alone = torch.cuda.device_count() >= here.local_size or "SLURM_GPUS_PER_TASK" in os.environ
-    return "cpu:gloo,cuda:nccl" if alone else "gloo"
+    return torch.cuda.is_available() and (alone or "NCCL_MULTI_RANK_GPU_ENABLE" in os.environ)
 
 
 def machine() -> str:
@@ -390,7 +408,7 @@ def arrange(rank: int, machines: Sequence[int], group_size: int | str | None) ->
             f'use 1 to {size}, or "world"'
         )
     nodes = _runs(machines)
-    if len(nodes) == 1:
+    if one := len(nodes) == 1:
         nodes = _chunks(size, group_size if isinstance(group_size, int) else 1)
         if group_size is None and rank == 0 and size > 1:
             log.info("all %d workers are on one machine: each is its own group and stands for a node", size)
@@ -399,7 +417,7 @@ def arrange(rank: int, machines: Sequence[int], group_size: int | str | None) ->
     else:
         groups = nodes if group_size is None else _chunks(size, int(group_size))
     _refuse_cut_nodes(nodes, groups, group_size)
-    return Topology(rank, nodes, groups)
+    return Topology(rank, nodes, groups, is_one_machine=one)
 
 
 def _gather_hashes(device: torch.device, *texts: str) -> list[list[int]]:

@@ -103,6 +103,7 @@ class Wire(ABC):
     """Whether workers go on when a group is lost; a step must then be whole before anybody takes it."""
     watch = Watch()
     """Whoever watches the other workers, if groups may be lost."""
+    _world: Any = None
     _group: Any = None
     _cross: Any = None
     _control: Any = None
@@ -140,7 +141,7 @@ class Wire(ABC):
 
     def process_group(self, members: Ranks) -> Any:
         """torch's process group of the world or of this worker's group."""
-        return dist.group.WORLD if members == self.topology.world else self._group
+        return (self._world or dist.group.WORLD) if members == self.topology.world else self._group
 
     def sum_in_group(self, tensor: Tensor, purpose: str) -> None:
         """Replace a tensor by its sum over this worker's group."""
@@ -255,7 +256,7 @@ class Wire(ABC):
         group = process_groups.process_group(members)
         # To all workers: each counts what its node sends, also for others of the node.
         size = int(self.all_reduce_max(torch.tensor([0 if payload is None else len(payload)]), purpose))
-        sent = self.topology.tree(members, size, members[0])
+        sent = self.topology.broadcast(members, size, members[0])
         if self.topology.rank not in members:
             self.count(purpose, sent)
             return None

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
+from thinwire.comm.backends import INTERFACE, SOCKETS, take_interface
 from thinwire.comm.process_groups import built_in
 from thinwire.comm.topology import backend, machine, place
 from thinwire.netbench.hosts import why_not
 
 _SETTINGS = ("THINWIRE_", "GLOO_", "NCCL_", "TORCH_NCCL_", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # What may differ from worker to worker by its meaning: interfaces have other names on other machines.
-_OWN = {"THINWIRE_ERROR_DIR", "THINWIRE_GROUP", "THINWIRE_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
-GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_OWN = {"THINWIRE_ERROR_DIR", "THINWIRE_GROUP", INTERFACE, *SOCKETS}
+GLOO, NCCL = SOCKETS
 _SIOCGIFFLAGS, _SIOCGIFADDR, _UP = 0x8913, 0x8915, 1
 _INNER = ("lo", "docker", "virbr", "veth", "br-", "cni", "flannel")
 """Interfaces that other machines are not behind."""
@@ -28,6 +29,7 @@ _INNER = ("lo", "docker", "virbr", "veth", "br-", "cni", "flannel")
 def facts() -> dict[str, Any]:
     """This worker's machine, versions and settings."""
     here = place()
+    take_interface()
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     first = here is None or here.local_rank == 0
     return {
@@ -168,7 +170,7 @@ def hints(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
 def _hints(found: Mapping[str, Any]) -> list[str]:
     chosen, ways = found["chosen"], outer(found)
     way = ways[0] if ways else "INTERFACE"
-    example = f"export {GLOO}={way} {NCCL}={way}"
+    example = f"export {INTERFACE}={way}"
     if chosen:
         missing = [name for name in chosen.split(",") if found["interfaces"] and name not in found["interfaces"]]
         there = ", ".join(found["interfaces"])
@@ -183,7 +185,7 @@ def _hints(found: Mapping[str, Any]) -> list[str]:
     if len(ways) > 1:
         return [  # without addresses, so that it is the same on all nodes alike
             f"there are several interfaces ({', '.join(ways)}), and gloo takes "
-            f"{taken_by_gloo(found) or 'that of the hostname'}: to choose another, export {GLOO}=NAME and {NCCL}=NAME"
+            f"{taken_by_gloo(found) or 'that of the hostname'}: to choose another, export {INTERFACE}=NAME"
         ]
     return []
 
@@ -198,7 +200,7 @@ def _hints_for_nccl(found: Mapping[str, Any]) -> list[str]:
     if found["chosen"] and not chosen and len(ways) > 1:
         return [
             f"{GLOO}={found['chosen']} is for gloo only, and nccl takes one of {', '.join(ways)} by itself, perhaps a "
-            f"public one: export {NCCL}={found['chosen']}"
+            f"public one: export {INTERFACE}={found['chosen']}"
         ]
     return []
 

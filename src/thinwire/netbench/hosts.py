@@ -22,7 +22,8 @@ from thinwire.base import units
 from thinwire.base.errors import ConfigError, ThinwireError
 from thinwire.base.files import parse_json
 from thinwire.base.schema import COUNT, FLAG, TEXT, Record, wrong
-from thinwire.comm.ledger import LINK, VARIABLE
+from thinwire.comm.backends import INTERFACE
+from thinwire.comm.ledger import LINK
 from thinwire.launch.launcher import HostSpec, sigterm_exits
 from thinwire.netbench import namespaces
 from thinwire.netbench.namespaces import CommandError, Counters, Host, Probe, parse_rate
@@ -85,7 +86,7 @@ class Hosts:
             HostSpec(
                 prefix=tuple(host.command([])),
                 address=host.address,
-                environment={"GLOO_SOCKET_IFNAME": host.interface, VARIABLE: host.interface, **rate},
+                environment={"GLOO_SOCKET_IFNAME": host.interface, INTERFACE: host.interface, **rate},
             )
             for host in self.hosts
         )

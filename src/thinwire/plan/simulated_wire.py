@@ -111,15 +111,15 @@ class LayoutViews(Topology):
     mesh = _from_each_view(Topology.mesh)
     double_tree = _from_each_view(Topology.double_tree)
 
-    def tree(self, members: Ranks, size: int, root: int) -> Sent:
+    def broadcast(self, members: Ranks, size: int, root: int) -> Sent:
         """A broadcast from a root, which has the same index among the members of each view."""
         place = members.index(root)
 
         def seen(view: Topology, size: int) -> Sent:
             its = self._members_of(view, members)
-            return view.tree(its, size, its[place])
+            return view.broadcast(its, size, its[place])
 
-        return self._seen(("tree", members, root), size, seen)
+        return self._seen(("broadcast", members, root), size, seen)
 
     def _seen(self, what: tuple[Any, ...], size: int, look: Callable[[Topology, int], Sent]) -> SentByView:
         """Counted once: a run repeats a few collectives a thousand times."""
@@ -259,7 +259,7 @@ class SimulatedWire(Wire):
             self.count(purpose, topology.at_once([(topology.crossing(j), size) for j, size in enumerate(sizes)]))
             for j, size in enumerate(sizes):
                 if len(topology.group) > 1 and size:
-                    self.count(purpose, topology.tree(topology.group, size, topology.group[j]))
+                    self.count(purpose, topology.broadcast(topology.group, size, topology.group[j]))
 
     def _broadcast(
         self,
@@ -273,7 +273,7 @@ class SimulatedWire(Wire):
         if len(members) > 1:
             for bucket in by_dtype(tensors):
                 whole = sum(size_of(t) for t in bucket) if size is None else size
-                self.count(purpose, self.topology.tree(members, whole, root))
+                self.count(purpose, self.topology.broadcast(members, whole, root))
 
     def differing(self, contents: Sequence[Sequence[Tensor]], purpose: str) -> list[int]:
         """Those that training makes different."""
@@ -288,7 +288,7 @@ class SimulatedWire(Wire):
 
     def _reduce(self, tensor: Tensor, op: Any, purpose: str) -> Tensor:
         if self.topology.world_size > 1:
-            self.count(purpose, self.topology.all_reduce(self.topology.world, size_of(tensor)))
+            self.count(purpose, self.topology.ring(self.topology.world, size_of(tensor)))
         return tensor
 
     def _gather_rows(self, rows: Tensor, mine: Tensor) -> Any:

@@ -9,12 +9,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from thinwire.base.errors import ConfigError
+from thinwire.comm import backends
+from thinwire.comm.backends import Backends
 from thinwire.comm.collectives import ProcessGroupWire
 from thinwire.comm.fsdp import ShardedModel, is_sharded, refuse_on_shards
 from thinwire.comm.ledger import Ledger, watched
 from thinwire.comm.sharded import ShardedWire, group_size_of
 from thinwire.comm.times import Clock
-from thinwire.comm.topology import join
+from thinwire.comm.topology import has_own_gpu, join, place
 from thinwire.comm.wire import Wire
 from thinwire.config.faults import Faults
 from thinwire.elastic.membership import Membership
@@ -49,6 +51,7 @@ def attach(
     compile: dict[str, Any] | None = None,
     ddp: dict[str, Any] | None = None,
     faults: Faults | None = None,
+    slow_backend: str | None = None,
 ) -> Replica:
     """Train `model` by the method whose config this is; collective.
 
@@ -56,7 +59,8 @@ def attach(
     matrices and AdamW for the rest, are given as a list: a step is over when each has stepped. Give the `GradScaler` as
     `scaler` if there is one, arguments of `torch.compile` as `compile`, further ones of
     `DistributedDataParallel` (`bucket_cap_mb`, `find_unused_parameters`, …) as `ddp`. With `faults` the run goes on
-    without groups that die; each group then has a launcher of its own.
+    without groups that die; each group then has a launcher of its own. `slow_backend`, "gloo" or "nccl", carries what
+    GPUs send between machines; None is nccl where each worker has a GPU.
     """
     ensure_logging()
     name_of(config)
@@ -65,7 +69,7 @@ def attach(
     optimizers = given_optimizers(optimizer)
     check_optimizers(model, optimizers)
     given = {"scaler": scaler, "compile": compile, "ddp": ddp}
-    wire, membership = _opened(model, optimizers, config, faults, given)
+    wire, membership = _opened(model, optimizers, config, faults, slow_backend, given)
     seen = ShardedModel(model) if isinstance(wire, ShardedWire) else model
     if isinstance(seen, ShardedModel) and isinstance(wire, ShardedWire):
         wire.find_share = lambda: seen.share
@@ -88,7 +92,12 @@ def attach(
 
 
 def _opened(
-    model: nn.Module, optimizers: Optimizers, config: Any, faults: Faults | None, given: dict[str, Any]
+    model: nn.Module,
+    optimizers: Optimizers,
+    config: Any,
+    faults: Faults | None,
+    slow_backend: str | None,
+    given: dict[str, Any],
 ) -> tuple[Wire, Membership | None]:
     """The wire of the running job, and who is in it where groups may be lost; collective.
 
@@ -98,18 +107,25 @@ def _opened(
     ledger = Ledger(Clock(device), watched())
     if faults is None:
         join()
+        chosen = backends.choose(slow_backend, device)
+        settings = f"{config!r} with slow_backend={chosen.between!r}" if chosen.between else repr(config)
         if not is_sharded(model):
-            return ProcessGroupWire.open(config.group_size, repr(config), device, ledger), None
+            return ProcessGroupWire.open(config.group_size, settings, device, ledger, backends=chosen), None
         refuse(config, Feature.SHARDS)
         if refuse_on_shards(optimizers, **given):
             refuse(config, Feature.COLUMNS)
-        return ShardedWire.open(_size_of_groups(model, config), repr(config), device, ledger), None
+        size = _size_of_groups(model, config)
+        return ShardedWire.open(size, settings, device, ledger, backends=chosen), None
     if is_sharded(model):
         raise ConfigError("faults=… is not for sharded models: leave it out, and resume from a checkpoint")
     if given["scaler"] is not None:
         raise ConfigError(
             "a GradScaler with faults=… is not supported: groups agree on its scale where none of them can be lost; "
             "train in bf16, which needs no scaler"
+        )
+    if slow_backend == "nccl":
+        raise ConfigError(
+            "`slow_backend`='nccl' with faults=…: between groups gloo notices who is lost, and nccl waits; leave it out"
         )
     about = {"config": repr(config), "model": architecture_digest(model, optimizers)}
     return _met(config, faults, about, device, ledger)
@@ -140,15 +156,17 @@ def _met(
         handle_signals(membership)
     wires: list[Wire] = []
 
+    here = place()
+    own = device.type == "cuda" and here is not None and has_own_gpu(here)
+    inside = Backends(inside="nccl" if own else None, device=device)
+
     def open_wire() -> None:
         with membership.opened_world():
+            watch, layout = membership.heartbeat, membership.layout
             if membership.joins:
-                wires.append(ProcessGroupWire(membership.topology, ledger, membership.heartbeat))
+                wires.append(ProcessGroupWire(membership.topology, ledger, watch, inside))
             else:
-                settings = repr(config)
-                wires.append(
-                    ProcessGroupWire.open(None, settings, device, ledger, membership.layout, membership.heartbeat)
-                )
+                wires.append(ProcessGroupWire.open(None, repr(config), device, ledger, layout, watch, inside))
 
     membership.begin(open_wire)
     return wires[-1], membership

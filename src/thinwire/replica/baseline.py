@@ -39,7 +39,7 @@ def _step_of_allreduce(model: nn.Module, topology: Topology, trained: int) -> fl
         seen_from = replace(topology, rank=node[0])
         total += seen_from.all_reduce(topology.world, 4 * trained).slow
         for bucket in by_dtype(model.buffers()):
-            total += seen_from.tree(topology.world, sum(size_of(b) for b in bucket), 0).slow
+            total += seen_from.broadcast(topology.world, sum(size_of(b) for b in bucket), 0).slow
     return total / len(topology.nodes)
 
 

@@ -1,0 +1,91 @@
+"""Which backend carries tensors over which link, by which interface, and how nccl is kept from sending twice.
+
+Inside a node tensors take what `torch.distributed` was started with: nccl for GPUs, gloo for CPUs. What spans nodes
+takes the same, or `slow_backend`, in process groups of its own. nccl chooses among algorithms by speed, and some of
+them send more: small messages take twice the bytes to arrive a little sooner, and a ring through all GPUs of two nodes
+crosses nearly twice as often as a tree. Over a thin wire bytes are time, so these groups are told not to.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from thinwire.base.errors import ConfigError, unknown
+
+SLOW = "THINWIRE_SLOW_BACKEND"
+INTERFACE = "THINWIRE_INTERFACE"
+SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+BACKENDS = ("gloo", "nccl")
+
+_ALGO, _PROTO = "NCCL_ALGO", "NCCL_PROTO"
+_BY_FUNCTION = (2, 24)
+"""The first nccl that takes an algorithm for each kind of collective; those before it apply one to all-reduces."""
+
+
+def take_interface() -> None:
+    """Let gloo and nccl use the interface that is watched, unless they were told of another."""
+    if name := os.environ.get(INTERFACE):
+        for variable in SOCKETS:
+            os.environ.setdefault(variable, name)
+
+
+@dataclass(frozen=True)
+class Backends:
+    """Those of groups of workers; None is what `torch.distributed` was started with."""
+
+    inside: str | None = None
+    """Of groups on one machine."""
+    between: str | None = None
+    """Of groups on several."""
+    device: torch.device | None = None
+
+    @property
+    def algorithm(self) -> str:
+        """How all-reduces between machines are done: "ring" or "tree"."""
+        trees = self.between == "nccl" and "tree" in os.environ.get(_ALGO, "tree").lower()
+        return "tree" if trees else "ring"
+
+    def connect(self, group: Any) -> None:
+        """Make nccl's connections of a group between machines with what suits a thin wire; collective in the group.
+
+        nccl reads these settings when it connects, at the first collective. What the user has set stays.
+        """
+        if self.between == "nccl":
+            with _thin_settings():
+                dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+
+
+def choose(slow_backend: str | None, device: torch.device) -> Backends:
+    """What the user or the environment says, or the world's own; for tensors on this device."""
+    where, chosen = "slow_backend", slow_backend
+    if chosen is None:
+        where, chosen = SLOW, os.environ.get(SLOW)
+    if chosen is not None and chosen not in BACKENDS:
+        raise unknown(where, chosen, BACKENDS)
+    if not dist.is_initialized():
+        return Backends()
+    own = dist.distributed_c10d._get_default_group()._get_backend(device).name()
+    if chosen == "nccl" != own:
+        raise ConfigError(
+            f"`{where}`='nccl', but torch.distributed carries tensors of this {device.type} by {own}: nccl needs a GPU "
+            'for each worker, and "cpu:gloo,cuda:nccl" if your script calls init_process_group() itself'
+        )
+    chosen = chosen or own
+    return Backends(between=chosen if "nccl" in (own, chosen) else None, device=device)
+
+
+@contextmanager
+def _thin_settings() -> Iterator[None]:
+    trees = "ring;allreduce:tree" if torch.cuda.nccl.version() >= _BY_FUNCTION else "tree"
+    added = {name: value for name, value in ((_ALGO, trees), (_PROTO, "Simple")) if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
