@@ -252,6 +252,7 @@ def _outcome(case: bytes) -> bytes:
 def _in_a_world(case: Case) -> Any:
     import torch.distributed as dist
 
+    import device
     from thinwire.comm import process_groups
 
     ours = {"RANK": str(case.rank), "WORLD_SIZE": str(case.workers), "LOCAL_RANK": str(case.rank)}
@@ -261,7 +262,7 @@ def _in_a_world(case: Case) -> Any:
         if case.workers > 1:
             store = dist.FileStore(str(Path(case.folder) / "store"), case.workers)
             dist.init_process_group(
-                "gloo",
+                device.BACKEND,
                 store=store,
                 rank=case.rank,
                 world_size=case.workers,

@@ -12,7 +12,7 @@ FILTERS = [
     ("error", r"(?s).*(deprecat|not a leaf Tensor).*\(Triggered internally at", UserWarning),
 ]
 _FROM_A_JOB = ("SLURM_", "PMI_", "TORCHELASTIC_", "THINWIRE_", "NCCL_")
-_OURS = {"THINWIRE_SWEEP", "THINWIRE_REQUIRE_ALL"}
+_OURS = {"THINWIRE_SWEEP", "THINWIRE_REQUIRE_ALL", "THINWIRE_TEST_DEVICE", "THINWIRE_FEATURES"}
 """What is said to the tests themselves."""
 _NAMES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
@@ -26,8 +26,11 @@ def lines() -> list[str]:
 
 
 def forget_surroundings() -> None:
-    """Tests are no workers of the job that they are started in, write to no terminal and compute on the CPU."""
+    """Tests are no workers of the job that starts them, write to no terminal, and compute on the CPU by default."""
+    on_gpu = os.environ.get("THINWIRE_TEST_DEVICE", "cpu") != "cpu"
     strange = [name for name in os.environ if name in _NAMES or name.startswith(_FROM_A_JOB)]
     for name in set(strange) - _OURS:
-        del os.environ[name]
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        if not (on_gpu and name.startswith("NCCL_")):
+            del os.environ[name]
+    if not on_gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""

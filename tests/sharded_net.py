@@ -9,6 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from device import DEVICE, here
+
 
 class Net(nn.Module):
     """Rows that two workers cannot share evenly, and running statistics."""
@@ -25,7 +27,7 @@ class Net(nn.Module):
 
 
 def sharded(model: nn.Module, workers: int = 2, groups: int = 2) -> nn.Module:
-    mesh = init_device_mesh("cpu", (groups, workers), mesh_dim_names=("between", "in"))["in"]
+    mesh = init_device_mesh(DEVICE.type, (groups, workers), mesh_dim_names=("between", "in"))["in"]
     for layer in (model.first, model.second):
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -37,7 +39,7 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * rank + step)
-    return torch.randn(8, 12, generator=generator), torch.randint(0, 5, (8,), generator=generator)
+    return here((torch.randn(8, 12, generator=generator), torch.randint(0, 5, (8,), generator=generator)))
 
 
 def steps(rank: int, model: nn.Module, optimizer: Any, replica: Any, first: int, last: int) -> None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 import machine
 import thinwire
+from device import here
 from thinwire.methods import PaperAB
 
 STEPS = 21
@@ -40,7 +41,7 @@ class Net(nn.Module):
 def net(seed: int = 0, *, smooth: bool = False) -> nn.Module:
     """A `Net` with values of its own. A smooth one has no kink that rounding, another on every CPU, could cross."""
     torch.manual_seed(seed)
-    return Net(torch.tanh if smooth else F.relu)
+    return here(Net(torch.tanh if smooth else F.relu))
 
 
 def mlp(seed: int = 0, *, smooth: bool = False) -> nn.Module:
@@ -48,7 +49,7 @@ def mlp(seed: int = 0, *, smooth: bool = False) -> nn.Module:
     torch.manual_seed(seed)
     sizes, bend = (64, 32, 32, 32, 10), nn.Tanh if smooth else nn.ReLU
     layers = [part for m, n in itertools.pairwise(sizes) for part in (nn.Linear(m, n), bend())]
-    return nn.Sequential(nn.Flatten(), *layers[:-1])
+    return here(nn.Sequential(nn.Flatten(), *layers[:-1]))
 
 
 def ab(**fields: Any) -> PaperAB:
@@ -67,7 +68,7 @@ def ab(**fields: Any) -> PaperAB:
 def batch(rank: int, step: int, size: int = 6) -> tuple[Tensor, Tensor]:
     """Images and labels that no other worker and no other step has."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
-    return torch.randn(size, 1, 8, 8, generator=generator), torch.randint(10, (size,), generator=generator)
+    return here((torch.randn(size, 1, 8, 8, generator=generator), torch.randint(10, (size,), generator=generator)))
 
 
 def sgd(model: nn.Module, lr: float = 0.05) -> Optimizer:

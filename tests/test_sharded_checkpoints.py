@@ -13,6 +13,7 @@ from torch.optim import AdamW
 
 import gang
 import thinwire
+from device import DEVICE, here
 from sharded_net import Net, sharded, steps, whole
 from thinwire import DiLoCo
 
@@ -22,7 +23,7 @@ def checkpointed(rank: int, folder: str) -> dict[str, Any]:
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    model, mesh = Net(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "in"))
+    model, mesh = here(Net()), init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("between", "in"))
     for part in (model.first, model.second, model):
         fully_shard(part, mesh=mesh["in"])
     optimizer = AdamW(model.parameters(), 1e-2)
@@ -42,7 +43,7 @@ def continued(rank: int, members: int, folder: str) -> dict[str, Any]:
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    model = sharded(Net(), members) if members > 1 else Net()
+    model = sharded(here(Net()), members) if members > 1 else here(Net())
     optimizer = AdamW(model.parameters(), 1e-2)
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     checkpoint.load(state, checkpoint_id=folder)

@@ -13,6 +13,7 @@ from torch.optim import AdamW
 
 import gang
 import thinwire
+from device import DEVICE, here
 from sharded_net import Net, batch, sharded, steps, whole
 from thinwire import AB, AllReduce, ConfigError, DiLoCo, LocalSGD
 
@@ -37,7 +38,7 @@ WAYS: dict[str, Any] = {
 
 def trained(rank: int, name: str, shards: bool, folder: str | None = None) -> dict[str, Any]:
     torch.set_num_threads(1)
-    model: Any = Net()
+    model: Any = here(Net())
     with torch.no_grad():  # as another seed would give it: all take the first group's
         model.last.weight.add_(rank // 2)
     if shards:
@@ -59,7 +60,7 @@ def trained(rank: int, name: str, shards: bool, folder: str | None = None) -> di
     found = {"model": whole(model), "held": held, "sent": replica.traffic.slow_bytes_for("merge")}
     found["ranks"] = replica.finished_ranks
     if folder is not None:
-        other: Any = sharded(Net())
+        other: Any = sharded(here(Net()))
         optimizer = AdamW(other.parameters(), 1e-2)
         replica = thinwire.attach(other, optimizer, WAYS[name])
         replica.load(folder)
@@ -95,7 +96,7 @@ def said(rank: int) -> dict[str, str]:
     found = {}
 
     def ask(name: str, config: Any, model: Any = None, optimizer: Any = None, **given: Any) -> None:
-        model = sharded(Net()) if model is None else model
+        model = sharded(here(Net())) if model is None else model
         with pytest.raises(ConfigError) as error:
             thinwire.attach(model, optimizer or AdamW(model.parameters()), config, **given)
         found[name] = str(error.value)
@@ -107,17 +108,21 @@ def said(rank: int) -> dict[str, str]:
     ask("group_size", LocalSGD(group_size=1))
     ask("compile", LocalSGD(), compile={})
     ask("faults", LocalSGD(), faults=thinwire.Faults())
-    part = Net()
-    fully_shard(part.first, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "in"))["in"])
+    part = here(Net())
+    fully_shard(part.first, mesh=init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("between", "in"))["in"])
     ask("part", LocalSGD(), part)
-    ask("world", LocalSGD(), fully_shard(Net()))
-    ask("both", LocalSGD(), fully_shard(Net(), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "in"))))
-    model = sharded(Net())
+    ask("world", LocalSGD(), fully_shard(here(Net())))
+    ask(
+        "both",
+        LocalSGD(),
+        fully_shard(here(Net()), mesh=init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "in"))),
+    )
+    model = sharded(here(Net()))
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
     ask("Muon", LocalSGD(), model, [torch.optim.Muon(matrices), AdamW(others)])
 
-    model = sharded(Net())
+    model = sharded(here(Net()))
     optimizer = AdamW(model.parameters())
     replica = thinwire.attach(model, optimizer, LocalSGD(every=1))
     with pytest.raises(ConfigError) as error, replica.join():
@@ -160,7 +165,7 @@ def test_what_needs_whole_weights_is_refused() -> None:
 
 def accumulated(rank: int, shards: bool) -> dict[str, torch.Tensor]:
     torch.set_num_threads(1)
-    model: Any = sharded(Net()) if shards else Net()
+    model: Any = sharded(here(Net())) if shards else here(Net())
     optimizer = AdamW(model.parameters(), 1e-2)
     replica = thinwire.attach(model, optimizer, AllReduce(group_size=2))
     for step in range(6):

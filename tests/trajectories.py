@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 import gang
 import small
 import thinwire
+from device import DEVICE
 from every_method import STEPS, WAYS, WAYS_OF_ADAM, Way
 from launchers import TIMEOUT, Launchers
 from selection import first_of
@@ -160,7 +161,7 @@ def _begin(name: str, place: Situation) -> tuple[Any, Any]:
     model: nn.Module = small.net(smooth=True)
     if place.shards:
         groups = place.workers // place.group_size
-        mesh = init_device_mesh("cpu", (groups, place.group_size), mesh_dim_names=("between", "in"))["in"]
+        mesh = init_device_mesh(DEVICE.type, (groups, place.group_size), mesh_dim_names=("between", "in"))["in"]
         for layer in (model.conv, model.middle):
             fully_shard(layer, mesh=mesh)
         model = fully_shard(model, mesh=mesh)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import thinwire
+from device import here
 from thinwire.comm.buckets import checksum
 from thinwire.factor.optimizers import Optimizers
 from thinwire.methods import PaperAB
@@ -32,13 +33,13 @@ def small_model(seed: int = 0) -> nn.Sequential:
             matrix = layer.weight.view(layer.weight.shape[0], -1)
             u, _, vt = torch.linalg.svd(matrix, full_matrices=False)
             matrix.copy_(u * torch.logspace(0, -2, u.shape[1]) @ vt)
-    return model
+    return here(model)
 
 
 def batch(step: int, rank: int, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     """A worker's batch of a step."""
     g = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(size, 1, 4, 4, generator=g), torch.randint(0, 5, (size,), generator=g)
+    return here((torch.randn(size, 1, 4, 4, generator=g), torch.randint(0, 5, (size,), generator=g)))
 
 
 def train_step(model: nn.Module, optimizer: Any, step: int, rank: int) -> float:

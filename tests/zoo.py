@@ -13,6 +13,8 @@ import torch.fx
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
+from device import here
+
 Model = Callable[..., Any]
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=3e-3)
@@ -82,7 +84,9 @@ def shape(name: str, **about: Any) -> Callable[[Callable[[], nn.Module]], Callab
     zoo = sys._getframe(1).f_globals["__name__"]
 
     def add(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        SHAPES[name] = Shape(build=build, zoo=zoo, **about)
+        made = Shape(build=build, zoo=zoo, **about)
+        there = {"build": lambda: here(made.build()), "batch": lambda rng: here(made.batch(rng))}
+        SHAPES[name] = dataclasses.replace(made, **there)
         return build
 
     return add
