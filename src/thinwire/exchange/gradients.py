@@ -2,16 +2,18 @@
 
 In fp32 and bf16 DistributedDataParallel does it over the whole world. In other codes it averages inside the group, over
 the fast link, and groups exchange the means in the code, before anybody clips or steps; every worker's `.grad` then
-holds the same values. On a CPU with one worker per group that begins while the backward pass still computes, else at
-its end. With one group nothing is coded.
+holds the same values. With one worker per group that begins while the backward pass still computes, on a GPU in a
+stream of its own, else at its end. With one group nothing is coded.
 
 What a code leaves out is kept for the next step. It changes only when a step is taken: an exchange whose gradients are
 thrown away by `zero_grad()`, or whose step a GradScaler skips, leaves no trace.
 
 A gradient that is not finite is not coded. Its worker says so with what it sends, so that all workers know at once:
-without a GradScaler the run stops and names the worker and the layer; with one, all skip the step.
+without a GradScaler the run stops and names the worker and the layer; with one, all skip the step. This is where the
+host waits for a GPU: at the end of the backward pass, until the last exchange says that all gradients are sound.
 """
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -43,7 +45,7 @@ from thinwire.exchange.parts import (
 Make = Callable[[Wire, Sequence[Tensor]], Aggregator]
 """Builds an aggregator for parameters like these."""
 
-_BUCKET = 4 << 20
+_BUCKET, _BUCKET_OF_GPU = 4 << 20, 32 << 20
 """Bytes of parameters that are exchanged at once: enough to be efficient, few enough that the last are not many."""
 
 
@@ -155,10 +157,11 @@ class GradientAveraging:
         named = [(name, p) for name, p in self.context.model.named_parameters() if p.requires_grad]
         self._names, self._trained = [name for name, _ in named], [p for _, p in named]
         places: list[list[int]] = [[]]
+        limit = _BUCKET if self._trained[0].device.type == "cpu" else _BUCKET_OF_GPU
         for i in reversed(range(len(named))):
             # Of whole parameters: members of a group that shards them must cut alike.
             size = sum(whole_of(self._trained[j]).numel() for j in (i, *places[0]))
-            if places[0] and 4 * size > _BUCKET:
+            if places[0] and 4 * size > limit:
                 places.insert(0, [])
             places[0].insert(0, i)
         self._places = places[::-1]
@@ -168,16 +171,17 @@ class GradientAveraging:
         if self._can_begin_early:
             wire = self.wire.in_background()
             self._index = {id(p): i for i, p in enumerate(self._trained)}
-            self._early = EarlyBuckets(self._places, self._exchange_bucket)
+            self._early = EarlyBuckets(self._places, self._exchange_bucket, self._trained[0].device)
         self.buckets = [make(wire, [self._trained[i].detach() for i in place]) for place in self._places]
 
     @property
     def _can_begin_early(self) -> bool:
-        on_cpu = self._trained[0].device.type == "cpu"
+        device = self._trained[0].device
+        computes_here = device.type in ("cpu", "cuda") and all(p.device == device for p in self._trained)
         # All workers must decide alike, so a group of one beside larger ones does not.
         alone = all(len(group) == 1 for group in self.topology.groups)
         in_one_piece = not (self.wire.outlives_groups or self.wire.is_sharded)
-        return on_cpu and alone and self.prepare is None and in_one_piece
+        return computes_here and alone and self.prepare is None and in_one_piece
 
     # A step.
 
@@ -416,8 +420,11 @@ class EarlyBuckets:
     checkpointed parts of the model. A gradient that arrives after its bucket was sent is an error.
     """
 
-    def __init__(self, places: Sequence[Sequence[int]], exchange: Callable[[int], None]) -> None:
+    def __init__(
+        self, places: Sequence[Sequence[int]], exchange: Callable[[int], None], device: torch.device
+    ) -> None:
         self._exchange = exchange
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._sizes = [len(place) for place in places]
         self._bucket_of = {i: number for number, place in enumerate(places) for i in place}
         self._expected: dict[int, int] | None = None
@@ -450,6 +457,8 @@ class EarlyBuckets:
             self._send()
         self._restart()
         self._background.join()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def stop(self) -> None:
         """There will be no more."""
@@ -462,4 +471,14 @@ class EarlyBuckets:
     def _send(self) -> None:
         number = self._sent
         self._sent += 1
-        self._background.submit(lambda: self._exchange(number))
+        if self._stream is None:
+            self._background.submit(lambda: self._exchange(number))
+            return
+        computed = torch.cuda.current_stream(self._stream.device).record_event()
+        self._background.submit(functools.partial(self._exchange_on_stream, self._stream, computed, number))
+
+    def _exchange_on_stream(self, stream: torch.cuda.Stream, computed: torch.cuda.Event, number: int) -> None:
+        """The backward pass goes on in its own stream, and whoever waits for this one waits in this thread."""
+        with torch.cuda.stream(stream):
+            stream.wait_event(computed)
+            self._exchange(number)
