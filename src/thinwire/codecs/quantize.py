@@ -76,6 +76,23 @@ def longest(rows: Sequence[Rows], parts: int) -> list[list[Rows]]:
     return cut(rows, parts)
 
 
+class Own(NamedTuple):
+    """What a worker adds to a sum itself: instead of which of the payloads that were received, and the values."""
+
+    place: int
+    values: Tensor
+
+
+def add(before: Tensor, values: Sequence[Tensor], out: Tensor) -> None:
+    """Add flat tensors that lie one after the other to `before`; what they do not fill of `out` becomes zero."""
+    place = 0
+    for each in values:
+        end = place + len(each)
+        torch.add(before[place:end], each, out=out[place:end])
+        place = end
+    out[place:] = 0.0
+
+
 class Quantizer(ABC):
     """Writes rows of values as bytes: all scales first, then all codes."""
 
@@ -98,6 +115,36 @@ class Quantizer(ABC):
                 self.decode_block(codes, scales, block)
             else:
                 self.add_block(codes, scales, block, weight)
+
+    def add_and_encode(
+        self, before: Tensor, values: Sequence[Tensor], left: Tensor, rows: Sequence[Rows], out: Tensor
+    ) -> None:
+        """Write the code of `before` plus the values (see `add`) to `out`, and what it leaves out to `left`."""
+        add(before, values, left)
+        self.encode(left, rows, out)
+
+    def sum_and_encode(
+        self,
+        before: Tensor,
+        received: Tensor,
+        weights: Sequence[float],
+        own: Own | None,
+        left: Tensor,
+        rows: Sequence[Rows],
+        out: Tensor,
+    ) -> None:
+        """Write the code of `before` plus weighted payloads (n, bytes) to `out`, and what it leaves out to `left`.
+
+        The worker's own values, which become zero, are added instead of one of the payloads.
+        """
+        left.copy_(before)
+        for i, (payload, weight) in enumerate(zip(received, weights, strict=True)):
+            if own is not None and i == own.place:
+                left.add_(own.values, alpha=weight)
+                own.values.zero_()
+            else:
+                self.decode(payload, rows, left, weight)
+        self.encode(left, rows, out)
 
     def _blocks(self, values: Tensor, rows: Sequence[Rows], payload: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Views of values, scales and codes, some rows at a time."""
