@@ -205,6 +205,35 @@ class PackedQuantizer(Quantizer):
         codes.copy_(pack(code, self.bits))
         x.sub_(self.values(code, scales, torch.empty_like(x)))
 
+    def add_and_encode(
+        self, before: Tensor, values: Sequence[Tensor], left: Tensor, rows: Sequence[Rows], out: Tensor
+    ) -> None:
+        """The same."""
+        kernels = self._kernels_of(left.device, rows)
+        if kernels and kernels.adds(values):
+            for block, scales, codes in self._blocks(left, rows, out):
+                kernels.add_and_encode(before, values, block, scales, codes, self.bits)
+        else:
+            super().add_and_encode(before, values, left, rows, out)
+
+    def sum_and_encode(
+        self,
+        before: Tensor,
+        received: Tensor,
+        weights: Sequence[float],
+        own: Own | None,
+        left: Tensor,
+        rows: Sequence[Rows],
+        out: Tensor,
+    ) -> None:
+        """The same."""
+        kernels = self._kernels_of(left.device, rows)
+        if kernels and len(set(weights)) == 1:
+            for block, scales, codes in self._blocks(left, rows, out):
+                kernels.sum_and_encode(before, received, weights[0], own, block, scales, codes, self.bits)
+        else:
+            super().sum_and_encode(before, received, weights, own, left, rows, out)
+
     def decode_block(self, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
         """Unpack and look up."""
         if kernels := self._kernels(out.device, out.shape[1]):
@@ -221,6 +250,10 @@ class PackedQuantizer(Quantizer):
 
     def _kernels(self, device: torch.device, width: int) -> Any:
         return _with_triton() if device.type == "cuda" and self.scales == 1 and width == BLOCK else None
+
+    def _kernels_of(self, device: torch.device, rows: Sequence[Rows]) -> Any:
+        """Those that take all rows at once."""
+        return self._kernels(device, rows[0].width) if len(rows) == 1 else None
 
     def _piece(self, device: torch.device, width: int) -> int:
         """All at once: a kernel has no intermediate results."""
