@@ -1,5 +1,7 @@
 """The codes of `quantize` for blocks of 256 values on a GPU: one kernel each way, and one pass over memory.
 
+What is added to a residual before it is encoded, and payloads that are added up and encoded, take no pass of their own.
+
 Bytes mean the same as torch's: whoever has no kernels decodes what they wrote to the same bits, and the error that is
 left is what decoding leaves out. Where a code needs sums, their last bits, and so the scale's, may be others.
 """
@@ -48,8 +50,9 @@ def add_and_encode(
     """Encode `before` plus flat tensors that lie one after the other (zeros behind them), the error to `left`."""
     grid, rows, settings = _started(len(left), bits)
     count, of = sum(map(len, values)), _TYPES[values[0].dtype]
-    where, slots, step = (values[0], 1, 1) if len(values) == 1 else _places_of(values)
-    sizes = slots, step, bits, rows, WIDTH
+    # One tensor needs no table.
+    where, slots, step = (values[0], 1, 1) if len(values) == 1 else _table(values)
+    sizes = slots, step, step * values[0].element_size(), bits, rows, WIDTH
     with torch.cuda.device_of(left):
         _add_and_encode[grid](
             before, where, count, left, scales.view(torch.int32), codes, len(left), of, *sizes, **settings
@@ -84,7 +87,7 @@ def _started(n: int, bits: int) -> tuple[tuple[int], int, dict[str, Any]]:
     return (triton.cdiv(n, rows),), rows, {"num_warps": warps, "enable_fp_fusion": False}
 
 
-def _places_of(values: Sequence[Tensor]) -> tuple[Tensor, int, int]:
+def _table(values: Sequence[Tensor]) -> tuple[Tensor, int, int]:
     """Where each begins and ends and its address (3, slots); the slots; and what divides all of them, in values."""
     slots = max(_FEWEST, triton.next_power_of_2(len(values)))
     ends = list(accumulate(map(len, values)))
@@ -93,8 +96,8 @@ def _places_of(values: Sequence[Tensor]) -> tuple[Tensor, int, int]:
     table = [*starts, *[1 << 62] * spare, *ends, *[0] * spare, *addresses, *[0] * spare]
     aligned = not any(n % 4 for n in ends) and not any(a % (4 * values[0].element_size()) for a in addresses)
     device = values[0].device
-    there = torch.tensor(table, pin_memory=device.type == "cuda").to(device, non_blocking=True)  # nobody waits
-    return there, slots, 4 if aligned else 1
+    pinned = torch.tensor(table, pin_memory=device.type == "cuda")  # so that nobody waits for the copy
+    return pinned.to(device, non_blocking=True), slots, 4 if aligned else 1
 
 
 def decode(codes: Tensor, scales: Tensor, out: Tensor, bits: int, weight: float | None) -> None:
@@ -125,6 +128,7 @@ def _add_and_encode(
     TYPE: tl.constexpr,
     SLOTS: tl.constexpr,
     STEP: tl.constexpr,
+    BYTES: tl.constexpr,
     BITS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -134,7 +138,7 @@ def _add_and_encode(
     if SLOTS == 1:
         values = tl.load(values_at + place, inside, 0.0)
     else:
-        values = _gathered(values_at, place, TYPE, SLOTS, STEP, ROWS, WIDTH)
+        values = _gathered(values_at, place, TYPE, SLOTS, STEP, BYTES, ROWS, WIDTH)
     x = tl.load(before_at + place, inside, 0.0) + values.to(tl.float32)
     _write(x, place, there, left_at, words_at, codes_at, n, BITS, ROWS, WIDTH)
 
@@ -146,6 +150,7 @@ def _gathered(
     TYPE: tl.constexpr,
     SLOTS: tl.constexpr,
     STEP: tl.constexpr,
+    BYTES: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -160,7 +165,7 @@ def _gathered(
         end = tl.multiple_of(tl.load(table + SLOTS + i), STEP)
         address = tl.load(table + 2 * SLOTS + i).to(tl.pointer_type(TYPE))
         inside = (place >= start) & (place < end)
-        at = tl.multiple_of(address, STEP * TYPE.primitive_bitwidth // 8) + (place - start)
+        at = tl.multiple_of(address, BYTES) + (place - start)
         values = tl.where(inside, tl.load(at, inside, 0.0), values)
     return values
 
