@@ -64,18 +64,28 @@ def compared(name: str, kernels: Any) -> dict[str, bool]:
 
 
 def added(code: Quantizer) -> Iterator[tuple[str, Tensor]]:
-    """What is left and what is sent of tensors that are added: in one piece, in several, and in those of any size."""
+    """What is left and what is sent of tensors that are added: in one, in several, and in some of any size."""
     total, few = ROWS * BLOCK - 8, [1024, 512, 40]
     odd = [1000, 24, 300, 1, 2, 3]
-    cuts = [total], [total - 1], [*few, total - sum(few)], [*odd, total - sum(odd) - 1, 1]
-    for dtype, chosen in ((torch.float32, cuts), (torch.bfloat16, cuts[2:]), (torch.float16, cuts[:1])):
-        for sizes in chosen:
-            rows, values = [Rows(ROWS, BLOCK)], [t.to(dtype) for t in moderate(sum(sizes)).split(sizes)]
-            before, left = moderate(ROWS * BLOCK).flip(0), torch.full((ROWS * BLOCK,), torch.nan)
-            sent = torch.zeros(code.size(rows) + 4, dtype=torch.uint8)
-            code.add_and_encode(before, values, left, rows, sent)
-            yield f"{dtype} in {len(sizes)}, left", left
-            yield f"{dtype} in {len(sizes)}, sent", sent
+    several, uneven = [*few, total - sum(few)], [*odd, total - sum(odd) - 1, 1]
+    x = moderate(total)
+    ways = {
+        "one": [x],
+        "one that ends anywhere": [x[:-1]],
+        "several": x.split(several),
+        "several of odd sizes": x.split(uneven),
+        "one of bf16": [x.bfloat16()],
+        "several of bf16": x.bfloat16().split(several),
+        "several of fp16, of odd sizes": x.half().split(uneven),
+        "two types": [x[:1000].bfloat16(), x[1000:]],
+        "gaps": [x.repeat_interleave(2)[::2][:1000], x[:1].expand(total - 1000)],
+    }
+    rows, before = [Rows(ROWS, BLOCK)], moderate(ROWS * BLOCK).flip(0)
+    for name, values in ways.items():
+        left, sent = torch.full_like(before, torch.nan), torch.zeros(code.size(rows) + 4, dtype=torch.uint8)
+        code.add_and_encode(before, values, left, rows, sent)
+        yield f"{name}: left", left
+        yield f"{name}: sent", sent
 
 
 def summed(code: Quantizer) -> Iterator[tuple[str, Tensor]]:

@@ -39,9 +39,11 @@ def encode(x: Tensor, scales: Tensor, codes: Tensor, bits: int) -> None:
         _encode[grid](x, scales.view(torch.int32), codes, len(x), bits, rows, WIDTH, **settings)
 
 
-def adds(values: Sequence[Tensor]) -> bool:
-    """Whether `add_and_encode` takes them: a type for all."""
-    return len({each.dtype for each in values}) == 1 and values[0].dtype in _TYPES
+def adds(before: Tensor, values: Sequence[Tensor]) -> bool:
+    """Whether `add_and_encode` takes them: one type for all, on one device, without gaps."""
+    kinds = {(each.dtype, each.device) for each in values}
+    dense = all(each.is_contiguous() for each in values)
+    return dense and len(kinds) == 1 and values[0].dtype in _TYPES and values[0].device == before.device
 
 
 def add_and_encode(

@@ -210,7 +210,7 @@ class PackedQuantizer(Quantizer):
     ) -> None:
         """The same."""
         kernels = self._kernels_of(left.device, rows)
-        if kernels and kernels.adds(values):
+        if kernels and kernels.adds(before, values):
             for block, scales, codes in self._blocks(left, rows, out):
                 kernels.add_and_encode(before, values, block, scales, codes, self.bits)
         else:
