@@ -5,12 +5,18 @@ error of one gradient, ‖decoded − true‖ / ‖true‖; "100 rounds" is that
 after the other with error feedback. Times are the shortest of several: processor time of one thread on a CPU, where
 encoding and decoding must take less than sending the bytes they save at 1 Gbit/s, and the clock's on a GPU. There "of a
 copy" is the time that a copy needs for as many bytes as are read and written, over the time taken: 0.7 must be reached.
+
+On a GPU a second table compares one pass that adds and encodes with several: of values that are added to what an
+earlier code left out, and of payloads of groups that the owner of a part adds up, with values of its own. The same
+bytes and errors must come out.
 """
 
 import json
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,13 +24,18 @@ import torch
 from measure import arguments, load, machine, time_of, waiting_for
 from torch import Tensor
 
-from thinwire.codecs.quantize import Quantizer, Rows, quantizer
+from thinwire.codecs.quantize import Own, Quantizer, Rows, quantizer
 from thinwire.recipes import named
 from thinwire.train.task import Recipe
 
 BLOCK = 256
 TIMED = {"cpu": 25_000_192, "cuda": 500_000_000 // BLOCK * BLOCK}
 """Values, in whole blocks: 100 MB, and on a GPU so many that starting a kernel takes no time beside them."""
+TENSORS = 200
+"""Into which values are cut, as those of a large model are."""
+BUCKET = 1 << 20
+"""Values that are exchanged at once where gradients are."""
+GROUPS = (2, 4, 8)
 BETWEEN = 24
 """Steps between two states whose difference is taken."""
 
@@ -47,7 +58,8 @@ def main() -> None:
         name: on(given.device, record(named(name), start, 2 * BETWEEN if given.quick else 100))
         for name, start in (("digits", 50), ("shakespeare", 40))[: 1 if given.quick else 2]
     }
-    found = [*measured_codes(given.device, recorded, given.quick), *compared_levels(recorded)]
+    passes = one_pass(given.device, given.quick) if given.device == "cuda" else []
+    found = [*measured_codes(given.device, recorded, given.quick), *passes, *compared_levels(recorded)]
     for i, row in enumerate(found):
         if i == 0 or found[i - 1].keys() != row.keys():
             print("\n| " + " | ".join(row) + " |\n" + "| --- " * len(row) + "|")
@@ -111,6 +123,112 @@ def measured_codes(device: str, recorded: dict[str, Recorded], quick: bool) -> I
             speed |= {"encode, of a copy": shares[0], "decode, of a copy": shares[1]}
             speed |= {"target": "" if isinstance(code, Plain) else "met" if min(shares) >= 0.7 else "missed"}
         yield speed | errors(lambda x, code=code: through(code, x), recorded)
+
+
+def one_pass(device: str, quick: bool) -> Iterator[dict[str, Any]]:
+    """One row per code and what is added."""
+    count = 1 << 20 if quick else TIMED[device]
+    copied = seconds_of_a_copy(count, device) / (8 * count)
+    even = [count // TENSORS // 4 * 4] * (TENSORS - 1)
+    odd = [n + i % 3 for i, n in enumerate(even)]
+    for name in ("int8", "int4", "int2", "bit"):
+        code = quantizer(name)
+        for what, make in {
+            "one tensor": partial(Added, code, [count], device),
+            "one tensor of bf16": partial(Added, code, [count], device, torch.bfloat16),
+            f"{TENSORS} tensors": partial(Added, code, [*even, count - sum(even)], device),
+            f"{TENSORS} tensors of odd sizes": partial(Added, code, [*odd, count - sum(odd)], device),
+            "a bucket of one tensor": partial(Added, code, [BUCKET], device),
+            "a bucket of 16 tensors": partial(Added, code, [BUCKET // 16] * 16, device),
+            **{
+                f"payloads of {n} groups": partial(Summed, code, count // 2 // BLOCK * BLOCK, n, device) for n in GROUPS
+            },
+        }.items():
+            yield {"code": name, "added": what} | compared(make(), copied, device, 3 if quick else 9)
+
+
+class Way(ABC):
+    """Something to add and to encode, in one pass or in two."""
+
+    code: Quantizer
+    left: Tensor
+    sent: Tensor
+    bytes: int
+    """Read and written in one pass."""
+
+    def begin(self) -> None:  # noqa: B027
+        """Make what the last run has changed as it was."""
+
+    @abstractmethod
+    def run(self, code: Any) -> None:
+        """By the code itself in one pass, by its base class in several."""
+
+
+class Added(Way):
+    """Values that are added to what an earlier code left out."""
+
+    def __init__(self, code: Quantizer, sizes: list[int], device: str, dtype: torch.dtype = torch.float32) -> None:
+        self.code, self.rows = code, [Rows(-(-sum(sizes) // BLOCK), BLOCK)]
+        size, sent = self.rows[0].elements, code.size(self.rows)
+        self.before = torch.randn(size, device=device)
+        self.values = [torch.randn(n, device=device).to(dtype) for n in sizes]
+        self.left, self.sent = torch.empty(size, device=device), torch.zeros(sent, dtype=torch.uint8, device=device)
+        self.bytes = 8 * size + dtype.itemsize * sum(sizes) + sent
+
+    def run(self, code: Any) -> None:
+        code.add_and_encode(self.before, self.values, self.left, self.rows, self.sent)
+
+
+class Summed(Way):
+    """Payloads that the owner of a part adds up, with values of its own."""
+
+    def __init__(self, code: Quantizer, size: int, groups: int, device: str) -> None:
+        self.code, self.rows = code, [Rows(size // BLOCK, BLOCK)]
+        sent = code.size(self.rows)
+        self.before, self.left = torch.randn(size, device=device), torch.empty(size, device=device)
+        self.received = torch.zeros(groups, sent + 4, dtype=torch.uint8, device=device)  # as it is sent, with a flag
+        for payload in self.received:
+            code.encode(torch.randn(size, device=device), self.rows, payload)
+        self.own, self.sent = Own(1, torch.empty(size, device=device)), torch.zeros_like(self.received[0])
+        self.weights = [1 / groups] * groups
+        self.bytes = 16 * size + groups * sent
+
+    def begin(self) -> None:
+        torch.mul(self.before, -0.75, out=self.own.values)
+
+    def run(self, code: Any) -> None:
+        code.sum_and_encode(self.before, self.received, self.weights, self.own, self.left, self.rows, self.sent)
+
+
+class Separate:
+    """A code that adds in passes of their own."""
+
+    def __init__(self, code: Quantizer) -> None:
+        self.add_and_encode = partial(Quantizer.add_and_encode, code)
+        self.sum_and_encode = partial(Quantizer.sum_and_encode, code)
+
+
+def compared(way: Way, copied: float, device: str, times: int) -> dict[str, Any]:
+    """The shortest times of one pass and of several; `copied` is what a copy takes for a byte."""
+    results, found, wait = [], {}, waiting_for(device)
+    for name, code in (("several passes", Separate(way.code)), ("one pass", way.code)):
+
+        def run(code: Any = code) -> None:
+            with no_waiting(device):
+                way.run(code)
+
+        spans = []
+        for _ in range(times):
+            way.begin()
+            way.left.fill_(torch.nan)
+            spans.append(time_of(run, wait).clock)
+        results.append((way.left.clone(), way.sent.clone()))
+        found[f"{name}, ms"] = 1e3 * min(spans)
+    same = all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    of_a_copy = 1e3 * copied * way.bytes / found["one pass, ms"]
+    # Of a bucket the time is that of starting kernels.
+    target = "" if way.bytes < 64 * BUCKET else "met" if of_a_copy >= 0.7 else "missed"
+    return found | {"one pass, of a copy": of_a_copy, "the same": "yes" if same else "NO", "target": target}
 
 
 class Plain(Quantizer):

@@ -9,7 +9,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 
 import needs
 from test_quantize import BITS, NAMES, heavy_tailed
-from thinwire.codecs.quantize import BLOCK, packed_width, quantizer
+from thinwire.codecs.quantize import BLOCK, Own, PackedQuantizer, Quantizer, Rows, packed_width, quantizer
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +30,14 @@ ROWS = 37
 def main() -> None:
     from thinwire.codecs import kernels
 
-    print(json.dumps({name: compared(name, kernels) for name in NAMES}))
+    found = {name: compared(name, kernels) for name in NAMES}
+    for name in NAMES:
+        code = quantizer(name)
+        torchs = [*added(code), *summed(code)]
+        with patch.object(PackedQuantizer, "_kernels", lambda self, device, width: kernels):
+            pairs = zip(torchs, [*added(code), *summed(code)], strict=True)
+        found[name] |= {what: torch.equal(ours, theirs) for (what, theirs), (_, ours) in pairs}
+    print(json.dumps(found))
 
 
 def compared(name: str, kernels: Any) -> dict[str, bool]:
@@ -52,6 +61,53 @@ def compared(name: str, kernels: Any) -> dict[str, bool]:
         "values": torch.equal(found, decoded),
         "values are added": torch.allclose(total, torch.ones_like(x).add(decoded, alpha=0.25), rtol=1e-6),
     }
+
+
+def added(code: Quantizer) -> Iterator[tuple[str, Tensor]]:
+    """What is left and what is sent of tensors that are added: in one, in several, and in some of any size."""
+    total, few = ROWS * BLOCK - 8, [1024, 512, 40]
+    odd = [1000, 24, 300, 1, 2, 3]
+    several, uneven = [*few, total - sum(few)], [*odd, total - sum(odd) - 1, 1]
+    x = moderate(total)
+    ways = {
+        "one": [x],
+        "one that ends anywhere": [x[:-1]],
+        "several": x.split(several),
+        "several of odd sizes": x.split(uneven),
+        "one of bf16": [x.bfloat16()],
+        "several of bf16": x.bfloat16().split(several),
+        "several of fp16, of odd sizes": x.half().split(uneven),
+        "two types": [x[:1000].bfloat16(), x[1000:]],
+        "gaps": [x.repeat_interleave(2)[::2][:1000], x[:1].expand(total - 1000)],
+    }
+    rows, before = [Rows(ROWS, BLOCK)], moderate(ROWS * BLOCK).flip(0)
+    for name, values in ways.items():
+        left, sent = torch.full_like(before, torch.nan), torch.zeros(code.size(rows) + 4, dtype=torch.uint8)
+        code.add_and_encode(before, values, left, rows, sent)
+        yield f"{name}: left", left
+        yield f"{name}: sent", sent
+
+
+def summed(code: Quantizer) -> Iterator[tuple[str, Tensor]]:
+    """What is left and what is sent of payloads that are added up, without and with values of one's own."""
+    rows, size = [Rows(ROWS, BLOCK)], ROWS * BLOCK
+    received = torch.zeros(4, code.size(rows) + 4, dtype=torch.uint8)
+    for i, payload in enumerate(received):
+        code.encode(moderate(size).roll(i * BLOCK), rows, payload)
+    for own in (None, 0, 3):
+        mine, left, sent = moderate(size).roll(7), torch.full((size,), torch.nan), torch.zeros_like(received[0])
+        place = None if own is None else Own(own, mine)
+        code.sum_and_encode(moderate(size).flip(0), received, [0.25] * 4, place, left, rows, sent)
+        yield f"own {own}, left", left
+        yield f"own {own}, sent", sent
+        yield f"own {own}, its values", mine
+
+
+def moderate(n: int) -> Tensor:
+    """Neither so small nor so large that a type of two bytes has no such values."""
+    x = heavy_tailed(n)
+    x[3 * BLOCK : 4 * BLOCK] = 0
+    return x
 
 
 def values() -> Tensor:

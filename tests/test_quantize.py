@@ -9,7 +9,17 @@ from torch import Tensor
 
 from thinwire.base.errors import ConfigError
 from thinwire.codecs import quantize
-from thinwire.codecs.quantize import OneBitQuantizer, Quantizer, Rows, elements, pack, packed_width, quantizer, unpack
+from thinwire.codecs.quantize import (
+    OneBitQuantizer,
+    Own,
+    Quantizer,
+    Rows,
+    elements,
+    pack,
+    packed_width,
+    quantizer,
+    unpack,
+)
 
 NAMES = ["int8", "int4", "int2", "bit"]
 BITS = {"int8": 8, "int4": 4, "int2": 2, "bit": 1}
@@ -239,6 +249,28 @@ def test_error_feedback_says_everything_in_the_end(name: str) -> None:
         errors.append(float(left.norm()))
     torch.testing.assert_close(said + left, total, rtol=0, atol=1e-4 * float(total.abs().max()))
     assert max(errors[100:]) < 1.1 * max(errors[50:100])
+
+
+@pytest.mark.parametrize("name", [*NAMES, "onebit"])
+def test_tensors_are_added_before_they_are_encoded_and_what_fills_the_last_row_is_zero(name: str) -> None:
+    rows, code, sizes = [Rows(4, 256)], coder(name), [300, 1, 211, 500]
+    before, values = heavy_tailed(1024).flip(0), heavy_tailed(sum(sizes))
+    left, sent = torch.full((1024,), torch.nan), torch.zeros(code.size(rows), dtype=torch.uint8)
+    code.add_and_encode(before, values.split(sizes), left, rows, sent)
+    payload, expected = encoded(code, torch.cat([before[: len(values)] + values, torch.zeros(12)]), rows)
+    assert torch.equal(sent, payload) and torch.equal(left, expected)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "onebit"])
+def test_payloads_are_added_up_with_values_of_one_s_own_which_are_then_gone(name: str) -> None:
+    rows, code = [Rows(4, 256)], coder(name)
+    before, own = heavy_tailed(1024).flip(0), heavy_tailed(1024).roll(9)
+    payload, _ = encoded(code, heavy_tailed(1024), rows)
+    left, sent, mine = torch.full((1024,), torch.nan), torch.zeros_like(payload), own.clone()
+    code.sum_and_encode(before, torch.stack([payload, payload]), [0.25, 0.75], Own(1, mine), left, rows, sent)
+    total = before.add(decoded(code, payload, rows), alpha=0.25).add_(own, alpha=0.75)
+    expected, error = encoded(code, total, rows)
+    assert torch.equal(sent, expected) and torch.equal(left, error) and not mine.any()
 
 
 @pytest.mark.parametrize("name", NAMES)

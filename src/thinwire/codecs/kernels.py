@@ -1,18 +1,30 @@
 """The codes of `quantize` for blocks of 256 values on a GPU: one kernel each way, and one pass over memory.
 
+What is added to a residual before it is encoded, and payloads that are added up and encoded, take no pass of their own.
+
 Bytes mean the same as torch's: whoever has no kernels decodes what they wrote to the same bits, and the error that is
 left is what decoding leaves out. Where a code needs sums, their last bits, and so the scale's, may be others.
 """
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.codecs.quantize import Own
+
 WIDTH = 256
 _ENCODES = {8: (4, 4), 4: (4, 4), 2: (2, 1), 1: (2, 1)}
 _DECODES = (4, 4)
 """Blocks that a program takes at a time and its warps, by bits: the best of those tried on an H200."""
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""Of values that are added."""
+_FEWEST = 64
+"""Tensors that a kernel for several of them takes at least, so that few kernels are compiled."""
 
 _SMALLEST = tl.constexpr(1e-35)
 _LARGEST = tl.constexpr(3.4e38)
@@ -22,11 +34,72 @@ _ROUNDS = tl.constexpr(12582912.0)
 
 def encode(x: Tensor, scales: Tensor, codes: Tensor, bits: int) -> None:
     """Write the scales (n, 1) and codes (n, bytes) of x (n, 256), and leave the error in x."""
-    n, (rows, warps) = len(x), _ENCODES[bits]
-    # A product and a sum stay two operations: the error must be what is left of the rounded product.
-    settings = {"num_warps": warps, "enable_fp_fusion": False}
+    grid, rows, settings = _started(len(x), bits)
     with torch.cuda.device_of(x):  # Triton takes the current one
-        _encode[(triton.cdiv(n, rows),)](x, scales.view(torch.int32), codes, n, bits, rows, WIDTH, **settings)
+        _encode[grid](x, scales.view(torch.int32), codes, len(x), bits, rows, WIDTH, **settings)
+
+
+def adds(before: Tensor, values: Sequence[Tensor]) -> bool:
+    """Whether `add_and_encode` takes them: one type for all, on one device, without gaps."""
+    kinds = {(each.dtype, each.device) for each in values}
+    dense = all(each.is_contiguous() for each in values)
+    return dense and len(kinds) == 1 and values[0].dtype in _TYPES and values[0].device == before.device
+
+
+def add_and_encode(
+    before: Tensor, values: Sequence[Tensor], left: Tensor, scales: Tensor, codes: Tensor, bits: int
+) -> None:
+    """Encode `before` plus flat tensors that lie one after the other (zeros behind them), the error to `left`."""
+    grid, rows, settings = _started(len(left), bits)
+    count, of = sum(map(len, values)), _TYPES[values[0].dtype]
+    # One tensor needs no table.
+    where, slots, step = (values[0], 1, 1) if len(values) == 1 else _table(values)
+    sizes = slots, step, step * values[0].element_size(), bits, rows, WIDTH
+    with torch.cuda.device_of(left):
+        _add_and_encode[grid](
+            before, where, count, left, scales.view(torch.int32), codes, len(left), of, *sizes, **settings
+        )
+
+
+def sum_and_encode(
+    before: Tensor,
+    received: Tensor,
+    weight: float,
+    own: Own | None,
+    left: Tensor,
+    scales: Tensor,
+    codes: Tensor,
+    bits: int,
+) -> None:
+    """Encode `before` plus payloads (n, bytes) times the weight, the error to `left`; `own` becomes zero."""
+    grid, rows, settings = _started(len(left), bits)
+    place, values = (-1, left) if own is None else own
+    sent = received, received.view(torch.int32), *received.shape, weight
+    with torch.cuda.device_of(left):
+        _sum_and_encode[grid](
+            *(before, *sent, place, values, left, scales.view(torch.int32), codes, len(left), bits, rows, WIDTH),
+            **settings,
+        )
+
+
+def _started(n: int, bits: int) -> tuple[tuple[int], int, dict[str, Any]]:
+    """How kernels that encode n blocks are started: programs, blocks for each, and settings."""
+    rows, warps = _ENCODES[bits]
+    # A product and a sum stay two operations: the error must be what is left of the rounded product.
+    return (triton.cdiv(n, rows),), rows, {"num_warps": warps, "enable_fp_fusion": False}
+
+
+def _table(values: Sequence[Tensor]) -> tuple[Tensor, int, int]:
+    """Where each begins and ends and its address (3, slots); the slots; and what divides all of them, in values."""
+    slots = max(_FEWEST, triton.next_power_of_2(len(values)))
+    ends = list(accumulate(map(len, values)))
+    starts, spare = [0, *ends[:-1]], slots - len(values)
+    addresses = [each.data_ptr() for each in values]
+    table = [*starts, *[1 << 62] * spare, *ends, *[0] * spare, *addresses, *[0] * spare]
+    aligned = not any(n % 4 for n in ends) and not any(a % (4 * values[0].element_size()) for a in addresses)
+    device = values[0].device
+    pinned = torch.tensor(table, pin_memory=device.type == "cuda")  # so that nobody waits for the copy
+    return pinned.to(device, non_blocking=True), slots, 4 if aligned else 1
 
 
 def decode(codes: Tensor, scales: Tensor, out: Tensor, bits: int, weight: float | None) -> None:
@@ -40,8 +113,113 @@ def decode(codes: Tensor, scales: Tensor, out: Tensor, bits: int, weight: float 
 
 @triton.jit
 def _encode(x_at, words_at, codes_at, n, BITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    row, there, place = _places(n, ROWS, WIDTH)
+    _, there, place = _places(n, ROWS, WIDTH)
     x = tl.load(x_at + place, there, 0.0)
+    _write(x, place, there, x_at, words_at, codes_at, n, BITS, ROWS, WIDTH)
+
+
+@triton.jit
+def _add_and_encode(
+    before_at,
+    values_at,
+    count,
+    left_at,
+    words_at,
+    codes_at,
+    n,
+    TYPE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    STEP: tl.constexpr,
+    BYTES: tl.constexpr,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    _, there, place = _places(n, ROWS, WIDTH)
+    inside = place < count
+    if SLOTS == 1:
+        values = tl.load(values_at + place, inside, 0.0)
+    else:
+        values = _gathered(values_at, place, TYPE, SLOTS, STEP, BYTES, ROWS, WIDTH)
+    x = tl.load(before_at + place, inside, 0.0) + values.to(tl.float32)
+    _write(x, place, there, left_at, words_at, codes_at, n, BITS, ROWS, WIDTH)
+
+
+@triton.jit
+def _gathered(
+    table,
+    place,
+    TYPE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    STEP: tl.constexpr,
+    BYTES: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The values of several tensors, of which few fall into one program."""
+    starts = tl.load(table + tl.arange(0, SLOTS))
+    begin = tl.program_id(0).to(tl.int64) * ROWS * WIDTH
+    first = tl.sum((starts <= begin).to(tl.int32), 0) - 1
+    last = tl.sum((starts < begin + ROWS * WIDTH).to(tl.int32), 0)
+    values = tl.zeros((ROWS, WIDTH), TYPE)
+    for i in range(first, last):
+        start = tl.multiple_of(tl.load(table + i), STEP)
+        end = tl.multiple_of(tl.load(table + SLOTS + i), STEP)
+        address = tl.load(table + 2 * SLOTS + i).to(tl.pointer_type(TYPE))
+        inside = (place >= start) & (place < end)
+        at = tl.multiple_of(address, BYTES) + (place - start)
+        values = tl.where(inside, tl.load(at, inside, 0.0), values)
+    return values
+
+
+@triton.jit
+def _sum_and_encode(
+    before_at,
+    received_at,
+    received_words_at,
+    count,
+    length,
+    weight,
+    own,
+    own_at,
+    left_at,
+    words_at,
+    codes_at,
+    n,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    row, there, place = _places(n, ROWS, WIDTH)
+    _, packed_there, packed_place = _places(n, ROWS, WIDTH * BITS // 8)
+    x = tl.load(before_at + place, there, 0.0)
+    word_at, packed_at = received_words_at + row, received_at + 4 * n + packed_place
+    for i in range(count):
+        if i == own:
+            x += weight * tl.load(own_at + place, there, 0.0)
+            tl.store(own_at + place, tl.zeros((ROWS, WIDTH), tl.float32), there)
+        else:
+            packed, word = tl.load(packed_at, packed_there, 0), tl.load(word_at, row < n, 0)
+            x += weight * _values(_unpacked(packed, BITS, ROWS, WIDTH), word, BITS)
+        word_at += length // 4
+        packed_at += length
+    _write(x, place, there, left_at, words_at, codes_at, n, BITS, ROWS, WIDTH)
+
+
+@triton.jit
+def _write(
+    x,
+    place,
+    there,
+    left_at,
+    words_at,
+    codes_at,
+    n,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Choose scales and codes of x (rows, width), and write them and the error."""
     size = tl.abs(x)
     if BITS == 8:
         scale = tl.minimum(tl.div_rn(tl.max(size, 1), 127.0), _LARGEST / 127)
@@ -66,10 +244,10 @@ def _encode(x_at, words_at, codes_at, n, BITS: tl.constexpr, ROWS: tl.constexpr,
         below = tl.sum(tl.where(high, 0.0, x), 1)
         code = high.to(tl.int32)
         word = _pair(below / tl.maximum(WIDTH - count, 1.0), above / tl.maximum(count, 1.0))
+    row, packed_there, packed_place = _places(n, ROWS, WIDTH * BITS // 8)
     tl.store(words_at + row, word, row < n)
-    tl.store(x_at + place, x - _values(code, word, BITS), there)
-    _, there, place = _places(n, ROWS, WIDTH * BITS // 8)
-    tl.store(codes_at + place, _packed(code, BITS, ROWS, WIDTH), there)
+    tl.store(left_at + place, x - _values(code, word, BITS), there)
+    tl.store(codes_at + packed_place, _packed(code, BITS, ROWS, WIDTH), packed_there)
 
 
 @triton.jit

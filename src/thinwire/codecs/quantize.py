@@ -76,6 +76,23 @@ def longest(rows: Sequence[Rows], parts: int) -> list[list[Rows]]:
     return cut(rows, parts)
 
 
+class Own(NamedTuple):
+    """What a worker adds to a sum itself: instead of which of the payloads that were received, and the values."""
+
+    place: int
+    values: Tensor
+
+
+def add(before: Tensor, values: Sequence[Tensor], out: Tensor) -> None:
+    """Add flat tensors that lie one after the other to `before`; what they do not fill of `out` becomes zero."""
+    place = 0
+    for each in values:
+        end = place + len(each)
+        torch.add(before[place:end], each, out=out[place:end])
+        place = end
+    out[place:] = 0.0
+
+
 class Quantizer(ABC):
     """Writes rows of values as bytes: all scales first, then all codes."""
 
@@ -98,6 +115,36 @@ class Quantizer(ABC):
                 self.decode_block(codes, scales, block)
             else:
                 self.add_block(codes, scales, block, weight)
+
+    def add_and_encode(
+        self, before: Tensor, values: Sequence[Tensor], left: Tensor, rows: Sequence[Rows], out: Tensor
+    ) -> None:
+        """Write the code of `before` plus the values (see `add`) to `out`, and what it leaves out to `left`."""
+        add(before, values, left)
+        self.encode(left, rows, out)
+
+    def sum_and_encode(
+        self,
+        before: Tensor,
+        received: Tensor,
+        weights: Sequence[float],
+        own: Own | None,
+        left: Tensor,
+        rows: Sequence[Rows],
+        out: Tensor,
+    ) -> None:
+        """Write the code of `before` plus weighted payloads (n, bytes) to `out`, and what it leaves out to `left`.
+
+        The worker's own values, which become zero, are added instead of one of the payloads.
+        """
+        left.copy_(before)
+        for i, (payload, weight) in enumerate(zip(received, weights, strict=True)):
+            if own is not None and i == own.place:
+                left.add_(own.values, alpha=weight)
+                own.values.zero_()
+            else:
+                self.decode(payload, rows, left, weight)
+        self.encode(left, rows, out)
 
     def _blocks(self, values: Tensor, rows: Sequence[Rows], payload: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Views of values, scales and codes, some rows at a time."""
@@ -158,6 +205,35 @@ class PackedQuantizer(Quantizer):
         codes.copy_(pack(code, self.bits))
         x.sub_(self.values(code, scales, torch.empty_like(x)))
 
+    def add_and_encode(
+        self, before: Tensor, values: Sequence[Tensor], left: Tensor, rows: Sequence[Rows], out: Tensor
+    ) -> None:
+        """The same."""
+        kernels = self._kernels_of(left.device, rows)
+        if kernels and kernels.adds(before, values):
+            for block, scales, codes in self._blocks(left, rows, out):
+                kernels.add_and_encode(before, values, block, scales, codes, self.bits)
+        else:
+            super().add_and_encode(before, values, left, rows, out)
+
+    def sum_and_encode(
+        self,
+        before: Tensor,
+        received: Tensor,
+        weights: Sequence[float],
+        own: Own | None,
+        left: Tensor,
+        rows: Sequence[Rows],
+        out: Tensor,
+    ) -> None:
+        """The same."""
+        kernels = self._kernels_of(left.device, rows)
+        if kernels and len(set(weights)) == 1:
+            for block, scales, codes in self._blocks(left, rows, out):
+                kernels.sum_and_encode(before, received, weights[0], own, block, scales, codes, self.bits)
+        else:
+            super().sum_and_encode(before, received, weights, own, left, rows, out)
+
     def decode_block(self, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
         """Unpack and look up."""
         if kernels := self._kernels(out.device, out.shape[1]):
@@ -174,6 +250,10 @@ class PackedQuantizer(Quantizer):
 
     def _kernels(self, device: torch.device, width: int) -> Any:
         return _with_triton() if device.type == "cuda" and self.scales == 1 and width == BLOCK else None
+
+    def _kernels_of(self, device: torch.device, rows: Sequence[Rows]) -> Any:
+        """Those that take all rows at once."""
+        return self._kernels(device, rows[0].width) if len(rows) == 1 else None
 
     def _piece(self, device: torch.device, width: int) -> int:
         """All at once: a kernel has no intermediate results."""

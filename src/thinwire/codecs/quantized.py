@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs.aggregate import Aggregator, Exact, State
-from thinwire.codecs.quantize import BLOCK, Quantizer, Rows, cut, elements, longest, quantizer
+from thinwire.codecs.quantize import BLOCK, Own, Quantizer, Rows, add, cut, elements, longest, quantizer
 from thinwire.comm.buckets import unpack_into
 from thinwire.comm.wire import Pending, Wire
 
@@ -36,9 +37,9 @@ class Quantized(Aggregator):
             self.size = sum(t.numel() for t in coded)
             its_rows = rows(coded) if rows else [Rows(-(-self.size // BLOCK), BLOCK)]
             self.sum = CompressedSum(wire, its_rows, code, coded[0].device, purpose)
-            self.pieces = pieces([t.numel() for t in coded], self.sum.span)
-            self.covered = sum(p.end - p.start for p in self.pieces)
-            """Of this worker's share; what fills up the last block is behind it."""
+            sizes = [t.numel() for t in coded]
+            self.pieces = [pieces(sizes, span) for span in self.sum.spans]
+            """What falls into each part of this worker's share."""
         self._steps = 0
         self._halfway = False
 
@@ -46,18 +47,16 @@ class Quantized(Aggregator):
         """Add to what was left out, and send its code."""
         self._steps, self._halfway, self._again = steps, False, again
         if self.sum is not None:
-            coded = [tensors[i] for i in self.coded]
-            if healthy:
-                self.wire.compute(lambda: self._add(coded, again))
+            values = self._values([tensors[i] for i in self.coded]) if healthy else None
             with self.wire.hidden_behind((steps + 1) // 2):
-                self.sum.begin(healthy)
+                self.sum.begin(values, again)
         if self.plain:
             self.exact.begin([tensors[i] for i in self.plain], healthy=healthy, steps=steps)
 
-    def _add(self, coded: Sequence[Tensor], again: bool) -> None:
-        assert self.sum is not None, "nothing is coded"
-        self.sum.add([piece.of(coded) for piece in self.pieces], [p.slice for p in self.pieces], again)
-        self.sum.next_residual[self.covered :] = 0.0  # a code may say something else of it, which nobody needs
+    def _values(self, coded: Sequence[Tensor]) -> list[list[Tensor]]:
+        """What falls into each part of this worker's share, flat."""
+        flat = [t.reshape(-1) for t in coded]  # once: what is not contiguous is copied
+        return [[piece.of(flat) for piece in part] for part in self.pieces]
 
     def middle(self) -> None:
         """Send the code of the sums on."""
@@ -204,6 +203,8 @@ class CompressedSum:
         self.span = ends[place], ends[place + 1]
         """Where this worker's share of the values begins and ends."""
         self.mine = self.parts[topology.member] if wire.carries else [[] for _ in topology.groups]
+        self.spans = list(pairwise(accumulate(map(elements, self.mine), initial=self.span[0])))
+        """Where each of its parts begins and ends, one for each group."""
         self.residual = torch.zeros(self.span[1] - self.span[0], dtype=torch.float32, device=device)
         self.owned = torch.zeros(elements(self.mine[topology.group_index]), dtype=torch.float32, device=device)
         self.next_residual, self.next_owned = torch.zeros_like(self.residual), torch.zeros_like(self.owned)
@@ -231,25 +232,26 @@ class CompressedSum:
     def _sends(self) -> bool:
         return self.senders is None or self.wire.topology.group_index in self.senders
 
-    def add(self, values: Sequence[Tensor], places: Sequence[slice], again: bool = False) -> None:
-        """Add values to this worker's share of what was left out; `again` to the share that was sent last."""
-        before = self.next_residual if again else self.residual
-        for value, place in zip(values, places, strict=True):
-            torch.add(before[place], value, out=self.next_residual[place])
+    def begin(self, values: Sequence[Sequence[Tensor]] | None, again: bool = False) -> None:
+        """Add values to this worker's share of what was left out, and send its code.
 
-    def begin(self, healthy: bool = True) -> None:
-        """Send this worker's share, after `add`; an unhealthy worker sends only that it is."""
+        They are flat tensors that lie one after the other in each of `spans`; None of an unhealthy worker, which sends
+        only that it is. `again` they are added to the share that was sent last.
+        """
         sent = torch.zeros(self.groups, self.length, dtype=torch.uint8, device=self.residual.device)
-        if not healthy:
+        if values is None:
             sent[:, -_FLAG:] = 1
-        elif self._sends:
-            self.wire.compute(lambda: self._encode(sent))
+        else:
+            self.wire.compute(lambda: self._encode(values, sent, again))
         self._pending = self.wire.all_to_all(sent, self.purpose, self.senders, self.length)
 
-    def _encode(self, sent: Tensor) -> None:
-        for g, values in enumerate(self._split(self.next_residual)):
-            if g != self.wire.topology.group_index:  # its own part it adds exactly
-                self.quantizer.encode(values, self.mine[g], sent[g])
+    def _encode(self, values: Sequence[Sequence[Tensor]], sent: Tensor, again: bool) -> None:
+        before, left = self._split(self.next_residual if again else self.residual), self._split(self.next_residual)
+        for g, part in enumerate(self.mine):
+            if self._sends and g != self.wire.topology.group_index:
+                self.quantizer.add_and_encode(before[g], values[g], left[g], part, sent[g])
+            else:  # its own part it adds exactly
+                add(before[g], values[g], left[g])
 
     def middle(self, again: bool = False) -> None:
         """Add up the part this worker owns, and send it on."""
@@ -261,19 +263,13 @@ class CompressedSum:
 
     def _add_up(self, received: Tensor, out: Tensor, again: bool) -> None:
         topology = self.wire.topology
-        part = self.mine[topology.group_index]
-        if not again:
-            self.next_owned.copy_(self.owned)
-        sends = range(self.groups) if self.senders is None else self.senders
-        for row, g in zip(received, sends, strict=True):
-            weight = len(topology.groups[g]) / topology.world_size
-            if g == topology.group_index:
-                own = self._split(self.next_residual)[g]
-                self.next_owned.add_(own, alpha=weight)
-                own.zero_()
-            else:
-                self.quantizer.decode(row, part, self.next_owned, weight)
-        self.quantizer.encode(self.next_owned, part, out)
+        senders = list(range(self.groups) if self.senders is None else self.senders)
+        weights = [len(topology.groups[g]) / topology.world_size for g in senders]
+        own = None
+        if topology.group_index in senders:
+            own = Own(senders.index(topology.group_index), self._split(self.next_residual)[topology.group_index])
+        before, part = self.next_owned if again else self.owned, self.mine[topology.group_index]
+        self.quantizer.sum_and_encode(before, received, weights, own, self.next_owned, part, out)
         out[-_FLAG:] = received[:, -_FLAG:].amax(0)
 
     def end(self, out: Tensor | None = None) -> Tensor | None:
@@ -302,12 +298,6 @@ class CompressedSum:
                 size = elements(part)
                 self.quantizer.decode(payload, part, result[place : place + size])
                 place += size
-
-    def run(self, healthy: bool = True, again: bool = False) -> Tensor | None:
-        """All three at once."""
-        self.begin(healthy)
-        self.middle(again)
-        return self.end()
 
     def commit(self) -> None:
         """The last sum was used: what it left out is sent the next time."""
