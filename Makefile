@@ -11,7 +11,7 @@ COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/transformers/' .venv/lib src
 # Hundreds of processes of the tests import the same modules.
 test test-slow test-all: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo test test-tools test-slow test-all mutants check docs clean
+.PHONY: setup demo test test-tools test-slow test-all test-gpu mutants check docs clean
 
 setup: $(STAMP)
 
@@ -54,6 +54,22 @@ test-slow: setup
 
 test-all: setup
 	$(BIN)/python -m pytest
+
+# With the Python, the torch and the GPU that are there: nothing is installed. Results are in build/gpu.
+GPU_PYTHON ?= python3
+GPU_TESTS := contract invariants resume codes quantize kernels agreement same_bits early uneven ema dtypes optimizers
+GPU_TESTS += masters ab daso oialr local_sgd second_moment trainer accelerate poison shards sharded_factors
+GPU_TESTS += sharded_checkpoints elastic
+ON_GPU := PYTHONPATH=src THINWIRE_TEST_DEVICE=cuda $(GPU_PYTHON) -m pytest -p no:benchmark -p no:cacheprovider
+
+test-gpu:
+	mkdir -p build/gpu && rm -f build/gpu/*
+	# Whatever fails, all of it is tried.
+	failed=0; \
+	$(ON_GPU) -n 7 --dist loadfile -m "not slow" --junitxml build/gpu/tests.xml $(GPU_TESTS:%=tests/test_%.py) || failed=1; \
+	THINWIRE_FEATURES=build/gpu/features.jsonl $(ON_GPU) -n 0 --junitxml build/gpu/features.xml tests/test_features.py || failed=1; \
+	$(ON_GPU) -n 7 --junitxml build/gpu/sweep.xml tests/test_sweep.py tests/test_sweep_optimizers.py || failed=1; \
+	exit $$failed
 
 # Changes files of src, one at a time, and puts them back: best in a clone.
 mutants: setup

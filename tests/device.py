@@ -13,8 +13,17 @@ from torch import Tensor, nn
 T = TypeVar("T")
 
 DEVICE = torch.device(os.environ.get("THINWIRE_TEST_DEVICE", "cpu"))
-BACKEND = "cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" and "NCCL_MULTI_RANK_GPU_ENABLE" in os.environ else "gloo"
-"""Of gangs: several workers share the GPU, which nccl does only if it is told to."""
+_SHARED = "NCCL_MULTI_RANK_GPU_ENABLE" in os.environ
+_MOST_WORKERS = 4
+_BY_NCCL = DEVICE.type == "cuda" and (_SHARED or torch.cuda.device_count() >= _MOST_WORKERS)
+BACKEND = "cpu:gloo,cuda:nccl" if _BY_NCCL else "gloo"
+"""Of gangs: several workers share a GPU, which nccl does only if it is told to, or each has its own."""
+
+
+def take(rank: int) -> None:
+    """Make one of the GPUs a worker's own, if there are several."""
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
 
 
 def here(what: T) -> T:

@@ -258,6 +258,7 @@ def _in_a_world(case: Case) -> Any:
     ours = {"RANK": str(case.rank), "WORLD_SIZE": str(case.workers), "LOCAL_RANK": str(case.rank)}
     os.environ.update(ours)
     hook = sys.excepthook
+    device.take(case.rank)
     try:
         if case.workers > 1:
             store = dist.FileStore(str(Path(case.folder) / "store"), case.workers)

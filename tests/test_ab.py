@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import small
 import thinwire
+from device import here
 from thinwire import AB, ConfigError, Nesterov, Radial, ThinwireError
 from thinwire.exchange.parameters import Round
 from thinwire.factor.matrix import decompose, view_of
@@ -39,7 +40,7 @@ def factors(model: nn.Module, side: str) -> list[nn.Parameter]:
 
 def run(config: AB, steps: int = STEPS, model: nn.Module | None = None, optimizer: Any = None) -> Any:
     """A replica after so many steps, alone."""
-    model = small.net() if model is None else model
+    model = small.net() if model is None else here(model)
     optimizer = (optimizer or adamw)(model)
     replica = thinwire.attach(model, optimizer, config)
     for _ in small.walk(replica, optimizer, 0, steps):
@@ -300,7 +301,7 @@ class HeadFirst(nn.Module):
 
 def test_a_target_that_the_order_of_use_puts_out_of_reach_is_refused_at_the_first_step() -> None:
     """Not when most of the run is over."""
-    model = HeadFirst()
+    model = here(HeadFirst())
     optimizer = adamw(model)
     replica = thinwire.attach(model, optimizer, ab(target=3.0))
     with pytest.raises(ConfigError, match=r"`target`=3\.0 cannot be reached"):

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import device
 import gang
 import small
 import thinwire
@@ -148,7 +149,7 @@ def complex_parameters(rank: int) -> dict[str, str]:
     refused = [thinwire.PowerSGD(warmup=3), thinwire.TopK(), thinwire.OneBit(), thinwire.AllReduce(wire="int8")]
     refused += [thinwire.LocalSGD(warmup=3, warmup_wire="int4")]
     for config in refused:
-        model = Spectral()
+        model = device.here(Spectral())
         try:
             thinwire.attach(model, small.sgd(model), config).detach()
             found[repr(config)] = ""
@@ -159,13 +160,15 @@ def complex_parameters(rank: int) -> dict[str, str]:
     carried += [thinwire.DiLoCo(every=2, wire=wire) for wire in ("fp32", "bf16", "int8")]
     carried += [thinwire.DASO(total_steps=90, wire=wire) for wire in ("fp32", "bf16", "int8")]
     for config in carried:
-        model = Spectral()
+        model = device.here(Spectral())
         optimizer = small.sgd(model)
         replica = thinwire.attach(model, optimizer, config)
         for _ in small.walk(replica, optimizer, rank, 4):
             pass
         trained = replica.finish()
-        assert bool((trained.filter.imag != Spectral().filter.imag).any()), "its imaginary part was not trained"
+        assert bool((trained.filter.imag != device.here(Spectral()).filter.imag).any()), (
+            "its imaginary part was not trained"
+        )
         found[repr(config)] = small.model_bits(trained)
     return found
 

@@ -33,7 +33,7 @@ def test_work_is_done_in_order_and_its_first_failure_raised() -> None:
 
 def test_a_bucket_is_sent_when_its_gradients_are_there() -> None:
     sent: list[int] = []
-    early = EarlyBuckets([[2, 3], [0, 1]], sent.append)
+    early = EarlyBuckets([[2, 3], [0, 1]], sent.append, torch.device("cpu"))
     for i in (3, 2, 1, 0):  # the first pass only counts
         early.arrived(i, f"p{i}")
     early.finish()

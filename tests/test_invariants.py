@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gang
 import needs
 import thinwire
+from device import here
 from selection import first_of
 from sockets import needs_counts, socket_bytes
 from thinwire.comm.replicate import Replicated
@@ -150,13 +151,13 @@ class Phases(nn.Module):
 
 def complex_over(rank: int, config: Any) -> tuple[torch.Tensor, int]:
     """How far a complex parameter comes in three steps, and what was sent for it."""
-    model = Phases()
+    model = here(Phases())
     start, optimizer = model.filter.detach().clone(), torch.optim.SGD(model.parameters(), 1.0)
     replica = thinwire.attach(model, optimizer, config)
     for step in range(3):
         train_step(replica, optimizer, step, rank)
     sent = replica.traffic.by_purpose["merge" if isinstance(config, thinwire.LocalSGD) else "gradients"]["slow_bytes"]
-    return torch.view_as_real(model.filter.detach() - start), int(sent)
+    return torch.view_as_real(model.filter.detach() - start).cpu(), int(sent)
 
 
 def complex_over_every_wire(rank: int) -> dict[str, tuple[torch.Tensor, int]]:
@@ -499,7 +500,7 @@ class WithTables(nn.Module):
 
 
 def constants_and_scalars(rank: int) -> dict[str, Any]:
-    model = WithTables()
+    model = here(WithTables())
     optimizer = torch.optim.NAdam(model.net.parameters(), lr=1e-3)
     replica = thinwire.attach(model, optimizer, ab(moments="average"))
     for step in range(9):
@@ -507,7 +508,9 @@ def constants_and_scalars(rank: int) -> dict[str, Any]:
         if step == 7 and rank == 1:
             optimizer.state[model.net[0].bias]["mu_product"].mul_(0.5)  # as if a step had been skipped here
     assert replica.phase == "rebound"
-    same = torch.equal(model.angles, torch.linspace(0, 1, 999)) and torch.equal(model.order, torch.arange(7))
+    same = torch.equal(model.angles.cpu(), torch.linspace(0, 1, 999)) and torch.equal(
+        model.order.cpu(), torch.arange(7)
+    )
     known = model.net[0].bias in optimizer.state, model.net[9].bias in optimizer.state
     # DDP refuses a SyncBatchNorm on a CPU, so only a group of one can be wrapped here.
     norm = nn.SyncBatchNorm(5)

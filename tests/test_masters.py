@@ -242,7 +242,7 @@ def late(rank: int, dtype: torch.dtype, kept: torch.dtype) -> list[float]:
         optimizer.step()
         if number % 4 == 3:
             left = torch.tensor(replica.wire.all_gather_object(optimizer.left.tolist()))
-            found.append(float((flat(model.parameters()) - left.mean(0)).abs().max()))
+            found.append(float((flat(model.parameters()).cpu() - left.mean(0)).abs().max()))
     return found
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 import gang
 import thinwire
+from device import DEVICE, here
 from thinwire.factor import matrix
 from thinwire.factor.layers import cheapest_of_three
 from thinwire.factor.matrix import MatrixView, find_basis
@@ -51,7 +52,11 @@ def bases(replica: Any) -> list[tuple[torch.Tensor, ...]]:
 
 
 def off_orthonormal(replica: Any) -> float:
-    gaps = [t.double() @ t.double().t() - torch.eye(len(t)) for u, _, vt in bases(replica) for t in (u.t(), vt)]
+    gaps = [
+        t.double() @ t.double().t() - torch.eye(len(t), device=t.device)
+        for u, _, vt in bases(replica)
+        for t in (u.t(), vt)
+    ]
     return max(float(gap.abs().max()) for gap in gaps)
 
 
@@ -126,7 +131,9 @@ def test_only_the_middle_is_trained() -> None:
 def test_at_full_rank_a_square_weight_trains_under_sgd_as_if_nothing_had_happened() -> None:
     """Orthogonal bases turn gradients, momentum and weight decay alike."""
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Flatten(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 5))
+    plain = here(
+        nn.Sequential(nn.Flatten(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 5))
+    )
     turned = copy.deepcopy(plain)
     replica, optimizer = attached(oialr(cutoff=0.0), sgd, turned)
     other = sgd(plain)
@@ -141,7 +148,8 @@ def test_at_full_rank_a_square_weight_trains_under_sgd_as_if_nothing_had_happene
 def test_momentum_follows_exactly_what_is_kept(shape: tuple[int, int]) -> None:
     """m_S = Uᵀ m_W V: the mean of the gradients that S would have had, also through a truncated update."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(16, shape[1]), nn.Linear(*reversed(shape)), nn.Linear(shape[0], 5))
+    layers = nn.Linear(16, shape[1]), nn.Linear(*reversed(shape)), nn.Linear(shape[0], 5)
+    model = here(nn.Sequential(nn.Flatten(), *layers))
     config = oialr(factor_at=3, redecompose=3, cutoff=0.5, layer_fraction=1.0, keep=("1", "3"), keep_last=False)
     replica, optimizer = attached(config, lambda m: torch.optim.SGD(m.parameters(), 0.0, momentum=0.9), model)
     for step in range(3):
@@ -185,9 +193,9 @@ def test_a_matched_rate_scales_what_is_not_weight_decay(decay: float) -> None:
         train_step(replica, optimizer, 0, 0)
         moved = bases(replica)[0][1].detach() - before * (1 - 1e-3 * decay)
         gain = 1.0 if matched is False else math.sqrt(256 * 24) / 24
-        torch.testing.assert_close(moved.abs().median(), torch.tensor(gain * 1e-3), rtol=1e-2, atol=0)
+        torch.testing.assert_close(moved.abs().median().cpu(), torch.tensor(gain * 1e-3), rtol=1e-2, atol=0)
         # Off the diagonal S is zero and does not decay.
-        torch.testing.assert_close(moved[0, 0].abs(), torch.tensor(gain * 1e-3), rtol=1e-2, atol=0)
+        torch.testing.assert_close(moved[0, 0].abs().cpu(), torch.tensor(gain * 1e-3), rtol=1e-2, atol=0)
 
 
 def test_sgd_is_left_as_it_is_unless_asked() -> None:
@@ -572,13 +580,13 @@ class Attends(nn.Module):
 
 def test_attention_and_a_scaler() -> None:
     torch.manual_seed(0)
-    model = Attends()
+    model = here(Attends())
     optimizer = adamw(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=256.0)
     replica = thinwire.attach(model, optimizer, oialr(cutoff=0.3, layer_fraction=1.0), scaler=scaler)
     for step in range(STEPS):
         x, y = batch(step, 0)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
             loss = F.cross_entropy(replica(x), y)
         optimizer.zero_grad()
         scaler.scale(loss).backward()
@@ -624,11 +632,11 @@ class OutOfOrder(nn.Module):
 )
 def test_layers_are_found_again_as_they_were_found(config: Any, tmp_path: Path) -> None:
     """Without a warm-up layers are factored before anyone knows in which order they are used."""
-    replica, optimizer = attached(config, adamw, OutOfOrder(0))
+    replica, optimizer = attached(config, adamw, here(OutOfOrder(0)))
     for step in range(5):
         train_step(replica, optimizer, step, 0)
     replica.save(tmp_path / "save")
-    other, again = attached(config, adamw, OutOfOrder(1))
+    other, again = attached(config, adamw, here(OutOfOrder(1)))
     other.load(tmp_path / "save")
     assert other.ranks() == replica.ranks() and torch.equal(outputs(other), outputs(replica))
     for step in range(5, STEPS):
@@ -641,7 +649,7 @@ def test_a_save_of_another_model_is_refused(tmp_path: Path) -> None:
     replica, optimizer = attached(oialr())
     train_step(replica, optimizer, 0, 0)
     replica.save(tmp_path / "save")
-    other, _ = attached(oialr(), adamw, OutOfOrder(0))
+    other, _ = attached(oialr(), adamw, here(OutOfOrder(0)))
     with pytest.raises(thinwire.ConfigError, match="the save is of another model: '0\\.bias' is in only"):
         other.load(tmp_path / "save")
 
@@ -736,7 +744,7 @@ def test_closures_train_alike() -> None:
 
 @pytest.mark.parametrize("config", [oialr(), thinwire.AB.paper(total_steps=STEPS, warmup=2, every=8, cutoff=0.5)])
 def test_an_order_that_nobody_knew_yet_is_learnt_after_a_load(config: Any, tmp_path: Path) -> None:
-    replica, optimizer = attached(config, adamw, OutOfOrder(0))
+    replica, optimizer = attached(config, adamw, here(OutOfOrder(0)))
     replica.save(tmp_path / "save")
     for step in range(6):
         train_step(replica, optimizer, step, 0)
