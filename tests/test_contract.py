@@ -176,8 +176,9 @@ CODES = ("int8", "int4", "int2", "bit", "lowrank:2", "topk:0.1")
 def in_many_buckets(rank: int, group_size: int) -> dict[str, list[Any]]:
     """By code, what a worker holds in the end if each parameter has a bucket of its own, and its last loss."""
     found = {}
-    for code, size in itertools.product(CODES, (1, gradients._BUCKET)):
-        gradients._BUCKET = size
+    usual = gradients._BUCKET
+    for code, limits in itertools.product(CODES, (dict.fromkeys(usual, 1), usual)):
+        gradients._BUCKET = limits
         model = small.net(smooth=True)
         optimizer = adamw(model)
         replica = thinwire.attach(model, optimizer, thinwire.AllReduce(wire=code, group_size=group_size))
@@ -191,7 +192,7 @@ def cut_into_buckets(rank: int) -> list[tuple[list[int], int]]:
     whole, found = gradients._BUCKET, []
     try:
         for limit in (400, 1200):
-            gradients._BUCKET = 4 * limit
+            gradients._BUCKET = dict.fromkeys(whole, 4 * limit)
             model = small.net()
             replica = thinwire.attach(model, adamw(model), thinwire.AllReduce(wire="int8"))
             sizes, places = [p.numel() for p in model.parameters()], replica._method.gradients._places

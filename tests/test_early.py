@@ -78,7 +78,7 @@ def _halve(parameter: Tensor) -> None:
 
 def trained(rank: int, early: bool, code: str) -> tuple[str, list[float], bool]:
     """An awkward model with accumulation, skipped steps and hooks that change gradients late."""
-    gradients._BUCKET = 1 << 10
+    gradients._BUCKET = dict.fromkeys(gradients._BUCKET, 1 << 10)
     torch.manual_seed(0)
     model = Awkward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

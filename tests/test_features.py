@@ -188,17 +188,26 @@ def found(feature: str) -> list[dict[str, dict[str, Any]]]:
 
 
 NEEDS_WHOLE = ("ab-paper", "oialr", "daso", "powersgd", "topk", "onebit")
-REFUSED = {("FSDP2 in groups", way) for way in NEEDS_WHOLE}
+REFUSED = {("FSDP2 in groups", way) for way in (*NEEDS_WHOLE, "diloco streaming")}
 """Cells that say no in one sentence."""
+
+
+def keep(feature: str, way: str, row: dict[str, Any]) -> None:
+    if file := os.environ.get("THINWIRE_FEATURES"):
+        with Path(file).open("a") as lines:
+            lines.write(json.dumps({"feature": feature, "way": way, "backend": BACKEND, **row}) + "\n")
 
 
 @pytest.mark.parametrize("way", TRIED)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_it_trains_and_all_end_with_one_model(feature: str, way: str) -> None:
-    workers = [worker[way] for worker in found(feature)]
-    if folder := os.environ.get("THINWIRE_FEATURES"):
-        with Path(folder).open("a") as file:
-            file.write(json.dumps({"feature": feature, "way": way, "backend": BACKEND, **workers[0]}) + "\n")
+    try:
+        workers = [worker[way] for worker in found(feature)]
+    except gang.WorkerFailed as error:
+        workers = [{"failed": str(error).strip().splitlines()[-1]}]
+        raise
+    finally:
+        keep(feature, way, workers[0])
     refused = [worker.get("refused") for worker in workers]
     if any(refused):
         assert len(set(refused)) == 1, "all workers say the same"

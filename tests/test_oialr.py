@@ -161,7 +161,8 @@ def test_momentum_follows_exactly_what_is_kept(shape: tuple[int, int]) -> None:
     found = optimizer.state[s]["momentum_buffer"]
     # The same gradients at the same weights: the rate is 0, but for what the cut at step 6 dropped after them.
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Flatten(), nn.Linear(16, shape[1]), nn.Linear(*reversed(shape)), nn.Linear(shape[0], 5))
+    layers = nn.Linear(16, shape[1]), nn.Linear(*reversed(shape)), nn.Linear(shape[0], 5)
+    plain = here(nn.Sequential(nn.Flatten(), *layers))
     other = torch.optim.SGD(plain.parameters(), 0.0, momentum=0.9)
     for step in range(6):
         train_step(plain, other, step, 0)

@@ -65,6 +65,7 @@ def send_nothing() -> None:
     process_groups.timeout_of = lambda group: timedelta(minutes=1)
     ProcessGroupWire.barrier = lambda *_: None  # type: ignore[method-assign]
     dist.all_to_all_single = lambda out, given, *_, **__: (out.copy_(given), Done())[1]
+    dist.all_gather = lambda out, given, *_, **__: ([each.copy_(given) for each in out], Done())[1]
 
 
 class Done:

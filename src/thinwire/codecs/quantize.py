@@ -228,7 +228,8 @@ class PackedQuantizer(Quantizer):
     ) -> None:
         """The same."""
         kernels = self._kernels_of(left.device, rows)
-        if kernels and len(set(weights)) == 1:
+        # Codes of less than a byte are unpacked and added up faster one payload after the other.
+        if kernels and self.bits == 8 and len(set(weights)) == 1:
             for block, scales, codes in self._blocks(left, rows, out):
                 kernels.sum_and_encode(before, received, weights[0], own, block, scales, codes, self.bits)
         else:

@@ -45,7 +45,7 @@ from thinwire.exchange.parts import (
 Make = Callable[[Wire, Sequence[Tensor]], Aggregator]
 """Builds an aggregator for parameters like these."""
 
-_BUCKET, _BUCKET_OF_GPU = 4 << 20, 32 << 20
+_BUCKET = {"cpu": 4 << 20, "cuda": 32 << 20}
 """Bytes of parameters that are exchanged at once: enough to be efficient, few enough that the last are not many."""
 
 
@@ -157,7 +157,7 @@ class GradientAveraging:
         named = [(name, p) for name, p in self.context.model.named_parameters() if p.requires_grad]
         self._names, self._trained = [name for name, _ in named], [p for _, p in named]
         places: list[list[int]] = [[]]
-        limit = _BUCKET if self._trained[0].device.type == "cpu" else _BUCKET_OF_GPU
+        limit = _BUCKET.get(self._trained[0].device.type, _BUCKET["cuda"])
         for i in reversed(range(len(named))):
             # Of whole parameters: members of a group that shards them must cut alike.
             size = sum(whole_of(self._trained[j]).numel() for j in (i, *places[0]))
@@ -420,9 +420,7 @@ class EarlyBuckets:
     checkpointed parts of the model. A gradient that arrives after its bucket was sent is an error.
     """
 
-    def __init__(
-        self, places: Sequence[Sequence[int]], exchange: Callable[[int], None], device: torch.device
-    ) -> None:
+    def __init__(self, places: Sequence[Sequence[int]], exchange: Callable[[int], None], device: torch.device) -> None:
         self._exchange = exchange
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._sizes = [len(place) for place in places]
