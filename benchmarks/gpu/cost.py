@@ -64,8 +64,9 @@ def send_nothing() -> None:
     process_groups.control_group = lambda: dist.group.WORLD
     process_groups.timeout_of = lambda group: timedelta(minutes=1)
     ProcessGroupWire.barrier = lambda *_: None  # type: ignore[method-assign]
-    dist.all_to_all_single = lambda out, given, *_, **__: (out.copy_(given), Done())[1]
-    dist.all_gather = lambda out, given, *_, **__: ([each.copy_(given) for each in out], Done())[1]
+    # Of the other worker come zeros, in every code.
+    dist.all_to_all_single = lambda out, given, *_, **__: (out.zero_(), out[0].copy_(given[0]), Done())[-1]
+    dist.all_gather = lambda out, given, *_, **__: ([each.zero_() for each in out], out[0].copy_(given), Done())[-1]
 
 
 class Done:

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -50,7 +50,9 @@ def main() -> None:
     parser.add_argument("--models", default="vgg16bn,gpt")
     parser.add_argument("--rates", default="100Mbit,1Gbit", help="none is unlimited")
     parser.add_argument("--methods", default=",".join(name.split(",")[0] for name in METHODS))
-    parser.add_argument("--images", type=Path, help="a batch of CIFAR-10 as its authors pickled it; else noise")
+    parser.add_argument(
+        "--images", type=Path, help="part of CIFAR-10 as an .npz with d (3, n, 32, 32) and y; else noise"
+    )
     parser.add_argument("--text", type=Path, help="a text file, read as bytes; else noise")
     parser.add_argument("--seconds", type=float, default=12.0)
     parser.add_argument("--small", action="store_true", help="small models, where there is no GPU")
@@ -148,6 +150,8 @@ def trained(
     count = max(1, round(given.seconds / first / multiple)) * multiple
     count = min(count, 20 * multiple if multiple > 1 else 400)
     ledger = None if config is None else called.traffic
+    if ledger is not None:
+        ledger.clock.settle()  # what was waited for until here
     settle(device)
     before, sent, waited = interface.read(), ledger.slow_bytes if ledger else 0, ledger.waiting if ledger else 0.0
     losses.clear()
@@ -218,8 +222,8 @@ def gpt(small: bool) -> nn.Module:
 def images(rank: int, given: argparse.Namespace, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of 128, drawn by each worker for itself."""
     if given.images:
-        held = pickle.loads(given.images.read_bytes(), encoding="bytes")
-        x, y = torch.tensor(held[b"data"]).view(-1, 3, 32, 32), torch.tensor(held[b"labels"])
+        held = np.load(given.images)
+        x, y = torch.from_numpy(held["d"].transpose(1, 0, 2, 3).copy()), torch.from_numpy(held["y"]).long()
     else:
         x, y = torch.randint(256, (2000, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (2000,))
     x, y = x.to(device), y.to(device)

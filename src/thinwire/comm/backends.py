@@ -36,12 +36,10 @@ def take_interface() -> None:
 
 @dataclass(frozen=True)
 class Backends:
-    """Those of groups of workers; None is what `torch.distributed` was started with."""
+    """Those of groups of workers: on one machine what `torch.distributed` was started with, and on several this."""
 
-    inside: str | None = None
-    """Of groups on one machine."""
     between: str | None = None
-    """Of groups on several."""
+    """None is the same."""
     device: torch.device | None = None
 
     @property

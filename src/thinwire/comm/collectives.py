@@ -153,8 +153,7 @@ class ProcessGroupWire(Wire):
         mine = None
         for part in parts:
             far = self.topology.spans_machines(part)
-            backend = self.backends.between if far else self.backends.inside
-            opened = self.backends.connect if far else None
+            backend, opened = (self.backends.between, self.backends.connect) if far else (None, None)
             group = process_groups.process_group(part, thread, backend, opened)
             mine = group if self.topology.rank in part else mine
         return mine

@@ -10,13 +10,12 @@ from torch.optim import Optimizer
 
 from thinwire.base.errors import ConfigError
 from thinwire.comm import backends
-from thinwire.comm.backends import Backends
 from thinwire.comm.collectives import ProcessGroupWire
 from thinwire.comm.fsdp import ShardedModel, is_sharded, refuse_on_shards
 from thinwire.comm.ledger import Ledger, watched
 from thinwire.comm.sharded import ShardedWire, group_size_of
 from thinwire.comm.times import Clock
-from thinwire.comm.topology import has_own_gpu, join, place
+from thinwire.comm.topology import join
 from thinwire.comm.wire import Wire
 from thinwire.config.faults import Faults
 from thinwire.elastic.membership import Membership
@@ -125,7 +124,7 @@ def _opened(
         )
     if slow_backend == "nccl":
         raise ConfigError(
-            "`slow_backend`='nccl' with faults=…: between groups gloo notices who is lost, and nccl waits; leave it out"
+            "`slow_backend`='nccl' with faults=…: there gloo carries everything, which notices who is lost; leave it out"
         )
     about = {"config": repr(config), "model": architecture_digest(model, optimizers)}
     return _met(config, faults, about, device, ledger)
@@ -156,17 +155,13 @@ def _met(
         handle_signals(membership)
     wires: list[Wire] = []
 
-    here = place()
-    own = device.type == "cuda" and here is not None and has_own_gpu(here)
-    inside = Backends(inside="nccl" if own else None, device=device)
-
     def open_wire() -> None:
         with membership.opened_world():
             watch, layout = membership.heartbeat, membership.layout
             if membership.joins:
-                wires.append(ProcessGroupWire(membership.topology, ledger, watch, inside))
+                wires.append(ProcessGroupWire(membership.topology, ledger, watch))
             else:
-                wires.append(ProcessGroupWire.open(None, repr(config), device, ledger, layout, watch, inside))
+                wires.append(ProcessGroupWire.open(None, repr(config), device, ledger, layout, watch))
 
     membership.begin(open_wire)
     return wires[-1], membership
