@@ -123,9 +123,6 @@ def said(rank: int) -> dict[str, str]:
     with pytest.raises(ConfigError) as error, replica.join():
         pass
     found["join"] = str(error.value)
-    with pytest.raises(ConfigError) as error:
-        thinwire.EMA(replica)
-    found["EMA"] = str(error.value)
     if rank == 1:  # one of two workers that hold different parts of the same weights
         with torch.no_grad():
             next(model.parameters()).to_local().fill_(float("nan"))
@@ -149,7 +146,6 @@ def test_what_needs_whole_weights_is_refused() -> None:
         "both": "the model is sharded over 2 dimensions of 1 meshes",
         "Muon": "Muon orthogonalises whole weights",
         "join": "join() is not for sharded models; give all workers equally many batches",
-        "EMA": "EMA is not for sharded models",
         "diverged": "is not finite at step 1",
     }
     for found in gang.run(said, 4, fresh=True):

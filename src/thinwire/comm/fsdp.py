@@ -10,6 +10,7 @@ and new ones take its place. Everything else that the group does stays as the us
 dtype, and over which mesh.
 """
 
+import copy
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -212,6 +213,64 @@ def to_plain_shards(model: ShardedModel, wire: Wire) -> nn.Module:
     return model.whole
 
 
+def hollow_copy(model: nn.Module) -> nn.Module:
+    """A copy of a sharded model that is not sharded, with whole parameters that have no values."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
+    _reshard(model)
+    held = (t for module in model.modules() for t in vars(module).values() if isinstance(t, Tensor))
+    found: dict[int, Any] = {id(t): t.detach().clone() for t in held if not t.is_leaf}  # which hooks compute
+    for p in model.parameters():
+        empty = torch.empty_strided(p.size(), p.stride(), dtype=p.dtype, device="meta")
+        found[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
+    for module in reversed(list(model.modules())):  # children before their parents
+        if not hasattr(module, "_get_fsdp_state"):
+            copy.deepcopy(module, found)
+            continue
+        # FSDP refuses to be copied, so this takes all that is the module's own.
+        cls = _class_without(type(module))
+        found[id(module)] = copied = cls.__new__(cls)
+        own = {name: value for name, value in vars(module).items() if name not in (REGISTRY_KEY, STATE_KEY)}
+        state: Any = module._get_fsdp_state
+        found[id(state())] = state()
+        vars(copied).update(copy.deepcopy(own, found))
+    copied = found[id(model)]
+    for module in copied.modules():
+        for hooks in (value for name, value in vars(module).items() if name.endswith("_hooks")):
+            for key in [key for key, hook in hooks.items() if _is_of_fsdp(hook)]:
+                del hooks[key]
+    return copied
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(("torch.distributed.fsdp.", __name__))
+
+
+def shard_like(copied: nn.Module, model: nn.Module) -> nn.Module:
+    """Shard a hollow copy where the model is sharded; its parts have memory, and no values yet."""
+    from torch.distributed.fsdp import fully_shard
+
+    device = next(model.parameters()).device
+    dimensions = {name: p.placements[0] for name, p in model.named_parameters() if is_part(p)}  # type: ignore[attr-defined]
+    names = {id(p): name for name, p in copied.named_parameters()}
+    together: dict[int, list[str]] = {}
+    for name, module in reversed(list(model.named_modules())):
+        if (state := getattr(module, "_get_fsdp_state", None)) is not None:
+            together[id(state())] = [*together.pop(id(state()), []), name]
+    for paths in together.values():
+        group = next(_groups_of(model.get_submodule(paths[0])), next(_groups(model)))
+        modules = [copied.get_submodule(path) for path in paths]
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=next(p.device_mesh for p in model.parameters()),  # type: ignore[attr-defined]
+            reshard_after_forward=True,
+            shard_placement_fn=lambda p: dimensions.get(names[id(p)]),
+            mp_policy=group.mp_policy,
+            offload_policy=group.offload_policy,
+        )
+    return copied._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+
+
 def _exchange(model: nn.Module, old: Sequence[nn.Parameter], new: Sequence[tuple[nn.Module, str]]) -> None:
     """Shard whole parameters, each the one of this name of a module, as those are sharded that they replace.
 
@@ -260,10 +319,14 @@ def _those_of(group: Any, parameters: Sequence[nn.Parameter]) -> list[Any]:
 
 def _groups(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
-        if (state := getattr(module, "_get_fsdp_state", None)) is not None:
-            found = state()
-            # Older versions have one group for each call of `fully_shard`.
-            yield from getattr(found, "_fsdp_param_groups", None) or filter(None, [found._fsdp_param_group])
+        yield from _groups_of(module)
+
+
+def _groups_of(module: nn.Module) -> Iterator[Any]:
+    if (state := getattr(module, "_get_fsdp_state", None)) is not None:
+        found = state()
+        # Older versions have one group for each call of `fully_shard`.
+        yield from getattr(found, "_fsdp_param_groups", None) or filter(None, [found._fsdp_param_group])
 
 
 def _class_without(cls: Any) -> Any:

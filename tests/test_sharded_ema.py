@@ -1,0 +1,102 @@
+"""Moving averages of models that groups shard with FSDP2."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+
+import gang
+import thinwire
+from sharded_net import Net, batch, sharded, whole
+from thinwire import AB, ConfigError, LocalSGD
+
+WAYS: dict[str, Any] = {
+    "localsgd": LocalSGD(every=3, warmup=2, group_size=2),
+    "ab factors": AB(
+        warmup=2,
+        every=2,
+        redecompose=2,
+        cutoff=0.6,
+        factor_at=4,
+        keep_first=False,
+        keep_last=False,
+        wire="fp32",
+        group_size=2,
+    ),
+}
+
+
+def averaged(rank: int, name: str, shards: bool, folder: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
+
+    def begin() -> tuple[Any, Any, Any]:
+        model = sharded(Net()) if shards else Net()
+        optimizer = AdamW(model.parameters(), 1e-2)
+        replica = thinwire.attach(model, optimizer, WAYS[name])
+        return optimizer, replica, thinwire.EMA(replica, 0.8, use_buffers=name == "localsgd").eval()
+
+    def walk(optimizer: Any, replica: Any, ema: Any, first: int, last: int) -> None:
+        for step in range(first, last):
+            x, y = batch(rank, step)
+            F.cross_entropy(replica(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ema.update_parameters()
+            with torch.no_grad():
+                ema(x)  # leaves nothing gathered
+
+    def end(optimizer: Any, replica: Any, ema: Any) -> dict[str, Any]:
+        walk(optimizer, replica, ema, 9, 14)
+        with torch.no_grad():
+            shown = ema(batch(rank, 99)[0])
+        held = sum(t.to_local().numel() if isinstance(t, DTensor) else t.numel() for t in ema.parameters())
+        found = {"own": whole(ema.module), "shown": shown, "held": held}
+        return found | {"model": whole(replica.finish()), "ema": whole(ema.finish())}
+
+    optimizer, replica, ema = begin()
+    before = whole(replica.module)
+    assert all(torch.equal(value, before[key]) for key, value in whole(ema.module).items())
+    walk(optimizer, replica, ema, 0, 9)
+    replica.save(folder)
+    late = thinwire.EMA(replica)  # perhaps of factors
+    assert late.module.state_dict().keys() == before.keys()
+    found = end(optimizer, replica, ema)
+    optimizer, replica, ema = begin()
+    replica.load(folder)
+    again = end(optimizer, replica, ema)
+    for part in ("own", "ema", "model"):
+        assert all(torch.equal(value, found[part][key]) for key, value in again[part].items()), part
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WAYS)
+def test_an_average_of_shards_is_that_of_whole_weights(name: str, tmp_path: Path) -> None:
+    plain = gang.run(averaged, 4, name, False, str(tmp_path / "plain"), fresh=True)
+    found = gang.run(averaged, 4, name, True, str(tmp_path / "save"), fresh=True)
+    for one, other in zip(found, plain, strict=True):
+        assert one["held"] < 0.6 * other["held"]
+        assert torch.allclose(one["shown"], other["shown"], atol=1e-4)
+        for part in ("own", "ema", "model"):
+            assert one[part].keys() == other[part].keys()
+            for key, value in one[part].items():
+                assert torch.allclose(value.float(), other[part][key].float(), atol=1e-4), (part, key)
+                assert part == "own" or torch.equal(value, found[0][part][key]), (part, key)
+        assert ("second.0.weight" in one["ema"]) == (name == "ab factors")
+
+
+def mistaken(rank: int) -> str:
+    model = sharded(Net())
+    replica = thinwire.attach(model, AdamW(model.parameters()), LocalSGD())
+    with pytest.raises(ConfigError) as error:
+        thinwire.EMA(replica, device=torch.device("cpu"))
+    return str(error.value)
+
+
+def test_an_average_is_where_the_shards_are() -> None:
+    for said in gang.run(mistaken, 4, fresh=True):
+        assert said == "`device`=cpu is not for sharded models, whose average is sharded: leave it out"
