@@ -176,3 +176,59 @@ def test_gradients_accumulate() -> None:
     for found in gang.run(accumulated, 4, True, fresh=True):
         for key, value in found.items():
             assert torch.allclose(value.float(), plain[key].float(), atol=1e-4), key
+
+
+def scaled(rank: int, name: str, shards: bool, fused: bool, folder: str) -> dict[str, Any]:
+    """Gradients that overflow on one worker, and in a part of the model that one member holds."""
+    torch.set_num_threads(1)
+    model: Any = sharded(Net()) if shards else Net()
+
+    def begin() -> tuple[Any, Any, Any]:
+        optimizer = AdamW(model.parameters(), 1e-2, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+        return optimizer, scaler, thinwire.attach(model, optimizer, WAYS[name], scaler=scaler)
+
+    def walk(optimizer: Any, scaler: Any, replica: Any, first: int, last: int) -> list[Any]:
+        seen = []
+        for step in range(first, last):
+            x, y = batch(rank, step)
+            loss = F.cross_entropy(replica(x), y)
+            scaler.scale(loss * float("inf") if step == 11 and rank == 2 else loss).backward()
+            gradient = model.second.weight.grad
+            if name == "diloco" and step == 5 and rank in ((2,) if shards else (2, 3)):  # on one member of a group
+                (gradient.to_local() if shards else gradient)[0, 0] = float("inf")
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(replica.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            seen.append((scaler.get_scale(), bool(torch.isfinite(norm))))
+        return seen
+
+    optimizer, scaler, replica = begin()
+    seen = walk(optimizer, scaler, replica, 0, 8)
+    replica.save(folder)
+    rest = walk(optimizer, scaler, replica, 8, 14)
+    before = whole(model)
+    replica.detach()
+    optimizer, scaler, replica = begin()
+    replica.load(folder)
+    assert walk(optimizer, scaler, replica, 8, 14) == rest
+    assert all(torch.equal(value, before[key]) for key, value in whole(model).items())
+    replica.finish()
+    return {"model": whole(model), "seen": seen + rest}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", ["allreduce int8", "diloco"])
+def test_a_scaler_skips_the_steps_that_it_skips_unsharded(name: str, fused: bool, tmp_path: Path) -> None:
+    plain = gang.run(scaled, 4, name, False, fused, str(tmp_path / "plain"), fresh=True)
+    found = gang.run(scaled, 4, name, True, fused, str(tmp_path / "save"), fresh=True)
+    for one, other in zip(found, plain, strict=True):
+        assert one["seen"] == other["seen"]
+        assert one["seen"][11][1] == (name == "diloco" and one["seen"][5][1])
+        for key, value in one["model"].items():
+            assert torch.equal(value, found[0]["model"][key]), key
+            off = (value - other["model"][key]).float().abs().mean() / value.float().abs().mean()
+            assert off < (0.3 if "int8" in name else 1e-4), (key, off)
