@@ -105,7 +105,7 @@ def said(rank: int) -> dict[str, str]:
     ask("topk", LocalSGD(warmup=4, warmup_wire="topk:0.01"))
     ask("moments", LocalSGD(moments="average"))
     ask("group_size", LocalSGD(group_size=1))
-    ask("compile", LocalSGD(), compile={})
+    ask("ddp", LocalSGD(), ddp={})
     ask("faults", LocalSGD(), faults=thinwire.Faults())
     part = Net()
     fully_shard(part.first, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "in"))["in"])
@@ -139,7 +139,7 @@ def test_what_needs_whole_weights_is_refused() -> None:
         "topk": "`warmup_wire`='topk:0.01' looks at whole weights",
         "moments": "`moments`='average' is not for sharded models: leave it out, it is 'keep' then",
         "group_size": "`group_size`=1, and the model is sharded over 2 workers",
-        "compile": "`compile` is not for sharded models",
+        "ddp": "`ddp` is not for sharded models",
         "faults": "faults=… is not for sharded models",
         "part": "parameter 'norm.weight' is not sharded and others are: call fully_shard() on the model itself",
         "world": "the model is sharded over all 4 workers, so there are no groups to train apart",

@@ -242,6 +242,13 @@ def hollow_copy(model: nn.Module) -> nn.Module:
     return copied
 
 
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """Modules that FSDP gathers with all that is in them, where no other code has replaced their forward pass."""
+    found = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    around = {id(module) for module in found if any(inner in found for inner in list(module.modules())[1:])}
+    return [module for module in found if id(module) not in around and "forward" not in vars(module)]
+
+
 def _is_of_fsdp(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith(("torch.distributed.fsdp.", __name__))
 

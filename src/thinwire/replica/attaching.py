@@ -101,7 +101,7 @@ def _opened(
         if not is_sharded(model):
             return ProcessGroupWire.open(config.group_size, repr(config), device, ledger), None
         refuse(config, Feature.SHARDS)
-        if refuse_on_shards(optimizers, compile=given["compile"], ddp=given["ddp"]):
+        if refuse_on_shards(optimizers, ddp=given["ddp"]):
             refuse(config, Feature.COLUMNS)
         return ShardedWire.open(_size_of_groups(model, config), repr(config), device, ledger), None
     if is_sharded(model):

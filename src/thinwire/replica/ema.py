@@ -28,6 +28,7 @@ from thinwire.factor.convert import copy_of, forget_watch, layer_of, to_factors,
 from thinwire.factor.layers import factored_names, mark_as_read, rebuilt
 from thinwire.factor.matrix import decompose
 from thinwire.factor.plain import to_plain
+from thinwire.replica.compiling import undo_compile
 from thinwire.replica.preflight import broadcast_initial_values
 from thinwire.replica.replica import Replica
 from thinwire.shape.agree import gathered_layer
@@ -134,7 +135,7 @@ def _of_parts(average: Callable[..., None]) -> Callable[..., None]:
 @torch.no_grad()
 def _full_copy(model: nn.Module, wire: Wire) -> nn.Module:
     copied = hollow_copy(model) if wire.is_sharded else copy_of(model)
-    copied.__dict__.pop("_compiled_call_impl", None)
+    undo_compile(copied)
     forget_watch(copied)
     for path, module in copied.named_modules():
         for name in list(factored_names(module)):
