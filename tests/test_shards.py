@@ -1,11 +1,13 @@
 """Groups that shard their model with FSDP2."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -14,10 +16,11 @@ from torch.optim import AdamW
 import gang
 import thinwire
 from sharded_net import Net, batch, sharded, steps, whole
-from thinwire import AB, AllReduce, ConfigError, DiLoCo, LocalSGD
+from thinwire import AB, DASO, AllReduce, ConfigError, DiLoCo, LocalSGD, Radial
 
 _AB: dict[str, Any] = {"warmup": 2, "warmup_wire": "lowrank:2", "every": 2, "redecompose": 2, "cutoff": 0.6}
 _AB |= {"wire": "fp32", "group_size": 2, "checksum_every": 1}  # all groups hold the same bits after each average
+_PINNED: dict[str, Any] = {"plateau_patience": None, "group_size": 2}
 WAYS: dict[str, Any] = {
     "allreduce": AllReduce(group_size=2),
     "allreduce int8": AllReduce(wire="int8", group_size=2),
@@ -31,6 +34,17 @@ WAYS: dict[str, Any] = {
     "ab factors within a target": AB(factor_at=4, keep_first=False, keep_last=False, target=1.7, **_AB),
     "ab both factors": AB(factor_at=4, train="both", **_AB | {"overlap": 1, "redecompose": 3}),
     "diloco lowrank": DiLoCo(every=4, wire="lowrank:2", group_size=2),
+    "daso": DASO(total_steps=14, warmup=2, cooldown=3, every=3, overlap=2, wire="fp32", **_PINNED),
+    "daso compensated int8": DASO(total_steps=14, warmup=2, cooldown=2, wire="int8", compensate=True, **_PINNED),
+    "daso in lowrank": DASO(total_steps=14, warmup=2, cooldown=2, sharded=True, wire="lowrank:2", **_PINNED),
+    "localsgd, moments averaged": LocalSGD(every=3, warmup=2, group_size=2, moments="average"),
+    "localsgd, moments reset": LocalSGD(every=3, warmup=2, group_size=2, moments="reset"),
+    "localsgd, radial": LocalSGD(every=3, warmup=2, group_size=2, outer=Radial()),
+    "localsgd, moments estimated": LocalSGD(every=3, warmup=2, group_size=2, second_moment="estimate"),
+    "localsgd, moments shared": LocalSGD(every=3, group_size=2, second_moment="shared", moments_wire="fp32"),
+    "daso, moments estimated": DASO(total_steps=14, warmup=2, cooldown=3, second_moment="estimate", **_PINNED),
+    "ab factors, moments shared": AB(factor_at=4, second_moment="shared", moments_wire="fp32", **_AB),
+    "ab factors, moments averaged": AB(factor_at=4, moments="average", diverged="leave_out", **_AB),
     "diloco pending": DiLoCo(every=4, warmup=2, fragments=2, overlap=2, group_size=2),
 }
 
@@ -87,8 +101,90 @@ def test_sharded_groups_train_as_groups_that_are_not(name: str, tmp_path: Path) 
         assert one["held"] < 0.6 * other["held"]
         assert one["ranks"] == other["ranks"]
         assert bool(one["ranks"]) == ("factors" in name or name == "localsgd")
-        # A member whose shard of a factor is empty sends no block of it.
-        assert one["sent"] == pytest.approx(other["sent"], rel=0.25 if "int2" in name else 0.03)
+        # A member whose shard of a factor is empty sends no block of it; all members send DASO's running statistics.
+        assert one["sent"] == pytest.approx(other["sent"], rel=0.25 if "int2" in name or "daso" in name else 0.03)
+
+
+class Looked(nn.Module):
+    """Words that are looked up, of which each worker sees a few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed, self.head = nn.Embedding(21, 8), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x))
+
+
+def looked_up(rank: int, shards: bool, folder: str) -> dict[str, torch.Tensor]:
+    torch.set_num_threads(1)
+    model: Any = Looked()
+    if shards:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "in"))["in"]
+        model = fully_shard(model, mesh=mesh)
+    optimizer = AdamW(model.parameters(), 1e-2)
+    replica = thinwire.attach(model, optimizer, LocalSGD(every=3, warmup=2, group_size=2, rows="seen"))
+
+    def walk(first: int, last: int) -> None:
+        for step in range(first, last):
+            x = torch.randint(0, 21, (3,), generator=torch.Generator().manual_seed(10 * rank + step))
+            F.cross_entropy(replica(x), x % 5).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                replica(x)  # leaves the root gathered
+
+    walk(0, 7)
+    replica.save(folder)
+    walk(7, 12)
+    before = whole(model)
+    replica.load(folder)
+    walk(7, 12)
+    assert all(torch.equal(value, before[key]) for key, value in whole(model).items())
+    replica.finish()
+    return whole(model)
+
+
+@pytest.mark.slow
+def test_rows_are_averaged_by_who_saw_them(tmp_path: Path) -> None:
+    plain, *_ = gang.run(looked_up, 4, False, str(tmp_path / "plain"), fresh=True)
+    for found in gang.run(looked_up, 4, True, str(tmp_path / "save"), fresh=True):
+        for key, value in found.items():
+            torch.testing.assert_close(value, plain[key])
+
+
+def odd(rank: int, shards: bool, **settings: Any) -> dict[str, Any]:
+    """One member of the last group has something wrong in its part, or its group comes much too far."""
+    torch.set_num_threads(1)
+    model: Any = sharded(Net(), 2, 3) if shards else Net()
+    optimizer = AdamW(model.parameters(), 1e-3)
+    replica = thinwire.attach(model, optimizer, LocalSGD(every=4, group_size=2, **settings))
+    for first in (0, 8):
+        steps(rank, model, optimizer, replica, first, first + 7)
+        weight = model.second.weight
+        if rank in ((5,) if shards else (4, 5)):  # the second half of the rows
+            with torch.no_grad():
+                (weight.to_local() if shards else weight[6:]).add_(float("nan") if "diverged" in settings else 9.0)
+        steps(rank, model, optimizer, replica, first + 7, first + 8)
+    replica.finish()
+    return {"model": whole(model), "events": replica.events}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"diverged": "leave_out"}, {"outliers": "leave_out"}, {"outliers": "clip"}])
+def test_a_group_is_judged_by_all_of_its_parts(settings: dict[str, str]) -> None:
+    plain = gang.run(functools.partial(odd, **settings), 6, False, fresh=True)
+    found = gang.run(functools.partial(odd, **settings), 6, True, fresh=True)
+    for one, other in zip(found, plain, strict=True):
+        assert len(one["events"]) == len(other["events"]) == 2
+        for event, there in zip(one["events"], other["events"], strict=True):
+            assert event["group"] == 2 and event["event"] == there["event"] and event["step"] == there["step"]
+            assert event.get("norm", 0) == pytest.approx(there.get("norm", 0), rel=1e-3)
+        for key, value in one["model"].items():
+            assert torch.equal(value, found[0]["model"][key]), key
+            off = (value - other["model"][key]).float().abs().mean() / value.float().abs().mean()
+            assert off < 1e-3, (key, off)
 
 
 def said(rank: int) -> dict[str, str]:
@@ -103,7 +199,6 @@ def said(rank: int) -> dict[str, str]:
     ask("AB", AB.paper(total_steps=100))
     ask("match_rate", AB(total_steps=1000, match_rate=True))
     ask("topk", LocalSGD(warmup=4, warmup_wire="topk:0.01"))
-    ask("moments", LocalSGD(moments="average"))
     ask("group_size", LocalSGD(group_size=1))
     ask("ddp", LocalSGD(), ddp={})
     ask("faults", LocalSGD(), faults=thinwire.Faults())
@@ -137,7 +232,6 @@ def test_what_needs_whole_weights_is_refused() -> None:
         "AB": "PaperAB needs whole weights on a worker, and the model is sharded: use AllReduce, LocalSGD, DiLoCo or",
         "match_rate": "`match_rate`=True measures whole factors, and the model is sharded: leave it out",
         "topk": "`warmup_wire`='topk:0.01' looks at whole weights",
-        "moments": "`moments`='average' is not for sharded models: leave it out, it is 'keep' then",
         "group_size": "`group_size`=1, and the model is sharded over 2 workers",
         "ddp": "`ddp` is not for sharded models",
         "faults": "faults=… is not for sharded models",

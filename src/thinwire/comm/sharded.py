@@ -129,6 +129,11 @@ class ShardedWire(ProcessGroupWire):
         self.sum_in_group(sums, "checksums")
         return sums
 
+    def norms_of_group(self, norms: Tensor) -> Tensor:
+        squares = norms.double().square()
+        self.sum_in_group(squares, "control")
+        return squares.sqrt().to(norms.dtype)
+
     def all_of_group(self, sound: bool) -> bool:
         """Whether all members of the group say so."""
         unsound = torch.tensor([float(not sound)])

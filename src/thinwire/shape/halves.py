@@ -20,6 +20,7 @@ from thinwire.exchange.parts import (
     Schedule,
     UpdateRule,
     needs_every_group,
+    needs_whole_weights,
 )
 from thinwire.exchange.second_moment import SecondMoment
 from thinwire.factor import moments
@@ -181,6 +182,8 @@ class Merge(Exchange):
 
     def refuses(self, feature: Feature, config: Any) -> str | None:
         """A merge counts all groups by their workers, whatever they have trained."""
+        if feature is Feature.SHARDS:
+            return needs_whole_weights(config)
         return needs_every_group(feature, config, "merges count groups")
 
     def role(self, topology: Topology) -> Hashable:
