@@ -324,14 +324,6 @@ def joins_not(what: str) -> str:
     return f"join() is not for {what}; give all workers equally many batches"
 
 
-def needs_whole_weights(config: Any) -> str:
-    """The words for methods that a sharded model cannot have."""
-    return (
-        f"{type(config).__name__} needs whole weights on a worker, and the model is sharded: use AllReduce, LocalSGD, "
-        "DiLoCo or AB, or a model that is not sharded"
-    )
-
-
 def needs_every_group(feature: Feature, config: Any, averages: str) -> str | None:
     """Why a run cannot use `join()` where all groups count alike, or a code of the config that shards cannot have."""
     if feature is Feature.JOIN:
@@ -344,8 +336,6 @@ def refuses_code(code: str, feature: Feature, config: Any) -> str | None:
     """Why this code cannot carry the parts of a sharded model."""
     kind = parse_code(code).kind
     name = next((name for name in ("wire", "warmup_wire") if getattr(config, name, None) == code), "wire")
-    if feature is Feature.SHARDS and kind == "topk":
-        return f"`{name}`={code!r} looks at whole weights, and the model is sharded: use 'int8' or 'int2'"
     if feature is Feature.COLUMNS and kind == "lowrank":
         return f"{refuses_columns(name, code)}, or use 'int8'"
     return None
