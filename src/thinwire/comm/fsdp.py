@@ -174,8 +174,11 @@ def refuse_on_shards(optimizers: Optimizers, **given: Any) -> bool:
     if used:
         raise ConfigError(f"`{used[0]}` is not for sharded models: leave it out")
     for optimizer in optimizers:
-        if type(optimizer).__name__ == "Muon":
-            raise ConfigError("Muon orthogonalises whole weights, and the model is sharded: use AdamW")
+        if type(optimizer).__name__ == "Muon" and not type(optimizer).__module__.startswith("torch."):
+            raise ConfigError(
+                f"{type(optimizer).__module__}.Muon orthogonalises whole weights, and the model is sharded: use "
+                "torch.optim.Muon, which knows parts, or AdamW"
+            )
     # FSDP's own choice is dimension 0, the rows.
     return any(getattr(p.placements[0], "dim", 0) for p in optimizers.parameters if hasattr(p, "placements"))
 
@@ -316,7 +319,8 @@ def _refuse_unknown(model: nn.Module) -> None:
     if not all(known):
         raise ConfigError(
             f"factors of a sharded model are not for torch {torch.__version__}, in which FSDP keeps parameters in "
-            "another way: use factor_at=None, or torch 2.13, with which they were tried"
+            "another way: use a method that leaves weights whole, such as DiLoCo or AB with factor_at=None, or torch "
+            "2.13, with which they were tried"
         )
 
 
