@@ -105,7 +105,10 @@ def _opened(
             refuse(config, Feature.COLUMNS)
         return ShardedWire.open(_size_of_groups(model, config), repr(config), device, ledger), None
     if is_sharded(model):
-        raise ConfigError("faults=… is not for sharded models: leave it out, and resume from a checkpoint")
+        raise ConfigError(
+            "faults=… is not for sharded models, whose mesh would end with the groups that are there now: leave it "
+            "out, and resume from a checkpoint"
+        )
     if given["scaler"] is not None:
         raise ConfigError(
             "a GradScaler with faults=… is not supported: groups agree on its scale where none of them can be lost; "
