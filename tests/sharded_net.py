@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 
 class Net(nn.Module):
@@ -42,11 +42,15 @@ class Words(nn.Module):
         return self.head(F.gelu(self.mix(x)))
 
 
-def sharded(model: nn.Module, workers: int = 2, groups: int = 2) -> nn.Module:
+def columns(p: nn.Parameter) -> Shard | None:
+    return Shard(1) if p.ndim == 2 and p.shape[1] % 2 == 0 else None
+
+
+def sharded(model: nn.Module, workers: int = 2, groups: int = 2, **how: Any) -> nn.Module:
     mesh = init_device_mesh("cpu", (groups, workers), mesh_dim_names=("between", "in"))["in"]
     for layer in (model.first, model.second):
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, **how)
+    return fully_shard(model, mesh=mesh, **how)
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:

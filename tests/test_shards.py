@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Muon
 
 import gang
 import thinwire
-from sharded_net import Net, batch, sharded, steps, whole
+from sharded_net import Net, batch, columns, sharded, steps, whole
 from thinwire import AB, DASO, OIALR, AllReduce, ConfigError, DiLoCo, LocalSGD, OneBit, PowerSGD, Radial, TopK
 
 _AB: dict[str, Any] = {"warmup": 2, "warmup_wire": "lowrank:2", "every": 2, "redecompose": 2, "cutoff": 0.6}
@@ -60,6 +60,9 @@ WAYS: dict[str, Any] = {
     "topk of all, with momentum": TopK(density=1.0, clip=0.2, group_size=2),
     "localsgd in topk": LocalSGD(every=3, warmup=2, wire="topk:0.1", group_size=2),
     "diloco of muon": DiLoCo(every=3, warmup=2, group_size=2),
+    "diloco of columns": DiLoCo(every=4, warmup=2, fragments=2, overlap=1, group_size=2),
+    "ab factors of columns": AB(factor_at=4, **_AB | {"warmup_wire": "fp32"}),
+    "ab.paper factors of columns": AB.paper(moments="carry", **_PAPER),
     "diloco pending": DiLoCo(every=4, warmup=2, fragments=2, overlap=2, group_size=2),
 }
 
@@ -93,8 +96,9 @@ def trained(rank: int, name: str, shards: bool, folder: str | None = None) -> di
     model: Any = Net()
     with torch.no_grad():  # as another seed would give it: all take the first group's
         model.last.weight.add_(rank // 2)
+    how = {"shard_placement_fn": columns} if "columns" in name else {}
     if shards:
-        model = sharded(model)
+        model = sharded(model, **how)
     optimizer = optimizer_of(model, name)
     replica = thinwire.attach(model, optimizer, WAYS[name])
     steps(rank, model, optimizer, replica, 0, 9)
@@ -112,7 +116,7 @@ def trained(rank: int, name: str, shards: bool, folder: str | None = None) -> di
     found = {"model": whole(model), "held": held, "sent": replica.traffic.slow_bytes_for("merge")}
     found["ranks"] = replica.finished_ranks
     if folder is not None:
-        other: Any = sharded(Net())
+        other: Any = sharded(Net(), **how)
         optimizer = optimizer_of(other, name)
         replica = thinwire.attach(other, optimizer, WAYS[name])
         replica.load(folder)
@@ -241,6 +245,8 @@ def said(rank: int) -> dict[str, str]:
     ask("group_size", LocalSGD(group_size=1))
     ask("ddp", LocalSGD(), ddp={})
     ask("faults", LocalSGD(), faults=thinwire.Faults())
+    for setting in ({"wire": "lowrank:2"}, {"rows": "seen"}, {"second_moment": "shared"}):
+        ask(f"columns {setting}", LocalSGD(**setting), sharded(Net(), shard_placement_fn=columns))
     part = Net()
     fully_shard(part.first, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "in"))["in"])
     ask("part", LocalSGD(), part)
@@ -269,6 +275,9 @@ def test_what_shards_cannot_have_is_refused() -> None:
         "group_size": "`group_size`=1, and the model is sharded over 2 workers",
         "ddp": "`ddp` is not for sharded models",
         "faults": "faults=… is not for sharded models",
+        "columns {'wire': 'lowrank:2'}": "`wire`='lowrank:2' is for models sharded by rows, and shard_placement_fn",
+        "columns {'rows': 'seen'}": "`rows`='seen' is for models sharded by rows, and shard_placement_fn chose another",
+        "columns {'second_moment': 'shared'}": "`second_moment`='shared' is for models sharded by rows",
         "part": "parameter 'norm.weight' is not sharded and others are: call fully_shard() on the model itself",
         "world": "the model is sharded over all 4 workers, so there are no groups to train apart",
         "both": "the model is sharded over 2 dimensions of 1 meshes",

@@ -39,6 +39,10 @@ def is_sharded(model: nn.Module) -> bool:
     return any(is_part(p) for p in model.parameters())
 
 
+def _parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, p) for name, p in model.named_parameters() if is_part(p))
+
+
 def is_part(t: Tensor) -> bool:
     """Whether this worker holds a part of it: a DTensor."""
     return hasattr(t, "device_mesh")
@@ -91,6 +95,8 @@ class ShardedModel(nn.Module):
         super().__init__()
         self.__dict__["whole"] = whole  # no submodule
         self.shards: dict[str, Shard] = {}
+        self.placements: dict[str, Any] = {name: p.placements[0] for name, p in _parts(whole)}
+        """By what dimension each parameter was sharded at first."""
         self.update()
         # A forward pass without a backward pass leaves parameters gathered. They may have been averaged since.
         self.fresh = whole.register_forward_pre_hook(lambda module, inputs: _reshard(whole), prepend=True)
@@ -148,7 +154,7 @@ def shard_again(model: nn.Module, layer: Layer, old: Sequence[nn.Parameter]) -> 
     if isinstance(model, ShardedModel):
         own = {id(p) for p in layer.parameters}
         new = [(layer.module, name) for name, p in layer.module._parameters.items() if id(p) in own]
-        _exchange(model.whole, old, new)
+        _exchange(model.whole, old, new, None if layer.is_factored else model.placements.get(layer.key))
         model.update()
 
 
@@ -261,7 +267,7 @@ def shard_like(copied: nn.Module, model: nn.Module) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     device = next(model.parameters()).device
-    dimensions = {name: p.placements[0] for name, p in model.named_parameters() if is_part(p)}  # type: ignore[attr-defined]
+    placements = {name: p.placements[0] for name, p in _parts(model)}
     names = {id(p): name for name, p in copied.named_parameters()}
     together: dict[int, list[str]] = {}
     for name, module in reversed(list(model.named_modules())):
@@ -274,29 +280,32 @@ def shard_like(copied: nn.Module, model: nn.Module) -> nn.Module:
             modules if len(modules) > 1 else modules[0],
             mesh=next(p.device_mesh for p in model.parameters()),  # type: ignore[attr-defined]
             reshard_after_forward=True,
-            shard_placement_fn=lambda p: dimensions.get(names[id(p)]),
+            shard_placement_fn=lambda p: placements.get(names[id(p)]),
             mp_policy=group.mp_policy,
             offload_policy=group.offload_policy,
         )
     return copied._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
 
 
-def _exchange(model: nn.Module, old: Sequence[nn.Parameter], new: Sequence[tuple[nn.Module, str]]) -> None:
+def _exchange(
+    model: nn.Module, old: Sequence[nn.Parameter], new: Sequence[tuple[nn.Module, str]], placement: Any = None
+) -> None:
     """Shard whole parameters, each the one of this name of a module, as those are sharded that they replace.
 
-    `old` are in one group, and no longer in any module. All members of the group call it, with the same values, while
-    nothing is gathered.
+    By rows, or by the dimension of a `placement`. `old` are in one group, and no longer in any module. All members of
+    the group call it, with the same values, while nothing is gathered.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
 
     group = next(group for group in _groups(model) if _those_of(group, old))
     gone = _those_of(group, old)
     first, place = gone[0], group.fsdp_params.index(gone[0])
-    settings = first.mesh_info, first.post_forward_mesh_info, first.device, None, group.mp_policy, group.offload_policy
+    settings = first.mesh_info, first.post_forward_mesh_info, first.device
     made = []
     for module, name in new:
         whole: Any = module._parameters[name]
-        made.append(FSDPParam(whole, ParamModuleInfo(module, name), *settings))
+        info, policies = ParamModuleInfo(module, name), (group.mp_policy, group.offload_policy)
+        made.append(FSDPParam(whole, info, *settings, lambda p: placement, *policies))
         made[-1].init_dtype_attrs(group.mp_policy)
     for each in gone:
         each._post_load_hook_handle.remove()  # it would look for the old parameter after each load

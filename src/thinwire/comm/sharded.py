@@ -172,8 +172,9 @@ def group_size_of(model: nn.Module) -> int:
 
 
 def own_part(t: Tensor, whole: Any) -> Tensor:
-    """This worker's part of all of a tensor, cut as `whole` is: FSDP's way, in rows; the others' memory is let go."""
-    parts = t.chunk(whole.device_mesh.size())
+    """This worker's part of all of a tensor, cut as `whole` is: FSDP's way; the others' memory is let go."""
+    # In rows, unless the user chose another dimension, which FSDP wants to be even.
+    parts = t.chunk(whole.device_mesh.size(), whole.placements[0].dim)
     member = whole.device_mesh.get_local_rank()
     return (parts[member] if member < len(parts) else t[:0]).clone(memory_format=torch.contiguous_format)
 
