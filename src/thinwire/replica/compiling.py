@@ -45,6 +45,7 @@ def compile_in_place(model: nn.Module, options: dict[str, Any]) -> None:
 
     Of a model that groups shard, each block: what FSDP does around one is no part of a graph.
     """
+    undo_compile(model)  # by an earlier attach
     for number, block in enumerate(blocks(model)):
         vars(block)["forward"] = _Compiled(block, number, options)
     if is_sharded(model):

@@ -37,7 +37,8 @@ from thinwire.shape.agree import gathered_layer
 class EMA(AveragedModel):
     """An exponential moving average of a replica's weights, in the model's full shape.
 
-    Call `update_parameters()` after each step, and `ema(x)` to evaluate. While groups train separately, each averages
+    Call `update_parameters()` after each step, and `ema(x)` to evaluate; where groups shard the model, it is sharded
+    too, and all workers of a group call both. While groups train separately, each averages
     its own model. `replica.save` and `replica.load` include it if it was made before; `finish()` ends it.
     """
 
