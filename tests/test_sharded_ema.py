@@ -6,12 +6,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 import gang
 import thinwire
-from sharded_net import Net, batch, columns, sharded, whole
+from sharded_net import Net, batch, columns, sharded, steps, whole
 from thinwire import AB, ConfigError, LocalSGD
 
 WAYS: dict[str, Any] = {
@@ -90,6 +93,39 @@ def test_an_average_of_shards_is_that_of_whole_weights(name: str, tmp_path: Path
                 assert torch.allclose(value.float(), other[part][key].float(), atol=1e-4), (part, key)
                 assert part == "own" or torch.equal(value, found[0][part][key]), (part, key)
         assert ("second.0.weight" in one["ema"]) == (name != "localsgd")
+
+
+class Tree(nn.Module):
+    """Parts that are sharded in a whole that is not, one of which knows the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaf, self.other = nn.Linear(12, 8), nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 5))
+        self.leaf.knows = [self]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(self.leaf(x))
+
+
+def copied(rank: int) -> bool:
+    model: Any = Tree()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "in"))["in"]
+    fully_shard(model.leaf, mesh=mesh)
+    fully_shard(model.other, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    optimizer = AdamW(model.parameters())
+    replica = thinwire.attach(model, optimizer, LocalSGD(every=1))
+    ema = thinwire.EMA(replica, 0.0).eval()
+    steps(rank, model, optimizer, replica, 0, 2)
+    ema.update_parameters()
+    x, _ = batch(rank, 5)
+    with torch.no_grad():
+        same = torch.equal(ema(x), replica.eval()(x))
+    return same and ema(x).dtype == torch.bfloat16 and ema.module.leaf.knows == [ema.module]
+
+
+@pytest.mark.slow
+def test_a_copy_is_sharded_as_the_model_is() -> None:
+    assert gang.run(copied, 4, fresh=True) == [True] * 4
 
 
 def mistaken(rank: int) -> str:

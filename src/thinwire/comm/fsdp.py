@@ -232,18 +232,16 @@ def hollow_copy(model: nn.Module) -> nn.Module:
     for p in model.parameters():
         empty = torch.empty_strided(p.size(), p.stride(), dtype=p.dtype, device="meta")
         found[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
-    for module in reversed(list(model.modules())):  # children before their parents
-        if not hasattr(module, "_get_fsdp_state"):
-            copy.deepcopy(module, found)
-            continue
-        # FSDP refuses to be copied, so this takes all that is the module's own.
+    # FSDP refuses to be copied, so this takes all that is a module's own.
+    those = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    for module in those:
         cls = _class_without(type(module))
-        found[id(module)] = copied = cls.__new__(cls)
-        own = {name: value for name, value in vars(module).items() if name not in (REGISTRY_KEY, STATE_KEY)}
         state: Any = module._get_fsdp_state
-        found[id(state())] = state()
-        vars(copied).update(copy.deepcopy(own, found))
-    copied = found[id(model)]
+        found |= {id(module): cls.__new__(cls), id(state()): state()}
+    for module in those:
+        own = {name: value for name, value in vars(module).items() if name not in (REGISTRY_KEY, STATE_KEY)}
+        vars(found[id(module)]).update(copy.deepcopy(own, found))
+    copied = copy.deepcopy(model, found)
     for module in copied.modules():
         for hooks in (value for name, value in vars(module).items() if name.endswith("_hooks")):
             for key in [key for key, hook in hooks.items() if _is_of_fsdp(hook)]:

@@ -66,7 +66,8 @@ class EMA(AveragedModel):
     def update_parameters(self, model: nn.Module | None = None) -> None:
         """Add the replica's current weights to the average; factors of a sharded model are gathered for it."""
         replica = self._replica[0]
-        now = _FullWeights(with_modules(replica._method.model), self.module, replica.wire)
+        with_modules(replica._method.model)
+        now = _FullWeights(replica.module, self.module, replica.wire)
         with replica.traffic.booked_under("ema"):
             super().update_parameters(now)  # type: ignore[arg-type]
 
