@@ -252,7 +252,8 @@ def hollow_copy(model: nn.Module) -> nn.Module:
 def blocks(model: nn.Module) -> list[nn.Module]:
     """Modules that FSDP gathers with all that is in them, where no other code has replaced their forward pass."""
     found = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
-    around = {id(module) for module in found if any(inner in found for inner in list(module.modules())[1:])}
+    known = {id(module) for module in found}
+    around = {id(module) for module in found if any(id(inner) in known for inner in list(module.modules())[1:])}
     return [module for module in found if id(module) not in around and "forward" not in vars(module)]
 
 
@@ -273,7 +274,7 @@ def shard_like(copied: nn.Module, model: nn.Module) -> nn.Module:
             together[id(state())] = [*together.pop(id(state()), []), name]
     for paths in together.values():
         group = next(_groups_of(model.get_submodule(paths[0])), next(_groups(model)))
-        modules = [copied.get_submodule(path) for path in paths]
+        modules = [copied.get_submodule(path) for path in reversed(paths)]
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=next(p.device_mesh for p in model.parameters()),  # type: ignore[attr-defined]

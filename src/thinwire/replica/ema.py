@@ -38,8 +38,8 @@ class EMA(AveragedModel):
     """An exponential moving average of a replica's weights, in the model's full shape.
 
     Call `update_parameters()` after each step, and `ema(x)` to evaluate; where groups shard the model, it is sharded
-    too, and all workers of a group call both. While groups train separately, each averages
-    its own model. `replica.save` and `replica.load` include it if it was made before; `finish()` ends it.
+    too, and all workers of a group call both. While groups train separately, each averages its own model.
+    `replica.save` and `replica.load` include it if it was made before; `finish()` ends it.
     """
 
     module: nn.Module
@@ -95,7 +95,10 @@ class EMA(AveragedModel):
                 to_factors(layer, a, b)
                 shard_again(seen, layer, old)
             broadcast_initial_values(seen, replica.wire)
-            return to_plain_shards(seen, replica.wire) if isinstance(seen, ShardedModel) else to_plain(model)
+            if isinstance(seen, ShardedModel):
+                seen.fresh.remove()
+                return to_plain_shards(seen, replica.wire)
+            return to_plain(model)
 
     def _average_over_groups(self, replica: Replica) -> None:
         wire, parameters = replica.wire, list(self._seen[0].parameters())
