@@ -333,7 +333,7 @@ def needs_every_group(feature: Feature, config: Any, averages: str) -> str | Non
 
 
 def refuses_code(code: str, feature: Feature, config: Any) -> str | None:
-    """Why this code cannot carry the parts of a sharded model."""
+    """Why this code cannot carry the parts of a model that is sharded by columns."""
     kind = parse_code(code).kind
     name = next((name for name in ("wire", "warmup_wire") if getattr(config, name, None) == code), "wire")
     if feature is Feature.COLUMNS and kind == "lowrank":
