@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from device import DEVICE, here
 
@@ -26,11 +26,33 @@ class Net(nn.Module):
         return self.last(F.relu(self.second(F.relu(self.norm(self.first(x))))))
 
 
-def sharded(model: nn.Module, workers: int = 2, groups: int = 2) -> nn.Module:
+class Words(nn.Module):
+    """Weights that are tied, and attention, which reads its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Embedding(20, 16)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 48, 0.0, batch_first=True) for _ in range(2))
+        self.mix, self.head = nn.Linear(16, 16), nn.Linear(16, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(F.gelu(self.mix(x)))
+
+
+def columns(p: nn.Parameter) -> Shard | None:
+    return Shard(1) if p.ndim == 2 and p.shape[1] % 2 == 0 else None
+
+
+def sharded(model: nn.Module, workers: int = 2, groups: int = 2, **how: Any) -> nn.Module:
     mesh = init_device_mesh(DEVICE.type, (groups, workers), mesh_dim_names=("between", "in"))["in"]
     for layer in (model.first, model.second):
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, **how)
+    return fully_shard(model, mesh=mesh, **how)
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """AB's factors of models that groups shard with FSDP2."""
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,55 +14,50 @@ from torch.optim import AdamW
 
 import gang
 import thinwire
-from sharded_net import steps, whole
-from thinwire import AB
+from sharded_net import Words, steps, whole
+from thinwire import AB, OIALR
 
 _AB: dict[str, Any] = {"warmup": 2, "warmup_wire": "lowrank:2", "every": 2, "redecompose": 2, "cutoff": 0.6}
 _AB |= {"wire": "fp32", "group_size": 2, "checksum_every": 1}
 
 
-class Words(nn.Module):
-    """Weights that are tied, and attention, which reads its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.embed = nn.Embedding(20, 16)
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 48, 0.0, batch_first=True) for _ in range(2))
-        self.mix, self.head = nn.Linear(16, 16), nn.Linear(16, 20, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(F.gelu(self.mix(x)))
+WAYS: dict[str, Any] = {
+    "ab": AB(factor_at=4, **_AB),
+    "ab.paper": AB.paper(total_steps=9, warmup=2, every=3, rebound=1, cutoff=0.6, moments="carry", group_size=2),
+    "oialr": OIALR(total_steps=9, factor_at=3, redecompose=2, cutoff=0.6, max_shrink=1.0, layer_fraction=1.0),
+}
 
 
-def read(rank: int, shards: bool) -> tuple[dict[str, int], dict[str, torch.Tensor], torch.Tensor]:
+def read(rank: int, name: str, shards: bool) -> tuple[dict[str, int], dict[str, torch.Tensor], torch.Tensor]:
     torch.set_num_threads(1)
     model: Any = Words()
     if shards:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "in"))["in"]
-        for part in (*model.blocks, model.mix, model):
+        for part in (*model.blocks[0].children(), [*model.blocks], model.mix, model):
             fully_shard(part, mesh=mesh)
     optimizer = AdamW(model.parameters(), 1e-3)
-    replica = thinwire.attach(model, optimizer, AB(factor_at=4, **_AB))
+    config = WAYS[name] if shards else replace(WAYS[name], group_size=2)
+    replica = thinwire.attach(model, optimizer, config)
+    ema = thinwire.EMA(replica, 0.5)
     for step in range(9):
         x = torch.randint(0, 20, (4, 7), generator=torch.Generator().manual_seed(100 * rank + step))
         F.cross_entropy(replica(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
-    small = replica.finish()
+        ema.update_parameters()
+    small, averaged = replica.finish(), ema.finish()
+    state = whole(small) | {f"ema.{key}": value for key, value in whole(averaged).items()}
+    x = torch.arange(20)[None]
     with torch.no_grad():
-        return replica.finished_ranks, whole(small), small.eval()(torch.arange(20)[None])
+        return replica.finished_ranks, state, torch.stack([each.eval()(x) for each in (small, averaged, ema)])
 
 
 @pytest.mark.slow
-def test_attention_and_tied_weights_in_groups_of_layers() -> None:
-    (ranks, state, outputs), *_ = gang.run(read, 4, False, fresh=True)
+@pytest.mark.parametrize("name", WAYS)
+def test_attention_and_tied_weights_in_groups_of_layers(name: str) -> None:
+    (ranks, state, outputs), *_ = gang.run(read, 4, name, False, fresh=True)
     assert {"blocks.0.self_attn.in_proj_weight", "blocks.1.linear1.weight", "mix.weight"} <= ranks.keys()
-    for found in gang.run(read, 4, True, fresh=True):
+    for found in gang.run(read, 4, name, True, fresh=True):
         assert found[0] == ranks
         assert found[1].keys() == state.keys()
         assert torch.allclose(found[2], outputs, atol=1e-4)

@@ -116,7 +116,9 @@ def _of_group(method: Runner, part: Part, value: Any) -> Files:
     odd = next((name for name, each in value.items() if not isinstance(each, Tensor)), None)
     if odd and (is_average or part.name == "model"):
         raise ConfigError(f"{odd!r} is a module's extra state, not a tensor: it cannot be saved without pickle")
-    is_whole = method.wire.agree(list(value.values()), "checksums") if is_average else _is_whole(method)
+    is_whole = _is_whole(method)
+    if is_average and not method.wire.is_sharded:
+        is_whole = method.wire.agree(list(value.values()), "checksums")
     rank = method.topology.rank
     if rank != (0 if is_whole else method.topology.group[0]):
         return {}
@@ -287,7 +289,8 @@ def _mean_over_groups(
     if not files[0].is_file():
         raise ConfigError(f"{stem.parent} holds no moving average; make thinwire.EMA(replica) after load()")
     if groups == _groups(method):
-        return read_tensors(files[method.topology.group_index], expected=expected)
+        own = stem.with_name(f"{stem.name}-rank{_predecessor(method, groups)}.safetensors")
+        return read_tensors(own, expected=expected)
     found = [read_tensors(file, expected=expected) for file in files]
     weights = torch.tensor([len(group) / about["world_size"] for group in groups])
     return {name: _mean([tensors[name] for tensors in found], weights) for name in found[0]}

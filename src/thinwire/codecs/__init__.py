@@ -19,8 +19,13 @@ def aggregator(code: str, wire: Wire, like: Sequence[Tensor], purpose: str) -> A
     if parsed.is_exact or len(wire.topology.groups) == 1:
         return Exact(wire, like, purpose, kind if kind == "bf16" else "fp32")
     if kind == "lowrank":
-        kept = ShardedLowRank if wire.is_sharded else LowRank
-        return kept(wire, like, purpose, int(number))
+        return low_rank(wire, like, purpose, int(number))
     if kind == "topk":
         return Sparse(wire, like, purpose, number)
     return Quantized(wire, like, purpose, quantizer(kind))
+
+
+def low_rank(wire: Wire, like: Sequence[Tensor], purpose: str, rank: int, min_compression: float = 2.0) -> Aggregator:
+    """Products of this rank, of weights that become smaller by this factor."""
+    kept = ShardedLowRank if wire.is_sharded else LowRank
+    return kept(wire, like, purpose, rank, min_compression)

@@ -10,6 +10,7 @@ and new ones take its place. Everything else that the group does stays as the us
 dtype, and over which mesh.
 """
 
+import copy
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,6 +37,10 @@ _OLDEST = "2.11"
 def is_sharded(model: nn.Module) -> bool:
     """Whether a parameter is part of a larger one."""
     return any(is_part(p) for p in model.parameters())
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, p) for name, p in model.named_parameters() if is_part(p))
 
 
 def is_part(t: Tensor) -> bool:
@@ -90,6 +95,8 @@ class ShardedModel(nn.Module):
         super().__init__()
         self.__dict__["whole"] = whole  # no submodule
         self.shards: dict[str, Shard] = {}
+        self.placements: dict[str, Any] = {name: p.placements[0] for name, p in _parts(whole)}
+        """By what dimension each parameter was sharded at first."""
         self.update()
         # A forward pass without a backward pass leaves parameters gathered. They may have been averaged since.
         self.fresh = whole.register_forward_pre_hook(lambda module, inputs: _reshard(whole), prepend=True)
@@ -147,7 +154,7 @@ def shard_again(model: nn.Module, layer: Layer, old: Sequence[nn.Parameter]) -> 
     if isinstance(model, ShardedModel):
         own = {id(p) for p in layer.parameters}
         new = [(layer.module, name) for name, p in layer.module._parameters.items() if id(p) in own]
-        _exchange(model.whole, old, new)
+        _exchange(model.whole, old, new, None if layer.is_factored else model.placements.get(layer.key))
         model.update()
 
 
@@ -173,8 +180,11 @@ def refuse_on_shards(optimizers: Optimizers, **given: Any) -> bool:
     if used:
         raise ConfigError(f"`{used[0]}` is not for sharded models: leave it out")
     for optimizer in optimizers:
-        if type(optimizer).__name__ == "Muon":
-            raise ConfigError("Muon orthogonalises whole weights, and the model is sharded: use AdamW")
+        if type(optimizer).__name__ == "Muon" and not type(optimizer).__module__.startswith("torch."):
+            raise ConfigError(
+                f"{type(optimizer).__module__}.Muon orthogonalises whole weights, and the model is sharded: use "
+                "torch.optim.Muon, which knows parts, or AdamW"
+            )
     # FSDP's own choice is dimension 0, the rows.
     return any(getattr(p.placements[0], "dim", 0) for p in optimizers.parameters if hasattr(p, "placements"))
 
@@ -212,22 +222,89 @@ def to_plain_shards(model: ShardedModel, wire: Wire) -> nn.Module:
     return model.whole
 
 
-def _exchange(model: nn.Module, old: Sequence[nn.Parameter], new: Sequence[tuple[nn.Module, str]]) -> None:
+def hollow_copy(model: nn.Module) -> nn.Module:
+    """A copy of a sharded model that is not sharded, with whole parameters that have no values."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
+    _reshard(model)
+    held = (t for module in model.modules() for t in vars(module).values() if isinstance(t, Tensor))
+    found: dict[int, Any] = {id(t): t.detach().clone() for t in held if not t.is_leaf}  # which hooks compute
+    for p in model.parameters():
+        empty = torch.empty_strided(p.size(), p.stride(), dtype=p.dtype, device="meta")
+        found[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
+    # FSDP refuses to be copied, so this takes all that is a module's own.
+    those = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    for module in those:
+        cls = _class_without(type(module))
+        state: Any = module._get_fsdp_state
+        found |= {id(module): cls.__new__(cls), id(state()): state()}
+    for module in those:
+        own = {name: value for name, value in vars(module).items() if name not in (REGISTRY_KEY, STATE_KEY)}
+        vars(found[id(module)]).update(copy.deepcopy(own, found))
+    copied = copy.deepcopy(model, found)
+    for module in copied.modules():
+        for hooks in (value for name, value in vars(module).items() if name.endswith("_hooks")):
+            for key in [key for key, hook in hooks.items() if _is_of_fsdp(hook)]:
+                del hooks[key]
+    return copied
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """Modules that FSDP gathers with all that is in them, where no other code has replaced their forward pass."""
+    found = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    known = {id(module) for module in found}
+    around = {id(module) for module in found if any(id(inner) in known for inner in list(module.modules())[1:])}
+    return [module for module in found if id(module) not in around and "forward" not in vars(module)]
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(("torch.distributed.fsdp.", __name__))
+
+
+def shard_like(copied: nn.Module, model: nn.Module) -> nn.Module:
+    """Shard a hollow copy where the model is sharded; its parts have memory, and no values yet."""
+    from torch.distributed.fsdp import fully_shard
+
+    device = next(model.parameters()).device
+    placements = {name: p.placements[0] for name, p in _parts(model)}
+    names = {id(p): name for name, p in copied.named_parameters()}
+    together: dict[int, list[str]] = {}
+    for name, module in reversed(list(model.named_modules())):
+        if (state := getattr(module, "_get_fsdp_state", None)) is not None:
+            together[id(state())] = [*together.pop(id(state()), []), name]
+    for paths in together.values():
+        group = next(_groups_of(model.get_submodule(paths[0])), next(_groups(model)))
+        modules = [copied.get_submodule(path) for path in reversed(paths)]
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=next(p.device_mesh for p in model.parameters()),  # type: ignore[attr-defined]
+            reshard_after_forward=True,
+            shard_placement_fn=lambda p: placements.get(names[id(p)]),
+            mp_policy=group.mp_policy,
+            offload_policy=group.offload_policy,
+        )
+    return copied._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+
+
+def _exchange(
+    model: nn.Module, old: Sequence[nn.Parameter], new: Sequence[tuple[nn.Module, str]], placement: Any = None
+) -> None:
     """Shard whole parameters, each the one of this name of a module, as those are sharded that they replace.
 
-    `old` are in one group, and no longer in any module. All members of the group call it, with the same values, while
-    nothing is gathered.
+    By rows, or by the dimension of a `placement`. `old` are in one group, and no longer in any module. All members of
+    the group call it, with the same values, while nothing is gathered.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
 
     group = next(group for group in _groups(model) if _those_of(group, old))
     gone = _those_of(group, old)
     first, place = gone[0], group.fsdp_params.index(gone[0])
-    settings = first.mesh_info, first.post_forward_mesh_info, first.device, None, group.mp_policy, group.offload_policy
+    settings = first.mesh_info, first.post_forward_mesh_info, first.device
     made = []
     for module, name in new:
         whole: Any = module._parameters[name]
-        made.append(FSDPParam(whole, ParamModuleInfo(module, name), *settings))
+        info, policies = ParamModuleInfo(module, name), (group.mp_policy, group.offload_policy)
+        made.append(FSDPParam(whole, info, *settings, lambda p: placement, *policies))
         made[-1].init_dtype_attrs(group.mp_policy)
     for each in gone:
         each._post_load_hook_handle.remove()  # it would look for the old parameter after each load
@@ -250,7 +327,8 @@ def _refuse_unknown(model: nn.Module) -> None:
     if not all(known):
         raise ConfigError(
             f"factors of a sharded model are not for torch {torch.__version__}, in which FSDP keeps parameters in "
-            "another way: use factor_at=None, or torch 2.13, with which they were tried"
+            "another way: use a method that leaves weights whole, such as DiLoCo or AB with factor_at=None, or torch "
+            "2.13, with which they were tried"
         )
 
 
@@ -260,10 +338,14 @@ def _those_of(group: Any, parameters: Sequence[nn.Parameter]) -> list[Any]:
 
 def _groups(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
-        if (state := getattr(module, "_get_fsdp_state", None)) is not None:
-            found = state()
-            # Older versions have one group for each call of `fully_shard`.
-            yield from getattr(found, "_fsdp_param_groups", None) or filter(None, [found._fsdp_param_group])
+        yield from _groups_of(module)
+
+
+def _groups_of(module: nn.Module) -> Iterator[Any]:
+    if (state := getattr(module, "_get_fsdp_state", None)) is not None:
+        found = state()
+        # Older versions have one group for each call of `fully_shard`.
+        yield from getattr(found, "_fsdp_param_groups", None) or filter(None, [found._fsdp_param_group])
 
 
 def _class_without(cls: Any) -> Any:

@@ -129,6 +129,11 @@ class ShardedWire(ProcessGroupWire):
         self.sum_in_group(sums, "checksums")
         return sums
 
+    def norms_of_group(self, norms: Tensor) -> Tensor:
+        squares = norms.double().square()
+        self.sum_in_group(squares, "control")
+        return squares.sqrt().to(norms.dtype)
+
     def all_of_group(self, sound: bool) -> bool:
         """Whether all members of the group say so."""
         unsound = torch.tensor([float(not sound)])
@@ -167,8 +172,9 @@ def group_size_of(model: nn.Module) -> int:
 
 
 def own_part(t: Tensor, whole: Any) -> Tensor:
-    """This worker's part of all of a tensor, cut as `whole` is: FSDP's way, in rows; the others' memory is let go."""
-    parts = t.chunk(whole.device_mesh.size())
+    """This worker's part of all of a tensor, cut as `whole` is: FSDP's way; the others' memory is let go."""
+    # In rows, unless the user chose another dimension, which FSDP wants to be even.
+    parts = t.chunk(whole.device_mesh.size(), whole.placements[0].dim)
     member = whole.device_mesh.get_local_rank()
     return (parts[member] if member < len(parts) else t[:0]).clone(memory_format=torch.contiguous_format)
 

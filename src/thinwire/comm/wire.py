@@ -292,6 +292,10 @@ class Wire(ABC):
         """Whether all members of the group say so, where they may see different values."""
         return sound
 
+    def norms_of_group(self, norms: Tensor) -> Tensor:
+        """Norms of whole tensors, by those of what this worker has of each; collective inside a group of shards."""
+        return norms
+
     def agree(self, tensors: Sequence[Tensor], purpose: str) -> bool:
         """Whether all workers hold the same bits."""
         return not self.differing([tensors], purpose)

@@ -77,7 +77,7 @@ class Agreement:
 
     def _measure(self, fragments: Sequence[AveragedTensors], notes: list[Tensor], step: int) -> list[Tensor | None]:
         lengths, sketches = torch.cat(notes, dim=1).split([1, SIZE])
-        self._note(fragments, lengths[0], sketches.norm(dim=0), step)
+        self._note(fragments, lengths[0], self.wire.norms_of_group(sketches.norm(dim=0)), step)
         return [self._gains(fragment, own[0]) for fragment, own in zip(fragments, notes, strict=True)]
 
     def _gains(self, fragment: AveragedTensors, lengths: Tensor) -> Tensor | None:

@@ -196,7 +196,7 @@ class AveragedTensors:
 
     def mean_lengths(self) -> Tensor:
         """How far the mean of the groups has come in each tensor; after `receive`."""
-        return torch.stack(torch._foreach_norm(self._cut(self.scratch)))
+        return self.wire.norms_of_group(torch.stack(torch._foreach_norm(self._cut(self.scratch))))
 
     def agree(self, *, outer: bool = True, gains: Tensor | None = None) -> PendingAverage:
         """Make the mean what groups agree on, by an outer step unless `outer` is False; the tensors stay.
@@ -433,7 +433,8 @@ class ChangeNotes:
     def _own(self, changes: Sequence[Tensor], weights: Sequence[float] | None) -> Tensor:
         topology, first = self.wire.topology, changes[0]
         sketches = torch.stack([sketch(change) for change in changes], dim=1)  # (sketch, tensors)
-        values = torch.cat([torch.stack(torch._foreach_norm(list(changes)))[None], sketches])
+        lengths = self.wire.norms_of_group(torch.stack(torch._foreach_norm(list(changes))))
+        values = torch.cat([lengths[None], sketches])
         share = len(topology.group) / topology.world_size
         return values.mul_(share if weights is None else first.new_tensor(weights))
 

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.comm.fsdp import is_part, whole_of, with_modules
+from thinwire.comm.sharded import own_part
 from thinwire.comm.wire import Wire
 from thinwire.exchange.averaged import AveragedTensors
 from thinwire.exchange.parts import MethodContext
@@ -45,15 +47,16 @@ class ChangeScales:
         """For each tensor of those that are sent now; collective. Moments are shared when a round ends."""
         if not (self.is_apart() and self.are_used):
             return [[] for _ in sent]
-        weights = [p for fragment in sent for p in fragment.tensors()]
+        weights = [whole_of(p) for fragment in sent for p in fragment.tensors()]
         rows = self.rows.scales(weights, again=not ends_round) if self.rows is not None else {}
         parts = {
-            number: [p for p in fragment.tensors() if isinstance(p, nn.Parameter)]
+            number: [whole_of(p) for p in fragment.tensors() if isinstance(p, nn.Parameter)]
             for number, fragment in enumerate(everything)
             if fragment in sent
         }
         gains = self.moments.exchange(parts) if ends_round else {}
-        return [[rows.get(id(p), gains.get(id(p))) for p in fragment.tensors()] for fragment in sent]
+        keys = [[id(whole_of(p)) for p in fragment.tensors()] for fragment in sent]
+        return [[rows.get(key, gains.get(key)) for key in each] for each in keys]
 
     def state_dict(self) -> dict[str, Any]:
         """What is the same on all workers, and what is this worker's."""
@@ -94,7 +97,7 @@ class SeenRows:
             self._hooks.append(hook)
 
     def _embeddings(self) -> Iterable[tuple[str, Any]]:
-        for name, module in self.model.named_modules():
+        for name, module in with_modules(self.model).named_modules():
             if isinstance(module, _KINDS) and isinstance(module.weight, nn.Parameter) and module.weight.requires_grad:
                 yield name, module
 
@@ -110,7 +113,7 @@ class SeenRows:
         Collective, for those of these weights that are embeddings. Unless `again`, their counts start from zero; a
         weight that several modules share has all their counts.
         """
-        sent, seen, names = {id(weight) for weight in weights}, dict[int, Tensor](), []
+        sent, seen, names = {id(weight): weight for weight in weights}, dict[int, Tensor](), []
         for name, module in self._embeddings():
             if name in self.counts and id(module.weight) in sent:
                 before = seen.get(id(module.weight))
@@ -129,7 +132,11 @@ class SeenRows:
             for name in names:
                 self.counts[name].zero_()
         parts = scale.split([len(counts) for counts in seen.values()])
-        return {key: part[:, None] for key, part in zip(seen, parts, strict=True)}
+        # Of a sharded weight this worker has some rows.
+        return {
+            key: (own_part(part, sent[key]) if is_part(sent[key]) else part)[:, None]
+            for key, part in zip(seen, parts, strict=True)
+        }
 
     def release(self) -> None:
         """Remove the hooks."""

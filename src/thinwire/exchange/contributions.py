@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from thinwire.base.errors import ConfigError
@@ -86,7 +87,10 @@ class Contributions:
     def screen(self, fragments: Sequence[AveragedTensors], observed: Tensor, step: int) -> None:
         """Decide by what groups hold, and by how far they came in `fragments`; collective."""
         measures = self.config.outliers != "keep" and bool(fragments)
-        norm = [math.hypot(*(fragment.distance() for fragment in fragments))] if measures else []
+        norm: list[float] = []
+        if measures:
+            far = torch.tensor([math.hypot(*(fragment.distance() for fragment in fragments))], dtype=torch.float64)
+            norm = self.wire.norms_of_group(far).tolist()
         rows, faults = find_faults(self.wire, self.model, observed, norm)
         groups, own = self.wire.topology.groups, self.wire.topology.group_index
         if len(faults) == len(groups):

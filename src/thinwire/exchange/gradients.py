@@ -38,7 +38,6 @@ from thinwire.exchange.parts import (
     Run,
     Saved,
     Schedule,
-    needs_whole_weights,
     refuses_code,
 )
 
@@ -240,7 +239,7 @@ class GradientAveraging:
         for bucket, place in zip(self.buckets, self._places, strict=True) if again else ():
             bucket.take_back(self._gradients(place))
         gradients = self._gradients(range(len(self._trained)))
-        if self.prepare is not None and self._first_bad(gradients) is None:
+        if self.prepare is not None and self.wire.all_of_group(self._first_bad(gradients) is None):
             with torch.no_grad():
                 self.prepare(gradients)
         for number in range(len(self.buckets)):
@@ -351,7 +350,7 @@ class Gradients(Exchange):
     trains_apart = False
 
     def __init__(self, code: str, make: Make | None = None) -> None:
-        """`make` builds other aggregators than the code's own, of whole weights."""
+        """`make` builds other aggregators than the code's own."""
         self.code, self.make = code, make
 
     def attach(self, run: Run) -> None:
@@ -364,8 +363,6 @@ class Gradients(Exchange):
             self.run.gradients.together(self.code, self.make)
 
     def refuses(self, feature: Feature, config: Any) -> str | None:
-        if feature is Feature.SHARDS and self.make is not None:
-            return needs_whole_weights(config)
         return refuses_code(self.code, feature, config)
 
     def role(self, topology: Topology) -> Hashable:

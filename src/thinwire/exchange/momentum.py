@@ -23,6 +23,7 @@ from torch.optim import SGD
 from thinwire.base.errors import ConfigError
 from thinwire.codecs.aggregate import Aggregator, State
 from thinwire.codecs.sparse import Sparse
+from thinwire.comm.fsdp import whole_of
 from thinwire.comm.wire import Wire
 from thinwire.exchange.gradients import Gradients
 from thinwire.exchange.parts import Feature, PartState, Run, Schedule, UpdateRule, joins_not
@@ -98,7 +99,7 @@ class MomentumHandover:
 
     def of(self, parameter: nn.Parameter) -> Settings:
         """The settings for a parameter; one that the optimizer does not hold has no momentum."""
-        place = self.group_of.get(id(parameter))
+        place = self.group_of.get(id(whole_of(parameter)))
         return self.taken[place] if place is not None else Settings()
 
     def give_back(self) -> None:
@@ -153,7 +154,8 @@ class TakesMomentum(UpdateRule):
     def _clip(self, gradients: Sequence[Tensor]) -> None:
         """As if the groups' gradients were independent: their mean then has at most the norm that was asked for."""
         limit = self.config.clip * self.run.gradients.scale / math.sqrt(len(self.run.topology.groups))
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))))
+        own = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))))
+        norm = self.run.wire.norms_of_group(own)
         torch._foreach_mul_(list(gradients), (limit / (norm + 1e-6)).clamp(max=1.0))
 
     def refuses(self, feature: Feature, config: Any) -> str | None:

@@ -71,7 +71,7 @@ class NodeAverages(Exchange):
             run.context.on_epoch_end.append(self._epoch_end)
 
     def refuses(self, feature: Feature, config: Any) -> str | None:
-        """One member carries all of a node's parameters, and an average counts every node."""
+        """An average counts every node."""
         return needs_every_group(feature, config, "averages count nodes")
 
     def role(self, topology: Topology) -> Hashable:
@@ -128,7 +128,7 @@ class NodeAverages(Exchange):
         self.averaged = [
             AveragedTensors(
                 *(self.run.wire, tensors, its_code, self.run.step),
-                rotating=not self.config.sharded,
+                rotating=not (self.config.sharded or self.run.wire.is_sharded),  # of shards all carry their own
                 copies_of=self.run.masters.of,
             )
             for tensors, its_code in kinds

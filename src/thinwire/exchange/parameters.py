@@ -26,7 +26,17 @@ from thinwire.exchange.change_scales import ChangeScales
 from thinwire.exchange.contributions import Contributions
 from thinwire.exchange.diverged import refuse_diverged
 from thinwire.exchange.merging import OuterStatistics, average_buffers, average_moments
-from thinwire.exchange.parts import Cycle, Exchange, Feature, PartState, Run, Schedule, joins_not, refuses_code
+from thinwire.exchange.parts import (
+    Cycle,
+    Exchange,
+    Feature,
+    PartState,
+    Run,
+    Schedule,
+    joins_not,
+    refuses_code,
+    refuses_columns,
+)
 from thinwire.factor.optimizers import Optimizers
 
 
@@ -64,13 +74,12 @@ class Parameters(Exchange):
         fragments_of(run.model, self._count)  # refused now, not after a warm-up
 
     def refuses(self, feature: Feature, config: Any) -> str | None:
-        if feature is Feature.SHARDS:
-            if why := _refuses_shards(self.config):
-                return why
-        elif feature is Feature.JOIN:
-            for name, value in (("second_moment", "shared"), ("rows", "seen")):
-                if getattr(self.config, name) == value:
+        for name, value in (("second_moment", "shared"), ("rows", "seen")):
+            if getattr(self.config, name) == value:
+                if feature is Feature.JOIN:
                     return joins_not(f"{name}={value!r}")
+                if feature is Feature.COLUMNS:
+                    return refuses_columns(name, value)
         return refuses_code(self.config.wire, feature, config)
 
     def role(self, topology: Topology) -> Hashable:
@@ -226,11 +235,14 @@ class Parameters(Exchange):
 
     def _average_moments(self) -> None:
         if self._moments == "reset":
-            self.run.optimizers.reset(list(self.run.model.parameters()))
+            self.run.optimizers.reset(self._held)
         elif self._moments == "average":
-            average_moments(
-                self.run.wire, self.run.optimizers, list(self.run.model.parameters()), self.contributions.share
-            )
+            average_moments(self.run.wire, self.run.optimizers, self._held, self.contributions.share)
+
+    @property
+    def _held(self) -> list[nn.Parameter]:
+        """All parameters, as optimizers know them."""
+        return [whole_of(p) for p in self.run.model.parameters()]
 
     @property
     def _averages_moments(self) -> bool:
@@ -242,7 +254,7 @@ class Parameters(Exchange):
         for fragment in others:
             fragment.move(1.0, fragment.level)
         if not (keeps_moments and self._averages_moments):
-            self.run.optimizers.reset(list(self.run.model.parameters()))
+            self.run.optimizers.reset(self._held)
         self.run.observed.zero_()
 
     def _apply(self, fragment: AveragedTensors, gain: Tensor | None = None) -> None:
@@ -405,17 +417,6 @@ class Rounds(Schedule):
         self.of.round.start += steps
         for fragment in self.of.fragments:
             fragment.shift(steps)
-
-
-def _refuses_shards(config: Any) -> str | None:
-    """What is not averaged shard by shard."""
-    usual = {"moments": "keep", "second_moment": "group", "rows": "mean", "diverged": "stop", "outliers": "keep"}
-    for name, value in usual.items():
-        if getattr(config, name) != value:
-            return f"`{name}`={getattr(config, name)!r} is not for sharded models: leave it out, it is {value!r} then"
-    if isinstance(config.outer, Radial):
-        return "`outer`=Radial(…) measures whole weights, and the model is sharded: use Nesterov(…) or None"
-    return None
 
 
 class Round:

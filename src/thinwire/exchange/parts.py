@@ -324,32 +324,26 @@ def joins_not(what: str) -> str:
     return f"join() is not for {what}; give all workers equally many batches"
 
 
-def needs_whole_weights(config: Any) -> str:
-    """The words for methods that a sharded model cannot have."""
-    return (
-        f"{type(config).__name__} needs whole weights on a worker, and the model is sharded: use AllReduce, LocalSGD, "
-        "DiLoCo or AB, or a model that is not sharded"
-    )
-
-
 def needs_every_group(feature: Feature, config: Any, averages: str) -> str | None:
-    """Why a run cannot shard or use `join()` where whole weights are averaged, and all groups count alike."""
-    if feature is Feature.SHARDS:
-        return needs_whole_weights(config)
+    """Why a run cannot use `join()` where all groups count alike, or a code of the config that shards cannot have."""
     if feature is Feature.JOIN:
         return joins_not(f"{type(config).__name__}, whose {averages} that have trained nothing")
-    return None
+    codes = [getattr(config, name) for name in ("wire", "warmup_wire") if getattr(config, name, None)]
+    return next(filter(None, (refuses_code(code, feature, config) for code in codes)), None)
 
 
 def refuses_code(code: str, feature: Feature, config: Any) -> str | None:
-    """Why this code cannot carry the parts of a sharded model."""
+    """Why this code cannot carry the parts of a model that is sharded by columns."""
     kind = parse_code(code).kind
     name = next((name for name in ("wire", "warmup_wire") if getattr(config, name, None) == code), "wire")
-    if feature is Feature.SHARDS and kind == "topk":
-        return f"`{name}`={code!r} looks at whole weights, and the model is sharded: use 'int8' or 'int2'"
     if feature is Feature.COLUMNS and kind == "lowrank":
-        return (
-            f"`{name}`={code!r} is for models sharded by rows, and shard_placement_fn chose another dimension: "
-            "leave it out of fully_shard(), or use 'int8'"
-        )
+        return f"{refuses_columns(name, code)}, or use 'int8'"
     return None
+
+
+def refuses_columns(name: str, value: str) -> str:
+    """The words for settings that want a worker to have whole rows."""
+    return (
+        f"`{name}`={value!r} is for models sharded by rows, and shard_placement_fn chose another dimension: leave it "
+        "out of fully_shard()"
+    )

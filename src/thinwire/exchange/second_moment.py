@@ -28,6 +28,7 @@ from thinwire.base.errors import ConfigError, DivergedError
 from thinwire.codecs import aggregator
 from thinwire.codecs.aggregate import Aggregator
 from thinwire.comm.buckets import all_finite, reals
+from thinwire.comm.fsdp import local
 from thinwire.comm.wire import Wire
 from thinwire.exchange.merging import average, average_moments
 from thinwire.exchange.parts import Feature, MethodContext, Run, UpdateRule, joins_not
@@ -102,7 +103,7 @@ class CorrectedUpdates(ABC):
                 torch._foreach_mul_(missing, [rate] * len(missing))
                 if skipped is not None:
                     torch._foreach_mul_(missing, [1 - skipped.to(lack.device) for lack in missing])
-                values = [reals(p.detach()) for p in some]
+                values = [reals(local(p.detach())) for p in some]
                 if all(value.dtype == lack.dtype for value, lack in zip(values, missing, strict=True)):
                     torch._foreach_add_(values, missing)
                 else:
@@ -125,8 +126,8 @@ class CorrectedUpdates(ABC):
         steps = [_number(state["step"]) for state in states]
         bias, bias_square = [1 - beta**step for step in steps], [1 - beta_square**step for step in steps]
         name = second_of(group)
-        first = torch._foreach_div([wide(reals(state["exp_avg"])) for state in states], bias)
-        second = torch._foreach_div([wide(reals(state[name])) for state in states], bias_square)
+        first = torch._foreach_div([wide(reals(local(state["exp_avg"]))) for state in states], bias)
+        second = torch._foreach_div([wide(reals(local(state[name]))) for state in states], bias_square)
         return Moments(list(first), list(second), steps, bias_square)
 
     def adams(self) -> Iterator[tuple[nn.Parameter, State]]:
@@ -226,7 +227,7 @@ class SecondMoment(CorrectedUpdates):
             more = excess.mul_((1 / self.share - 1) / (1 - noise)).mul_(bias)
             for name in SECOND:
                 if name in state:
-                    values = reals(state[name])
+                    values = reals(local(state[name]))
                     values.copy_(values + more)
 
     @torch.no_grad()
@@ -237,7 +238,7 @@ class SecondMoment(CorrectedUpdates):
                 state = self.optimizers.state_of(p)
                 now = self.moments_of([state], group)
                 wanted = self._whole(now, group, self.share)[0].mul_(now.bias[0])
-                reals(state[second_of(group)]).copy_(wanted)
+                reals(local(state[second_of(group)])).copy_(wanted)
 
     @torch.no_grad()
     def exchange(self, parts: Mapping[int, Sequence[nn.Parameter]]) -> dict[int, Tensor]:
@@ -270,22 +271,22 @@ class SecondMoment(CorrectedUpdates):
 
     def _scale_rows(self, states: Sequence[tuple[State, State]], weight: float) -> None:
         """Give each row of second moments the mean size it has over groups."""
-        named = [(state, group, name) for state, group in states for name in SECOND if name in state]
-        held = [each for each in named if each[0][each[2]].numel()]  # no row of no elements has a mean
+        named = [(state, group, reals(local(state[n]))) for state, group in states for n in SECOND if n in state]
+        held = [each for each in named if each[2].numel()]  # no row of no elements has a mean
         if not held or len(self.wire.topology.groups) == 1:
             return
-        rows = [_by_row(wide(reals(state[name]))) for state, _, name in held]
+        rows = [_by_row(wide(values)) for _, _, values in held]
         own = torch.cat([row.mean(1) for row in rows])
         mean = own.clone()
         average(self.wire, [mean], weight, "moments")
         sizes = [len(row) for row in rows]
-        for (state, group, name), row, was, now in zip(held, rows, own.split(sizes), mean.split(sizes), strict=True):
+        for (state, group, values), row, was, now in zip(held, rows, own.split(sizes), mean.split(sizes), strict=True):
             # A row without any is filled. An element has at least the square of its first moment, which others may
             # have contributed: Adam would divide by next to nothing.
             scaled = torch.where(was > 0, now / was, 0)[:, None] * row + torch.where(was > 0, 0, now)[:, None]
             (first,), _, _, (bias,) = self.moments_of([state], group)
             least = _by_row(first.square_().mul_(bias))
-            reals(state[name]).copy_(torch.maximum(scaled, least).view_as(reals(state[name])))
+            values.copy_(torch.maximum(scaled, least).view_as(values))
 
     def _divided_by(self, p: nn.Parameter, group: State, share: float) -> Tensor:
         (wanted,) = self._whole(self.moments_of([self.optimizers.state_of(p)], group), group, share)
@@ -334,7 +335,7 @@ class CodedMoments:
 
         All of a part's parameters are in `states`, each time.
         """
-        moments = [reals(state[name].detach()) for state in states for name in sorted(LINEAR & state.keys())]
+        moments = [reals(local(state[name].detach())) for state in states for name in sorted(LINEAR & state.keys())]
         if not moments or len(self.wire.topology.groups) == 1:
             return
         means = [wide(moment).clone() for moment in moments]
@@ -422,7 +423,7 @@ class FrozenSecondMoment(CorrectedUpdates):
                 (bias,) = self.moments_of([state], group).bias
                 self.kept[id(p)] = _copies(state)
                 for name in self.kept[id(p)]:
-                    state[name].div_(bias)
+                    local(state[name]).div_(bias)
 
     @torch.no_grad()
     def before_update(self, optimizer: Optimizer) -> None:
@@ -433,7 +434,7 @@ class FrozenSecondMoment(CorrectedUpdates):
             kept = {key: self.kept.get(key) or _copies(state) for key, state in found.items()}
             for key, copies in kept.items():
                 for name, copy in copies.items():
-                    copy.copy_(found[key][name])
+                    copy.copy_(local(found[key][name]))
             self.kept = kept
 
     @torch.no_grad()
@@ -443,7 +444,7 @@ class FrozenSecondMoment(CorrectedUpdates):
         if self.is_due:
             for p, _ in self.adams():
                 for name, copy in self.kept.get(id(p), {}).items():
-                    self.optimizers.state_of(p)[name].copy_(copy)
+                    local(self.optimizers.state_of(p)[name]).copy_(copy)
 
     def wanted(self, parameters: Sequence[nn.Parameter], now: Moments, group: State) -> list[Tensor]:
         """The frozen ones."""
@@ -455,7 +456,7 @@ class FrozenSecondMoment(CorrectedUpdates):
 
 
 def _copies(state: State) -> State:
-    return {name: torch.empty_like(state[name]) for name in SECOND if name in state}
+    return {name: torch.empty_like(local(state[name])) for name in SECOND if name in state}
 
 
 def _at_least_squared(second: Tensor, first: Tensor) -> Tensor:

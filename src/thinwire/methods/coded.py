@@ -45,4 +45,4 @@ class Coded(Warmed, ABC):
 
     @abstractmethod
     def make(self, wire: Wire, like: Sequence[Tensor]) -> Aggregator:
-        """What averages them then; it is of whole weights."""
+        """What averages them then."""

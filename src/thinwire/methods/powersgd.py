@@ -7,8 +7,8 @@ from torch import Tensor
 
 from thinwire.base.checks import check_whole, is_number
 from thinwire.base.errors import ConfigError
+from thinwire.codecs import low_rank
 from thinwire.codecs.aggregate import Aggregator
-from thinwire.codecs.lowrank import LowRank
 from thinwire.comm.wire import Wire
 from thinwire.methods.coded import Coded
 from thinwire.methods.registry import register
@@ -44,4 +44,4 @@ class PowerSGD(Coded):
 
     def make(self, wire: Wire, like: Sequence[Tensor]) -> Aggregator:
         """With this threshold for weights that are worth it."""
-        return LowRank(wire, like, "gradients", self.rank, self.min_compression)
+        return low_rank(wire, like, "gradients", self.rank, self.min_compression)

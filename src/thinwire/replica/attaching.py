@@ -111,12 +111,15 @@ def _opened(
         if not is_sharded(model):
             return ProcessGroupWire.open(config.group_size, settings, device, ledger, backends=chosen), None
         refuse(config, Feature.SHARDS)
-        if refuse_on_shards(optimizers, **given):
+        if refuse_on_shards(optimizers, ddp=given["ddp"]):
             refuse(config, Feature.COLUMNS)
         size = _size_of_groups(model, config)
         return ShardedWire.open(size, settings, device, ledger, backends=chosen), None
     if is_sharded(model):
-        raise ConfigError("faults=… is not for sharded models: leave it out, and resume from a checkpoint")
+        raise ConfigError(
+            "faults=… is not for sharded models, whose mesh would end with the groups that are there now: leave it "
+            "out, and resume from a checkpoint"
+        )
     if given["scaler"] is not None:
         raise ConfigError(
             "a GradScaler with faults=… is not supported: groups agree on its scale where none of them can be lost; "
@@ -124,7 +127,7 @@ def _opened(
         )
     if slow_backend == "nccl":
         raise ConfigError(
-            "`slow_backend`='nccl' with faults=…: there gloo carries everything, which notices who is lost; leave it out"
+            "`slow_backend`='nccl' with faults=…: gloo carries all of that, since it notices who is lost; leave it out"
         )
     about = {"config": repr(config), "model": architecture_digest(model, optimizers)}
     return _met(config, faults, about, device, ledger)

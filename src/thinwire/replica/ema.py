@@ -4,7 +4,7 @@ torch's `AveragedModel` does the averaging, over full weights (A·B where a laye
 continues through decompositions, merges and changes of rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,20 +12,34 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from thinwire.base.checks import is_number
 from thinwire.base.errors import ConfigError, ThinwireError
+from thinwire.comm.fsdp import (
+    ShardedModel,
+    cut_like,
+    hollow_copy,
+    local,
+    shard_again,
+    shard_like,
+    to_plain_shards,
+    with_modules,
+)
+from thinwire.comm.wire import Wire
 from thinwire.exchange.merging import average, average_buffers
 from thinwire.factor.convert import copy_of, forget_watch, layer_of, to_factors, to_full
 from thinwire.factor.layers import factored_names, mark_as_read, rebuilt
 from thinwire.factor.matrix import decompose
 from thinwire.factor.plain import to_plain
+from thinwire.replica.compiling import undo_compile
 from thinwire.replica.preflight import broadcast_initial_values
 from thinwire.replica.replica import Replica
+from thinwire.shape.agree import gathered_layer
 
 
 class EMA(AveragedModel):
     """An exponential moving average of a replica's weights, in the model's full shape.
 
-    Call `update_parameters()` after each step, and `ema(x)` to evaluate. While groups train separately, each averages
-    its own model. `replica.save` and `replica.load` include it if it was made before; `finish()` ends it.
+    Call `update_parameters()` after each step, and `ema(x)` to evaluate; where groups shard the model, it is sharded
+    too, and all workers of a group call both. While groups train separately, each averages its own model.
+    `replica.save` and `replica.load` include it if it was made before; `finish()` ends it.
     """
 
     module: nn.Module
@@ -37,16 +51,25 @@ class EMA(AveragedModel):
             raise ConfigError(f"EMA takes a replica, not {type(replica).__name__}; make it after attach()")
         if not (is_number(decay) and 0 <= decay < 1):
             raise ConfigError(f"`decay`={decay!r} must be from 0 to below 1; try 0.999")
-        if replica.wire.is_sharded:
-            raise ConfigError("EMA is not for sharded models: keep an average of each shard, as FSDP's examples do")
-        super().__init__(_full_copy(replica.module), device, None, get_ema_multi_avg_fn(decay), use_buffers)
+        if replica.wire.is_sharded and device is not None:
+            raise ConfigError(f"`device`={device!s} is not for sharded models, whose average is sharded: leave it out")
+        super().__init__(nn.Identity(), device, None, _of_parts(get_ema_multi_avg_fn(decay)), use_buffers)
+        self.module = _full_copy(replica.module, replica.wire)
+        if device is not None:
+            self.module.to(device)
         self.module.requires_grad_(False)
         self._replica = [replica]  # in a list, so that it is not registered as a submodule
-        replica._state.add_average(self)
+        # Neither is what a wire sees of a sharded one.
+        self._seen = [ShardedModel(self) if replica.wire.is_sharded else self]
+        replica._state.add_average(self._seen[0])
 
     def update_parameters(self, model: nn.Module | None = None) -> None:
-        """Add the replica's current weights to the average."""
-        super().update_parameters(_FullWeights(self._replica[0].module, self.module))  # type: ignore[arg-type]
+        """Add the replica's current weights to the average; factors of a sharded model are gathered for it."""
+        replica = self._replica[0]
+        with_modules(replica._method.model)
+        now = _FullWeights(replica.module, self.module, replica.wire)
+        with replica.traffic.booked_under("ema"):
+            super().update_parameters(now)  # type: ignore[arg-type]
 
     def finish(self) -> nn.Module:
         """The average as a plain model, as small as the finished replica; collective, after `replica.finish()`.
@@ -59,19 +82,26 @@ class EMA(AveragedModel):
         replica.wire.barrier("EMA.finish()")
         with replica.traffic.booked_under("ema"), torch.no_grad():
             self._average_over_groups(replica)
-            model = copy_of(self.module).requires_grad_(True)
+            model = _full_copy(self.module, replica.wire).requires_grad_(True)
+            seen = ShardedModel(model) if replica.wire.is_sharded else model
             for name in replica.read_layers:
                 mark_as_read(model.get_submodule(name))
             for key, rank in replica.finished_ranks.items():
                 layer = layer_of(model, key)
-                a, b, _ = decompose(layer.matrix(), 0.0, rank=rank)
+                a, b, _ = decompose(gathered_layer(layer, replica.wire).matrix(), 0.0, rank=rank)
+                if replica.wire.is_sharded:  # members have parts of the same factors
+                    replica.wire.broadcast_in_group([a, b], 0, "decomposition")
+                old = layer.parameters
                 to_factors(layer, a, b)
-            model = to_plain(model)
-            broadcast_initial_values(model, replica.wire)
-        return model
+                shard_again(seen, layer, old)
+            broadcast_initial_values(seen, replica.wire)
+            if isinstance(seen, ShardedModel):
+                seen.fresh.remove()
+                return to_plain_shards(seen, replica.wire)
+            return to_plain(model)
 
     def _average_over_groups(self, replica: Replica) -> None:
-        wire, parameters = replica.wire, list(self.module.parameters())
+        wire, parameters = replica.wire, list(self._seen[0].parameters())
         if len(wire.topology.groups) == 1 or wire.agree([*parameters, *self.module.buffers()], "checksums"):
             return
         weight = len(wire.topology.group) / wire.topology.world_size
@@ -82,29 +112,41 @@ class EMA(AveragedModel):
 class _FullWeights:
     """Parameters and buffers of a model as if every layer were full."""
 
-    def __init__(self, model: nn.Module, full: nn.Module) -> None:
-        self.model = model
-        self.names = [name for name, _ in full.named_parameters()]
+    def __init__(self, model: nn.Module, full: nn.Module, wire: Wire) -> None:
+        self.model, self.full, self.wire = model, full, wire
 
     def parameters(self) -> Iterator[Tensor]:
         now = dict(self.model.named_parameters())
-        for name in self.names:
-            yield now[name] if name in now else _multiplied_out(self.model, name)
+        for name, like in self.full.named_parameters():
+            yield now[name] if name in now else self._multiplied_out(name, like)
 
     def buffers(self) -> Iterator[Tensor]:
         return self.model.buffers()
 
+    def _multiplied_out(self, key: str, like: Tensor) -> Tensor:
+        layer = gathered_layer(layer_of(self.model, key), self.wire)
+        return cut_like(rebuilt(layer.module, layer.parameter, layer.factors), like)
 
-def _multiplied_out(model: nn.Module, key: str) -> Tensor:
-    path, _, name = key.rpartition(".")
-    return rebuilt(model.get_submodule(path), name)
+
+def _of_parts(average: Callable[..., None]) -> Callable[..., None]:
+    """Average what this worker has of each tensor."""
+
+    def averaged(own: Sequence[Tensor], now: Sequence[Tensor], count: Tensor | int) -> None:
+        average([local(t) for t in own], [local(t) for t in now], count)
+
+    return averaged
 
 
-def _full_copy(model: nn.Module) -> nn.Module:
-    copied = copy_of(model)
-    copied.__dict__.pop("_compiled_call_impl", None)
+@torch.no_grad()
+def _full_copy(model: nn.Module, wire: Wire) -> nn.Module:
+    copied = hollow_copy(model) if wire.is_sharded else copy_of(model)
+    undo_compile(copied)
     forget_watch(copied)
     for path, module in copied.named_modules():
         for name in list(factored_names(module)):
             to_full(layer_of(copied, f"{path}.{name}" if path else name))
+    if wire.is_sharded:
+        shard_like(copied, model)
+        for own, p in zip(copied.parameters(), _FullWeights(model, copied, wire).parameters(), strict=True):
+            own.copy_(p)
     return copied

@@ -44,7 +44,7 @@ from thinwire.factor.plain import to_plain
 from thinwire.methods.registry import name_of
 from thinwire.methods.runner import Runner, untraced
 from thinwire.replica.baseline import Baseline
-from thinwire.replica.compiling import Recompilations, compile_in_place
+from thinwire.replica.compiling import Recompilations, compile_in_place, undo_compile
 from thinwire.replica.guards import (
     KeptParameters,
     agree_on_buffers,
@@ -307,7 +307,7 @@ class Replica(nn.Module):
         self.detach()
         self.finished_ranks = {layer.key: layer.rank for layer in self._method.shape.layers if layer.rank}
         self.read_layers = [name for name, module in self.module.named_modules() if weight_was_read(module)]
-        self.module._compiled_call_impl = None
+        undo_compile(self.module)
         model = self._method.model
         self.module = to_plain_shards(model, self.wire) if isinstance(model, ShardedModel) else to_plain(self.module)
         self._finished = True

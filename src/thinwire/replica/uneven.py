@@ -203,7 +203,8 @@ def refuse_joining(method: Runner, *, has_scaler: bool, has_faults: bool) -> Non
     uses = {
         "a GradScaler": has_scaler,
         "faults=…": has_faults,
-        "sharded models": method.wire.is_sharded,  # members of a group gather parameters in every pass
+        # Whoever has no batches takes no steps; of shards all members take each step, in parts of their own.
+        "sharded models": method.wire.is_sharded,
         "SyncBatchNorm": any(isinstance(m, nn.SyncBatchNorm) for m in method.model.modules()),
         "groups of several workers that train apart": method.trains_apart
         and len(groups) > 1

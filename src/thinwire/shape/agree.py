@@ -146,7 +146,7 @@ def gathered_state(state: State, wire: Wire) -> State:
 
 
 def agreed_in_turn(
-    layers: Sequence[Layer], wire: Wire, find: Callable[[Layer], Factors | None]
+    layers: Sequence[Layer], wire: Wire, find: Callable[[Layer], Factors | None], count: int = 2
 ) -> Iterator[tuple[Layer, Factors]]:
     """As `agreed_factors`, where a worker never holds more than one whole weight, or the factors of a few.
 
@@ -158,7 +158,7 @@ def agreed_in_turn(
         shown = [_if_own(layer, owner, wire) for layer, owner in owners_of([*some.values()], wire)]
         found = [
             (some[layer.key], factors)
-            for layer, factors in agreed_factors(shown, wire, find, place=(start, len(layers)))
+            for layer, factors in agreed_factors(shown, wire, find, count, place=(start, len(layers)))
         ]
         shown.clear()  # so that whole weights are freed before the state of optimizers is gathered
         for i, (layer, factors) in enumerate(found):

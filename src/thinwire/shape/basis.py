@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.exchange.parts import Feature, PartState, Run, needs_whole_weights
+from thinwire.exchange.parts import PartState, Run
 from thinwire.factor import moments
-from thinwire.factor.convert import Kept, Layer, to_factors, to_full
+from thinwire.factor.convert import Kept, Layer
 from thinwire.factor.matrix import product, wide
-from thinwire.shape.agree import agreed_factors, empty_factors
+from thinwire.shape.agree import empty_factors, gathered, gathered_layer, gathered_state
 from thinwire.shape.factoring import Factoring, RateMatching, Watching
 
 _FORM = 3  # U, S, Vᵀ
@@ -50,9 +50,6 @@ class Basis(Factoring):
     def is_low(self) -> bool:
         """Whether layers are U S Vᵀ."""
         return bool(self.factored)
-
-    def refuses(self, feature: Feature, config: Any) -> str | None:
-        return needs_whole_weights(config) if feature is Feature.SHARDS else None
 
     def _scales(self) -> list[tuple[nn.Parameter, Callable[[], float | None]]]:
         """By how much the updates of every S are multiplied."""
@@ -101,9 +98,7 @@ class Basis(Factoring):
             return
         shrink = self.config.max_shrink if max_shrink is None else max_shrink
         self.free_memory()
-        found = agreed_factors(
-            layers, self.run.wire, lambda layer: self.run.context.find_basis(layer, cutoff, shrink), _FORM
-        )
+        found = self._agreed(layers, lambda layer: self.run.context.find_basis(layer, cutoff, shrink), _FORM)
         for layer, factors in found:
             self._to_basis(layer, factors)
         self.decompositions += 1
@@ -111,34 +106,37 @@ class Basis(Factoring):
 
     def _to_basis(self, layer: Layer, factors: tuple[Any, ...]) -> None:
         """Give a layer these U, S and Vᵀ; the optimizer has S in place of what it trained of the layer before."""
-        before = layer.factors if layer.is_factored else None
-        trained = before[1] if before else layer.weight
-        state = self.run.optimizers.state_of(trained)
-        to_factors(layer, *factors)
-        u, middle, vt = layer.factors
-        self.run.optimizers.exchange([trained], [middle], ("s",))
-        if self.config.moments == "carry" and state:
-            if before:
-                carried = moments.recut_middle(state, [p.detach() for p in before], [u.detach(), vt.detach()])
-            else:
-                carried = moments.middle_from_full(state, layer.view, u.detach(), vt.detach())
-            self.run.optimizers.set_state(middle, carried)
+        run, carries = self.run, self.config.moments == "carry"
+        trained = layer.factors[1] if layer.is_factored else layer.weight
+        state = gathered_state(run.optimizers.state_of(trained), run.wire) if carries else {}
+        before = [gathered(p, run.wire) for p in layer.factors] if state and layer.is_factored else []
+        self._give_factors(layer, *factors)
+        middle = layer.factors[1]
+        run.optimizers.exchange([trained], [middle], ("s",))
+        if state:
+            u, _, vt = factors
+            carried = (
+                moments.recut_middle(state, before, [u, vt])
+                if before
+                else moments.middle_from_full(state, layer.view, u, vt)
+            )
+            self._set_state(middle, carried)
 
     def _fold(self) -> None:
         """Two factors with equal shares of the singular values, or the full weight where they would not be smaller."""
         for layer in self.factored:
-            u, s, vt = (wide(p.detach()) for p in layer.factors)
+            u, s, vt = (wide(p.detach()) for p in gathered_layer(layer, self.run.wire).factors)
             if layer.view.is_smaller(s.shape[0]):
                 root = s.diagonal().clamp_min(1e-30).sqrt()
                 root = torch.maximum(root, 1e-4 * root.max())
-                to_factors(layer, product((u, s)) / root, root[:, None] * vt)
+                self._give_factors(layer, product((u, s)) / root, root[:, None] * vt)
             else:
-                to_full(layer)
+                self._give_weight(layer)
                 self.kept = [*self.kept, Kept(layer.key, "rank too high for factors to be smaller")]
 
     def to_full(self, layer: Layer) -> None:
         middle = layer.factors[1]
-        to_full(layer)
+        self._give_weight(layer)
         self.run.optimizers.exchange([middle], [layer.weight])
 
     def to_rank(self, layer: Layer, rank: int) -> None:

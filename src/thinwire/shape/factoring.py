@@ -12,7 +12,7 @@ from torch.optim import AdamW, Optimizer
 
 from thinwire.base import units
 from thinwire.base.errors import ConfigError
-from thinwire.comm.fsdp import with_modules
+from thinwire.comm.fsdp import local, refuse_reshaping, with_modules
 from thinwire.exchange.parts import MethodContext, PartState, Run, Schedule
 from thinwire.factor import moments
 from thinwire.factor.convert import Layer, OrderOfUse, find_layers, warn_unmatched_patterns
@@ -37,6 +37,8 @@ class Factoring(Shape, ABC):
 
     def attach(self, run: Run) -> None:
         super().attach(run)
+        if self.must_factor and run.wire.is_sharded:
+            refuse_reshaping(run.model)
         self.schedule = Watching(self)
         self.usage: OrderOfUse = OrderOfUse(run.model)
         run.context.on_release.append(self.usage.stop)
@@ -187,14 +189,15 @@ class RateMatching:
         """`scales` gives the parameters that are trained now."""
         self.optimizers = context.optimizers
         self.scales = scales
-        self._before: list[tuple[nn.Parameter, Tensor, float, Scale]] = []
+        self._before: list[tuple[Tensor, Tensor, float, Scale]] = []
         context.before_update.append(self._before_update)
         context.after_update.append(self._after_update)
 
     def _before_update(self, optimizer: Optimizer) -> None:
         """Keep copies; a closure may still have to compute gradients."""
         decay = decoupled_decay(optimizer)
-        self._before = [(p, p.detach().clone(), decay[id(p)], scale) for p, scale in self.scales() if id(p) in decay]
+        own = [(p, local(p.detach()), scale) for p, scale in self.scales() if id(p) in decay]
+        self._before = [(now, now.clone(), decay[id(p)], scale) for p, now, scale in own]
 
     @torch.no_grad()
     def _after_update(self, optimizer: Optimizer) -> None:

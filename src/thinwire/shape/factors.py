@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from thinwire.base.errors import ConfigError
-from thinwire.comm.fsdp import cut_like, part_of, refuse_reshaping, whole_of
+from thinwire.comm.fsdp import local, part_of, whole_of
 from thinwire.comm.topology import Topology
 from thinwire.exchange.averaged import AveragedTensors
 from thinwire.exchange.diverged import find_faults, refuse_diverged
@@ -85,8 +85,6 @@ class Factors(Factoring):
 
     def attach(self, run: Run) -> None:
         super().attach(run)
-        if self.must_factor and run.wire.is_sharded:
-            refuse_reshaping(run.model)
         self.sides = Sides(self.config.train, run.topology.groups, run.topology.group_index)
         self.full_size = sum(p.numel() for p in whole_of(run.model).parameters())
         self.rates = RateMatching(run.context, self._scales)
@@ -105,11 +103,6 @@ class Factors(Factoring):
                 self.find_layers()
                 if self.must_factor:
                     self._check_target()  # now, not when most of the run is over
-
-    def refuses(self, feature: Feature, config: Any) -> str | None:
-        if feature is Feature.SHARDS and self.config.match_rate:
-            return "`match_rate`=True measures whole factors, and the model is sharded: leave it out"
-        return None
 
     def on_request(self) -> None:
         """Make factors of the weights at the next average; collective."""
@@ -229,7 +222,7 @@ class Factors(Factoring):
         self._reshape_layer(layer, a, b)
         for factor, state in zip(layer.factors, carried, strict=True):
             if state:
-                self.run.optimizers.set_state(factor, {name: cut_like(value, factor) for name, value in state.items()})
+                self._set_state(factor, state)
 
     def _reshape_layer(self, layer: Layer, a: Tensor, b: Tensor) -> None:
         old = layer.parameters
@@ -257,7 +250,8 @@ class Factors(Factoring):
     def _scale(self, p: nn.Parameter, other: nn.Parameter) -> Tensor | None:
         if not self.rates.is_normalised(p):
             return None
-        return (math.sqrt(max(other.shape)) / other.detach().norm()).nan_to_num(posinf=1.0)
+        norm = self.run.wire.norms_of_group(local(other.detach()).norm())
+        return (math.sqrt(max(other.shape)) / norm).nan_to_num(posinf=1.0)
 
     def state_dict(self) -> PartState:
         """With the number of averages since weights became factors."""

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from thinwire.base.errors import ConfigError
+from thinwire.comm.fsdp import whole_of, with_modules
 from thinwire.comm.topology import Topology
 from thinwire.exchange.averaged import AveragedTensors, all_restored, not_finite
 from thinwire.exchange.diverged import refuse_diverged
@@ -23,8 +24,8 @@ from thinwire.exchange.parts import (
 )
 from thinwire.exchange.second_moment import SecondMoment
 from thinwire.factor import moments
-from thinwire.factor.convert import Layer, to_factors, to_full
-from thinwire.shape.agree import empty_factors
+from thinwire.factor.convert import Layer
+from thinwire.shape.agree import empty_factors, gathered, gathered_state
 from thinwire.shape.factoring import Factoring
 from thinwire.shape.factors import Sides
 
@@ -51,8 +52,8 @@ class Halves(Factoring):
         self.phase = phase
         self.changed_at: int | None = None
         """The step after which shapes last changed."""
-        self._states: dict[str, dict[str, Any]] = {}
-        """Of full weights that come next, by layer."""
+        self._fixed: dict[str, Tensor] = {}
+        """By layer, the factor that this group did not train, as it was before a merge."""
         self.share = 1.0
         """This group's weight in the merge, for what was not factored."""
 
@@ -74,21 +75,24 @@ class Halves(Factoring):
             self._freeze()
 
     def before_merge(self) -> None:
-        """Keep the state that optimizers have of the factors that this group trained."""
+        """Keep what it takes to make the state of a full weight of that of the factor that this group trained."""
         self.free_memory()
-        self._states = {layer.key: self._state_of_full(layer) for layer in self.factored}
+        with_modules(self.run.model)
+        if self.config.moments == "carry":
+            fixed = 1 if self.trains == "a" else 0
+            self._fixed = {layer.key: layer.factors[fixed].detach().clone() for layer in self.factored}
 
     def end(self, *, again: bool) -> None:
         """Full again, with the optimizer in the same state everywhere; copies have been averaged."""
         run = self.run
         if run.phase == self.phase:
             for layer in self.factored:
-                self._to_full(layer, self._states[layer.key])
-            self._states = {}
+                self._to_full(layer, self._state_of_full(layer))
+            held = [whole_of(p) for p in run.model.parameters()]
             if self.config.moments == "reset":
-                run.optimizers.reset(list(run.model.parameters()))
+                run.optimizers.reset(held)
             else:
-                average_moments(run.wire, run.optimizers, list(run.model.parameters()), self.share)
+                average_moments(run.wire, run.optimizers, held, self.share)
 
     def finish(self, cutoff: float | None) -> None:
         """Cut every layer at the cutoff."""
@@ -97,32 +101,33 @@ class Halves(Factoring):
         self._cut(self.config.cutoff if cutoff is None else cutoff)
 
     def _to_factors(self, layer: Layer, a: Tensor, b: Tensor) -> None:
-        weight = layer.weight
-        state = self.run.optimizers.state_of(weight)
-        to_factors(layer, a, b)
+        weight, carries = layer.weight, self.config.moments == "carry"
+        state = gathered_state(self.run.optimizers.state_of(weight), self.run.wire) if carries else {}
+        self._give_factors(layer, a, b)
         new_a, new_b = layer.factors
         self.run.optimizers.exchange([weight], [new_a, new_b], ("a", "b"))
-        if self.config.moments == "carry" and state:
+        if state:
             state_a, state_b = moments.factors_from_full(state, layer.view, a, b)
-            trained, carried = (new_a, state_a) if self.trains == "a" else (new_b, state_b)
-            self.run.optimizers.set_state(trained, carried)
+            self._set_state(*((new_a, state_a) if self.trains == "a" else (new_b, state_b)))
         self.changed_at = self.run.step
 
     def _state_of_full(self, layer: Layer) -> dict[str, Any]:
         """The state that the full weight takes over from the factor this group trained."""
         a, b = layer.factors
         state = self.run.optimizers.state_of(a if self.trains == "a" else b)
-        if self.config.moments != "carry" or not state:
+        fixed = self._fixed.pop(layer.key, None)
+        if fixed is None or not state:
             return {}
-        fixed = {"b": b.detach()} if self.trains == "a" else {"a": a.detach()}
-        return moments.full_from_factor(state, layer.view, **fixed)
+        name = "b" if self.trains == "a" else "a"
+        state = gathered_state(state, self.run.wire)
+        return moments.full_from_factor(state, layer.view, **{name: gathered(fixed, self.run.wire)})
 
     def _to_full(self, layer: Layer, state: dict[str, Any]) -> None:
         factors = layer.factors
-        to_full(layer)
+        self._give_weight(layer)
         self.run.optimizers.exchange(factors, [layer.weight])
         if state:
-            self.run.optimizers.set_state(layer.weight, state)
+            self._set_state(layer.weight, state)
         self.changed_at = self.run.step
 
     def _freeze(self) -> None:
@@ -235,7 +240,8 @@ class Merge(Exchange):
     def _merged_parameters(self) -> list[tuple[nn.Parameter, str]]:
         """What a merge averages and by which weight; parameters the user froze are the same everywhere."""
         kinds = {id(p): kind for x in self.shape.factored for p, kind in zip(x.factors, "ab", strict=True)}
-        return [(p, kinds.get(id(p), "rest")) for p in self.run.model.parameters() if p.requires_grad or id(p) in kinds]
+        named = [(p, kinds.get(id(whole_of(p)))) for p in self.run.model.parameters()]
+        return [(p, kind or "rest") for p, kind in named if kind or p.requires_grad]
 
     def _make_average(self) -> None:
         parameters = [p for p, _ in self._merged_parameters()]

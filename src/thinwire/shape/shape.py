@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from thinwire.comm.fsdp import shard_again, with_modules
+from thinwire.comm.fsdp import cut_like, shard_again, with_modules
 from thinwire.exchange.parts import Part, PartState
 from thinwire.factor.convert import Kept, Layer, OrderOfUse, find_layers, to_factors, to_full
-from thinwire.shape.agree import agreed_factors, agreed_in_turn, gathered_layer
+from thinwire.factor.optimizers import State
+from thinwire.shape.agree import Factors, agreed_factors, agreed_in_turn, gathered_layer
 
 
 class Shape(Part):
@@ -53,26 +54,36 @@ class Shape(Part):
         while the caller takes them.
         """
         self.decompositions += 1
-        if self.run.wire.is_sharded:
-            return self._factors_in_turn(cutoff)
-        found = agreed_factors(self.layers, self.run.wire, lambda layer: self.run.context.find_factors(layer, cutoff))
+        found = self._agreed(self.layers, lambda layer: self.run.context.find_factors(layer, cutoff))
+        if not isinstance(found, list):
+            return self._noted(found)
         self.found_ranks = {layer.label: factors[0].shape[1] for layer, factors in found}
         return found
 
-    def _factors_in_turn(self, cutoff: float | None) -> Iterator[tuple[Layer, tuple[Tensor, ...]]]:
-        with_modules(self.run.model)
+    def _noted(self, found: Iterable[tuple[Layer, Factors]]) -> Iterator[tuple[Layer, Factors]]:
         self.found_ranks = {}
-        for layer, factors in agreed_in_turn(
-            self.layers, self.run.wire, lambda layer: self.run.context.find_factors(layer, cutoff)
-        ):
+        for layer, factors in found:
             self.found_ranks[layer.label] = factors[0].shape[1]
             yield layer, factors
+
+    def _agreed(
+        self, layers: list[Layer], find: Callable[[Layer], Factors | None], count: int = 2
+    ) -> Iterable[tuple[Layer, Factors]]:
+        """What `find` gives of these layers, in turn where the model is sharded; collective."""
+        if self.run.wire.is_sharded:
+            with_modules(self.run.model)
+            return agreed_in_turn(layers, self.run.wire, find, count)
+        return agreed_factors(layers, self.run.wire, find, count)
 
     def _give_factors(self, layer: Layer, *factors: Tensor) -> None:
         """Replace a weight, or its factors, by these; where the model is sharded, they are."""
         old = layer.parameters
         to_factors(layer, *factors)
         shard_again(self.run.model, layer, old)
+
+    def _set_state(self, p: nn.Parameter, state: State) -> None:
+        """Give a parameter the state of all of it."""
+        self.run.optimizers.set_state(p, {name: cut_like(value, p) for name, value in state.items()})
 
     def _give_weight(self, layer: Layer) -> None:
         """Multiply a factored layer out; collective inside a group that shards it."""
