@@ -34,7 +34,7 @@ ON_GPU = DEVICE.type == "cuda"
 WORKERS, GROUP = 4, 2
 ALL = ("allreduce", "allreduce int8", "localsgd", "diloco", "diloco streaming", "ab", "ab-paper", "oialr", "daso")
 ALL = (*ALL, "powersgd", "topk", "onebit")
-TRIED = ALL if ON_GPU else ("allreduce int8", "diloco", "ab", "oialr")
+TRIED = ALL if ON_GPU else ("allreduce int8", "ab")
 
 
 class Started(NamedTuple):
@@ -109,6 +109,8 @@ GPU_ONLY: dict[str, Callable[[str], Started]] = {
     "SyncBatchNorm": lambda way: attached(way, nn.SyncBatchNorm.convert_sync_batchnorm(small.net(smooth=True))),
     "gloo between machines": functools.partial(attached, slow_backend="gloo"),
 }
+OF_A_PROCESS = ("FSDP2 in groups",)
+"""What leaves something behind in a process."""
 if ON_GPU:
     FEATURES |= GPU_ONLY
 
@@ -171,7 +173,7 @@ def step(started: Started, rank: int, number: int) -> Tensor:
 @functools.cache
 def found(feature: str) -> list[dict[str, dict[str, Any]]]:
     """By rank and method; processes of their own, for what a process has one of."""
-    return gang.run(train, WORKERS, feature, timeout=400, fresh=True)
+    return gang.run(train, WORKERS, feature, timeout=400, fresh=ON_GPU or feature in OF_A_PROCESS)
 
 
 def keep(feature: str, way: str, row: dict[str, Any]) -> None:

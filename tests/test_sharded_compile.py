@@ -12,6 +12,7 @@ from torch.optim import AdamW
 
 import gang
 import thinwire
+from selection import slow_but
 from sharded_net import Net, sharded, steps, whole
 from thinwire import AB, LocalSGD
 
@@ -52,7 +53,7 @@ def compiled(rank: int, name: str, folder: str | None) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", slow_but(("ab factors",), WAYS))
 def test_blocks_are_compiled_and_train_as_before(name: str, tmp_path: Path) -> None:
     plain = gang.run(compiled, 4, name, None, fresh=True)
     for one, other in zip(gang.run(compiled, 4, name, str(tmp_path / "save"), fresh=True), plain, strict=True):

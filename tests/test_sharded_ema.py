@@ -14,6 +14,7 @@ from torch.optim import AdamW
 
 import gang
 import thinwire
+from selection import slow_but
 from sharded_net import Net, batch, columns, sharded, steps, whole
 from thinwire import AB, ConfigError, LocalSGD
 
@@ -80,7 +81,7 @@ def averaged(rank: int, name: str, shards: bool, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", slow_but(("ab factors of columns",), WAYS))
 def test_an_average_of_shards_is_that_of_whole_weights(name: str, tmp_path: Path) -> None:
     plain = gang.run(averaged, 4, name, False, str(tmp_path / "plain"), fresh=True)
     found = gang.run(averaged, 4, name, True, str(tmp_path / "save"), fresh=True)

@@ -14,6 +14,7 @@ from torch.optim import AdamW
 
 import gang
 import thinwire
+from selection import slow_but
 from sharded_net import Words, steps, whole
 from thinwire import AB, OIALR
 
@@ -53,7 +54,7 @@ def read(rank: int, name: str, shards: bool) -> tuple[dict[str, int], dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", slow_but(("ab",), WAYS))
 def test_attention_and_tied_weights_in_groups_of_layers(name: str) -> None:
     (ranks, state, outputs), *_ = gang.run(read, 4, name, False, fresh=True)
     assert {"blocks.0.self_attn.in_proj_weight", "blocks.1.linear1.weight", "mix.weight"} <= ranks.keys()

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.optim import SGD, AdamW, Muon
 import gang
 import thinwire
 from device import DEVICE, here
+from selection import first_of, slow_but
 from sharded_net import Net, batch, columns, sharded, steps, whole
 from thinwire import AB, DASO, OIALR, AllReduce, ConfigError, DiLoCo, LocalSGD, OneBit, PowerSGD, Radial, TopK
 
@@ -129,14 +131,28 @@ def trained(rank: int, name: str, shards: bool, folder: str | None = None) -> di
     return found
 
 
+FEW = ("allreduce int8", "diloco", "diloco pending", "diloco lowrank", "diloco of muon", "daso", "powersgd", "onebit")
+FEW += ("localsgd, moments averaged", "localsgd, moments shared", "topk, sent in topk", "oialr factors")
+FEW += ("ab factors", "ab both factors", "ab factors of columns", "ab.paper factors")
+"""One of each kind."""
+
+
+def trained_all(rank: int, names: list[str], shards: bool, folder: str) -> dict[str, dict[str, Any]]:
+    return {name: trained(rank, name, shards, f"{folder}/{name}" if shards else None) for name in names}
+
+
+@functools.cache
+def all_trained(few: bool, shards: bool) -> list[dict[str, dict[str, Any]]]:
+    """By rank and way."""
+    names = [name for name in WAYS if (name in FEW) == few]
+    with tempfile.TemporaryDirectory() as folder:
+        return gang.run(trained_all, 4, names, shards, folder, timeout=600, fresh=True)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "diloco" else pytest.param(name, marks=pytest.mark.slow) for name in WAYS],
-)
-def test_sharded_groups_train_as_groups_that_are_not(name: str, tmp_path: Path) -> None:
-    plain = gang.run(trained, 4, name, False, fresh=True)
-    found = gang.run(trained, 4, name, True, str(tmp_path / "save"), fresh=True)
+@pytest.mark.parametrize("name", slow_but(FEW, WAYS))
+def test_sharded_groups_train_as_groups_that_are_not(name: str) -> None:
+    plain, found = ([worker[name] for worker in all_trained(name in FEW, shards)] for shards in (False, True))
     for one, other in zip(found, plain, strict=True):
         for key, value in one["model"].items():
             assert torch.equal(value, found[0]["model"][key]), key
@@ -374,7 +390,7 @@ def scaled(rank: int, name: str, shards: bool, fused: bool, folder: str) -> dict
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", first_of([False, True]))
 @pytest.mark.parametrize("name", ["allreduce int8", "diloco"])
 def test_a_scaler_skips_the_steps_that_it_skips_unsharded(name: str, fused: bool, tmp_path: Path) -> None:
     plain = gang.run(scaled, 4, name, False, fused, str(tmp_path / "plain"), fresh=True)
