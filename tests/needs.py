@@ -18,7 +18,7 @@ from browser import binary
 EXEMPT = {"torchvision", "timm"}
 """Skipped everywhere they are missing: registries have torchvision, which timm imports, for torch with CUDA alone.
 
-CUDA and nccl themselves are in no test: tests compute on the CPU (`machine.py`).
+CUDA and nccl are for `make test-gpu`: elsewhere tests compute on the CPU (`machine.py`).
 """
 _PREFIX = "not here: "
 
