@@ -57,18 +57,22 @@ test-all: setup
 
 # With the Python, the torch and the GPU that are there: nothing is installed. Results are in build/gpu.
 GPU_PYTHON ?= python3
-GPU_TESTS := contract invariants resume codes quantize kernels agreement same_bits early uneven ema dtypes optimizers
-GPU_TESTS += masters ab daso oialr local_sgd second_moment trainer accelerate poison shards sharded_factors
-GPU_TESTS += sharded_checkpoints elastic
-ON_GPU := PYTHONPATH=src THINWIRE_TEST_DEVICE=cuda $(GPU_PYTHON) -m pytest -p no:benchmark -p no:cacheprovider
+OVER_GLOO := contract invariants resume codes quantize kernels agreement same_bits early uneven ema dtypes optimizers
+OVER_GLOO += masters ab daso oialr local_sgd second_moment poison elastic trainer accelerate lightning
+OVER_GLOO += shards sharded_factors sharded_checkpoints
+ON_GPU := PYTHONPATH=src THINWIRE_TEST_DEVICE=cuda THINWIRE_FEATURES=build/gpu/features.jsonl
+TRY := -m pytest -p no:benchmark -p no:cacheprovider
 
 test-gpu:
 	mkdir -p build/gpu && rm -f build/gpu/*
-	# Whatever fails, all of it is tried.
-	failed=0; \
-	$(ON_GPU) -n 7 --dist loadfile -m "not slow" --junitxml build/gpu/tests.xml $(GPU_TESTS:%=tests/test_%.py) || failed=1; \
-	THINWIRE_FEATURES=build/gpu/features.jsonl $(ON_GPU) -n 0 --junitxml build/gpu/features.xml tests/test_features.py || failed=1; \
-	$(ON_GPU) -n 7 --junitxml build/gpu/sweep.xml tests/test_sweep.py tests/test_sweep_optimizers.py || failed=1; \
+	# All of it is tried, whatever fails. Many processes beside each other go over gloo: with nccl each would wait for
+	# its turn on the GPU in every collective.
+	failed=0; export $(ON_GPU); \
+	over_gloo="env -u NCCL_MULTI_RANK_GPU_ENABLE $(GPU_PYTHON) $(TRY) -n 7 --dist loadfile --no-loadscope-reorder"; \
+	$$over_gloo -m "not slow" --junitxml build/gpu/gloo.xml $(OVER_GLOO:%=tests/test_%.py) || failed=1; \
+	$(GPU_PYTHON) $(TRY) -n 0 --junitxml build/gpu/features.xml tests/test_features.py || failed=1; \
+	$(GPU_PYTHON) $(TRY) -n 0 -m "not slow" --junitxml build/gpu/nccl.xml tests/test_contract.py tests/test_invariants.py || failed=1; \
+	$$over_gloo -m slow --junitxml build/gpu/sweep.xml tests/test_sweep.py tests/test_sweep_optimizers.py || failed=1; \
 	exit $$failed
 
 # Changes files of src, one at a time, and puts them back: best in a clone.

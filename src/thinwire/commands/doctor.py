@@ -169,10 +169,15 @@ class _Visit:
     def _plan(self, report: dict[str, Any]) -> Plan:
         recipe, workload = self._workload(report["workers"])
         configs, nodes = configs_of(recipe, workload, self.flags), len(report["nodes"])
+        by_nccl = nodes > 1 and all("nccl" in node["backend"] for node in report["nodes"])
         return make_plan(
             workload,
             configs,
-            Layout(workers=report["workers"], nodes=nodes if nodes > 1 else None),
+            Layout(
+                workers=report["workers"],
+                nodes=nodes if nodes > 1 else None,
+                algorithm="tree" if by_nccl else "ring",
+            ),
             links.for_plan(report["links"]),
             stopwatch=self._stopwatch(workload),
             bounds=False,

@@ -68,7 +68,13 @@ _LONGEST = 26
 @click.option("--overhead", default="100us", show_default=True, help="Of each collective, besides its bytes.")
 @click.option("--fast-bandwidth", default="100Gbit", show_default=True, help="Between workers of a node.")
 @click.option("--fast-latency", default="5us", show_default=True, help="Between workers of a node.")
-@click.option("--allreduce", type=click.Choice(["ring", "tree"]), default="ring", show_default=True, help="Algorithm.")
+@click.option(
+    "--allreduce",
+    type=click.Choice(["ring", "tree"]),
+    default="ring",
+    show_default=True,
+    help="As by gloo, or by nccl.",
+)
 @click.option("--compute", metavar="TIME", help="A full-rank step without the wire, such as 120ms; default: measured.")
 @click.option("--ranks", type=options.DIR, metavar="RUN_DIR", help="Use the ranks that this run found.")
 @click.option("--steps", type=click.IntRange(1), metavar="N", help="Steps instead of the recipe's.")
@@ -269,7 +275,7 @@ def caption(plan: dict[str, Any]) -> str:
     if parts := "; ".join(f"{', '.join(methods)} {what}" for what, methods in held.items() if what):
         text.append(f"Held beside model and optimizer: {parts}.")
     if plan["allreduce"] == "tree":
-        text.append("All-reduce by a tree over nodes; the ledger counts gloo's ring.")
+        text.append("All-reduce by a tree over nodes, as nccl does it between machines.")
     if plan["compute_measured"]:
         text.append("Compute measured here, activations counted.")
     else:
