@@ -47,7 +47,7 @@ class Quantized(Aggregator):
         """Add to what was left out, and send its code."""
         self._steps, self._halfway, self._again = steps, False, again
         if self.sum is not None:
-            values = self._values([tensors[i] for i in self.coded]) if healthy else None
+            values = functools.partial(self._values, [tensors[i] for i in self.coded]) if healthy else None
             with self.wire.hidden_behind((steps + 1) // 2):
                 self.sum.begin(values, again)
         if self.plain:
@@ -232,17 +232,17 @@ class CompressedSum:
     def _sends(self) -> bool:
         return self.senders is None or self.wire.topology.group_index in self.senders
 
-    def begin(self, values: Sequence[Sequence[Tensor]] | None, again: bool = False) -> None:
+    def begin(self, values: Callable[[], Sequence[Sequence[Tensor]]] | None, again: bool = False) -> None:
         """Add values to this worker's share of what was left out, and send its code.
 
-        They are flat tensors that lie one after the other in each of `spans`; None of an unhealthy worker, which sends
-        only that it is. `again` they are added to the share that was sent last.
+        Called, they are flat tensors that lie one after the other in each of `spans`; None of an unhealthy worker,
+        which sends only that it is. `again` they are added to the share that was sent last.
         """
         sent = torch.zeros(self.groups, self.length, dtype=torch.uint8, device=self.residual.device)
         if values is None:
             sent[:, -_FLAG:] = 1
         else:
-            self.wire.compute(lambda: self._encode(values, sent, again))
+            self.wire.compute(lambda: self._encode(values(), sent, again))
         self._pending = self.wire.all_to_all(sent, self.purpose, self.senders, self.length)
 
     def _encode(self, values: Sequence[Sequence[Tensor]], sent: Tensor, again: bool) -> None:

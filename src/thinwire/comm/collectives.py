@@ -28,6 +28,7 @@ class ProcessGroupWire(Wire):
     ) -> None:
         self.ledger = ledger
         self.backends = backends or Backends()
+        self.by_nccl = self.backends.between == "nccl"
         if watch is not None:
             self.watch, self.outlives_groups = watch, True
         self._in_background = False

@@ -99,6 +99,8 @@ class Wire(ABC):
     ledger: Ledger
     is_sharded = False
     """Whether workers of a group hold different parts of a model."""
+    by_nccl = False
+    """Whether nccl carries what crosses the slow link."""
     outlives_groups = False
     """Whether workers go on when a group is lost; a step must then be whole before anybody takes it."""
     watch = Watch()

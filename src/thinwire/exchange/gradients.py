@@ -3,7 +3,7 @@
 In fp32 and bf16 DistributedDataParallel does it over the whole world. In other codes it averages inside the group, over
 the fast link, and groups exchange the means in the code, before anybody clips or steps; every worker's `.grad` then
 holds the same values. With one worker per group that begins while the backward pass still computes, on a GPU in a
-stream of its own, else at its end. With one group nothing is coded.
+stream of its own if gloo carries it, else at its end. With one group nothing is coded.
 
 What a code leaves out is kept for the next step. It changes only when a step is taken: an exchange whose gradients are
 thrown away by `zero_grad()`, or whose step a GradScaler skips, leaves no trace.
@@ -176,11 +176,13 @@ class GradientAveraging:
     @property
     def _can_begin_early(self) -> bool:
         device = self._trained[0].device
-        computes_here = device.type in ("cpu", "cuda") and all(p.device == device for p in self._trained)
+        # nccl has not been tried from another thread.
+        on_gpu = device.type == "cuda" and not self.wire.by_nccl
+        in_one_place = (device.type == "cpu" or on_gpu) and all(p.device == device for p in self._trained)
         # All workers must decide alike, so a group of one beside larger ones does not.
         alone = all(len(group) == 1 for group in self.topology.groups)
         in_one_piece = not (self.wire.outlives_groups or self.wire.is_sharded)
-        return computes_here and alone and self.prepare is None and in_one_piece
+        return in_one_place and alone and self.prepare is None and in_one_piece
 
     # A step.
 
