@@ -74,3 +74,8 @@ def test_what_nccl_was_told_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv("NCCL_ALGO", told)
         assert backends.Backends(between="nccl").algorithm == algorithm
         assert backends.Backends(between="gloo").algorithm == "ring"
+
+
+def test_tensors_of_the_cpu_are_carried_beside_nccl() -> None:
+    assert backends.Backends(between="nccl").of_a_group == "cpu:gloo,cuda:nccl"
+    assert [backends.Backends(between=name).of_a_group for name in ("gloo", None)] == ["gloo", None]

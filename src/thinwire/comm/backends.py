@@ -43,6 +43,11 @@ class Backends:
     device: torch.device | None = None
 
     @property
+    def of_a_group(self) -> str | None:
+        """What torch calls them: nccl is for GPUs alone."""
+        return "cpu:gloo,cuda:nccl" if self.between == "nccl" else self.between
+
+    @property
     def algorithm(self) -> str:
         """How all-reduces between machines are done: "ring" or "tree"."""
         trees = self.between == "nccl" and "tree" in os.environ.get(_ALGO, "tree").lower()

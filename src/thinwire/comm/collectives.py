@@ -154,7 +154,7 @@ class ProcessGroupWire(Wire):
         mine = None
         for part in parts:
             far = self.topology.spans_machines(part)
-            backend, opened = (self.backends.between, self.backends.connect) if far else (None, None)
+            backend, opened = (self.backends.of_a_group, self.backends.connect) if far else (None, None)
             group = process_groups.process_group(part, thread, backend, opened)
             mine = group if self.topology.rank in part else mine
         return mine
