@@ -176,6 +176,7 @@ def _coded(state: dict[str, Tensor], shapes: list[int]) -> list[int]:
     return products or [i for i, dimensions in enumerate(shapes) if dimensions > 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "group_size"), first_of([(3, 2), (2, 1), (4, 2)]))
 def test_error_feedback_conserves_what_was_to_be_sent(workers: int, group_size: int) -> None:
     """mean(applied + residual) = mean(gradient + old residual), exactly for top-k."""

@@ -158,6 +158,7 @@ def _uneven(rank: int, config: Any) -> dict[str, str]:
     return {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", first_of([thinwire.AllReduce(), thinwire.LocalSGD(every=4)]))
 def test_different_numbers_of_batches_are_reported(config):
     early, late = gang.run(_uneven, 2, config, patience=4, fresh=True)

@@ -265,6 +265,7 @@ def late(group: int, worker: int) -> Any:
     return replica.events
 
 
+@pytest.mark.slow
 def test_no_group_joins_a_loop_that_counts_its_own_batches() -> None:
     launchers = Launchers(late, 2, 1)
     launchers.restart(1)

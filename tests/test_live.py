@@ -246,6 +246,7 @@ def test_watch_follows_until_the_run_has_ended(tmp_path, monkeypatch):
     assert first.startswith("run  groups  step 1/600") and last == "run: stopped and saved after step 2"
 
 
+@pytest.mark.slow
 def test_watch_says_that_it_waits_for_a_first_run(tmp_path, monkeypatch):
     monkeypatch.setattr(watching, "EVERY_S", 0.01)
     stopped = {"kind": "stopped", "step": 1, "steps": 600}
