@@ -3,7 +3,7 @@
 Inside a node tensors take what `torch.distributed` was started with: nccl for GPUs, gloo for CPUs. What spans nodes
 takes the same, or `slow_backend`, in process groups of its own. nccl chooses among algorithms by speed, and some of
 them send more: small messages take twice the bytes to arrive a little sooner, and a ring through all GPUs of two nodes
-crosses nearly twice as often as a tree. Over a thin wire bytes are time, so these groups are told not to.
+crosses nearly twice as often as a tree. Over a thin wire bytes are time, so these groups connect with other settings.
 """
 
 import os
@@ -28,7 +28,7 @@ _BY_FUNCTION = (2, 24)
 
 
 def take_interface() -> None:
-    """Let gloo and nccl use the interface that is watched, unless they were told of another."""
+    """Let gloo and nccl use the interface that is watched, unless a variable of their own names another."""
     if name := os.environ.get(INTERFACE):
         for variable in SOCKETS:
             os.environ.setdefault(variable, name)

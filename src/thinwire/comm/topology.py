@@ -366,7 +366,7 @@ def backend(here: Place) -> str:
         return "gloo"
     # A launcher may show each worker one GPU of its own, or all workers all of them.
     torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
-    # nccl wants a GPU of its own for every worker, unless it is told otherwise; gloo carries CUDA tensors too.
+    # nccl wants a GPU of its own for every worker, unless this setting lets them share; gloo carries CUDA tensors too.
     alone = torch.cuda.device_count() >= here.local_size or "SLURM_GPUS_PER_TASK" in os.environ
     return "cpu:gloo,cuda:nccl" if alone or "NCCL_MULTI_RANK_GPU_ENABLE" in os.environ else "gloo"
 
