@@ -8,7 +8,6 @@ makes them two machines for nccl, which then takes sockets between them. Without
 import argparse
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from processes import wait_for
 from torch import Tensor
 
 from thinwire.comm.backends import INTERFACE, Backends
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def launched(lab: Hosts, rate: str, out: Path, more: dict[str, str]) -> None:
-    """One gang of workers, which may not take for ever."""
+    """One gang of workers."""
     workers = []
     for rank in range(sum(map(len, NODES))):
         host = next(i for i, node in enumerate(NODES) if rank in node)
@@ -63,16 +63,7 @@ def launched(lab: Hosts, rate: str, out: Path, more: dict[str, str]) -> None:
         words = [sys.executable, __file__, "--worker", str(rank), "--rate", rate, "--out", str(out)]
         environment = os.environ | {name: str(value) for name, value in place.items()} | links | more
         workers.append(subprocess.Popen(lab.hosts[host].command(words), env=environment, start_new_session=True))
-    end = time.monotonic() + WAIT_S
-    try:
-        for worker in workers:
-            worker.wait(max(1, end - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        print(f"{rate}: not over after {WAIT_S} s")
-    finally:
-        for worker in workers:
-            if worker.poll() is None:
-                os.killpg(worker.pid, signal.SIGKILL)
+    wait_for(workers, WAIT_S, rate)
 
 
 def work(rank: int, rate: str, out: Path) -> None:

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from processes import wait_for
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def launched(lab: Hosts, given: argparse.Namespace, model: str, rate: str) -> None:
-    """One gang of workers, which may not take for ever."""
+    """One gang of workers."""
     workers = []
     for rank in range(NODES * WORKERS):
         host = lab.hosts[rank // WORKERS]
@@ -87,16 +87,7 @@ def launched(lab: Hosts, given: argparse.Namespace, model: str, rate: str) -> No
         words += ["--small"] * given.small
         environment = os.environ | {name: str(value) for name, value in place.items()}
         workers.append(subprocess.Popen(host.command(words), env=environment, start_new_session=True))
-    end = time.monotonic() + given.wait
-    try:
-        for worker in workers:
-            worker.wait(max(1, end - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        print(f"{model} at {rate}: not over after {given.wait:.0f} s")
-    finally:
-        for worker in workers:
-            if worker.poll() is None:
-                os.killpg(worker.pid, signal.SIGKILL)
+    wait_for(workers, given.wait, f"{model} at {rate}")
 
 
 def work(rank: int, given: argparse.Namespace) -> None:
