@@ -77,5 +77,6 @@ def test_what_nccl_was_told_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tensors_of_the_cpu_are_carried_beside_nccl() -> None:
-    assert backends.Backends(between="nccl").of_a_group == "cpu:gloo,cuda:nccl"
-    assert [backends.Backends(between=name).of_a_group for name in ("gloo", None)] == ["gloo", None]
+    assert backends.Backends(between="nccl").across(far=True) == "cpu:gloo,cuda:nccl"
+    assert [backends.Backends(between=name).across(far=True) for name in ("gloo", None)] == ["gloo", None]
+    assert backends.Backends(between="nccl").across(far=False) is None

@@ -182,6 +182,37 @@ def test_a_group_in_its_own_backward_pass_is_not_disturbed_by_the_loss_of_anothe
     assert len(alive) == 4 and len(set(alive.values())) == 1, alive
 
 
+def late_to_hear(group: int, worker: int) -> Any:
+    """Group 0 dies and group 1 waits, while group 2 trains apart; its workers hear of it at different times."""
+    torch.set_num_threads(1)
+    model = small.mlp()
+    optimizer = AdamW(model.parameters(), 3e-3)
+    replica = thinwire.attach(model, optimizer, LocalSGD(every=20), faults=Faults(timeout=TIMEOUT))
+    heartbeat = replica._recovery.membership.heartbeat
+    hear, heard = heartbeat.call, []
+
+    def hear_late(generation: int) -> None:
+        heard.append(time.monotonic())
+        if time.monotonic() > heard[0] + 1:
+            hear(generation)
+
+    if group == 2 and worker == 1:
+        heartbeat.call = hear_late
+    for step in replica.steps(40):
+        if group == 0 and step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if group == 2 and worker == 0 and step == 9:
+            until(lambda: heartbeat.is_called, "the call")
+        small.step(replica, optimizer, 10 * group + worker, step)
+    return {"bits": small.model_bits(replica.finish()), "events": replica.events}
+
+
+@pytest.mark.slow
+def test_workers_of_a_group_follow_others_after_the_same_step() -> None:
+    found = one(Launchers(late_to_hear, 3, 2).collect(timeout=100), 4)
+    assert [(event["lost"], event["came"]) for event in found[0]["events"]] == [([0], [])]
+
+
 def two_optimizers(group: int, worker: int) -> Any:
     """They step in another order than they were attached in; group 1 dies before its gradients are exchanged."""
     torch.set_num_threads(1)

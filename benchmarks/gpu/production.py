@@ -1,4 +1,4 @@
-"""A production run in small: two machines with two workers each, nccl inside and between, a slow link in between.
+"""A production run in small: two machines with some workers each, nccl inside and between, a slow link in between.
 
 VGG16-BN on CIFAR-10 and a GPT of 124 M on text, by DDP as people start it, and by Thinwire's methods: steps per second,
 the share of time spent waiting, bytes by the kernel, and the loss over time. Machines are hosts of `thinwire.netbench`,
@@ -32,7 +32,7 @@ from thinwire.comm.topology import join
 from thinwire.experiments.models import VGG16BN
 from thinwire.netbench.hosts import Hosts, parse_rate
 
-PORT, NODES, WORKERS = 29541, 2, 2
+PORT, NODES = 29541, 2
 EVERY = 24
 METHODS: dict[str, tuple[Any, int]] = {
     "DDP": (None, 1),
@@ -49,6 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="vgg16bn,gpt")
     parser.add_argument("--rates", default="100Mbit,1Gbit", help="none is unlimited")
+    parser.add_argument("--workers", type=int, default=2, help="on each machine")
     parser.add_argument("--methods", default=",".join(name.split(",")[0] for name in METHODS))
     parser.add_argument(
         "--images", type=Path, help="part of CIFAR-10 as an .npz with d (3, n, 32, 32) and y; else noise"
@@ -75,12 +76,12 @@ def main() -> None:
 
 def launched(lab: Hosts, given: argparse.Namespace, model: str, rate: str) -> None:
     """One gang of workers."""
-    workers = []
-    for rank in range(NODES * WORKERS):
-        host = lab.hosts[rank // WORKERS]
-        place = {"GROUP_RANK": rank // WORKERS, "NCCL_HOSTID": f"host{rank // WORKERS}", "LOCAL_RANK": rank % WORKERS}
+    workers, each = [], given.workers
+    for rank in range(NODES * each):
+        host = lab.hosts[rank // each]
+        place = {"GROUP_RANK": rank // each, "NCCL_HOSTID": f"host{rank // each}", "LOCAL_RANK": rank % each}
         place |= {"MASTER_ADDR": lab.hosts[0].address, "MASTER_PORT": PORT, "RANK": rank, INTERFACE: host.interface}
-        place |= {"WORLD_SIZE": NODES * WORKERS, "LOCAL_WORLD_SIZE": WORKERS, "OMP_NUM_THREADS": 1}
+        place |= {"WORLD_SIZE": NODES * each, "LOCAL_WORLD_SIZE": each, "OMP_NUM_THREADS": 1}
         words = [sys.executable, __file__, "--worker", str(rank), "--models", model, "--rates", rate]
         words += ["--seconds", str(given.seconds), "--out", str(given.out), "--methods", given.methods]
         words += ["--images", str(given.images)] * bool(given.images) + ["--text", str(given.text)] * bool(given.text)
@@ -101,7 +102,7 @@ def work(rank: int, given: argparse.Namespace) -> None:
             continue
         row = trained(rank, given, device, interface, config, multiple)
         if rank == 0:
-            about = {"model": given.models, "rate": given.rates, "method": name}
+            about = {"workers": dist.get_world_size(), "model": given.models, "rate": given.rates, "method": name}
             with given.out.open("a") as file:
                 file.write(json.dumps(about | row) + "\n")
     dist.barrier()

@@ -8,7 +8,7 @@ crosses nearly twice as often as a tree. Over a thin wire bytes are time, so the
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ SLOW = "THINWIRE_SLOW_BACKEND"
 INTERFACE = "THINWIRE_INTERFACE"
 SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 BACKENDS = ("gloo", "nccl")
+_BOTH = "cpu:gloo,cuda:nccl"
+"""nccl is for GPUs alone."""
 
 _ALGO, _PROTO = "NCCL_ALGO", "NCCL_PROTO"
 _BY_FUNCTION = (2, 24)
@@ -41,11 +43,13 @@ class Backends:
     between: str | None = None
     """None is the same."""
     device: torch.device | None = None
+    within: str | None = None
+    """What groups of workers on one machine have of their own, if it is not the world's."""
 
-    @property
-    def of_a_group(self) -> str | None:
-        """What torch calls them: nccl is for GPUs alone."""
-        return "cpu:gloo,cuda:nccl" if self.between == "nccl" else self.between
+    def across(self, *, far: bool) -> str | None:
+        """What torch calls those of a group of workers that are `far` from each other, on several machines, or not."""
+        chosen = self.between if far else self.within
+        return _BOTH if chosen == "nccl" else chosen
 
     @property
     def algorithm(self) -> str:
@@ -53,14 +57,20 @@ class Backends:
         trees = self.between == "nccl" and "tree" in os.environ.get(_ALGO, "tree").lower()
         return "tree" if trees else "ring"
 
-    def connect(self, group: Any) -> None:
-        """Make nccl's connections of a group between machines with what suits a thin wire; collective in the group.
+    def connect(self, group: Any, *, far: bool) -> None:
+        """Make nccl's connections of a group, those between machines with what suits a thin wire; collective in it.
 
         nccl reads these settings when it connects, at the first collective. What the user has set stays.
         """
-        if self.between == "nccl":
-            with _thin_settings():
+        if (self.between if far else self.within) == "nccl":
+            with _thin_settings() if far else nullcontext():
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+
+
+def where_groups_may_be_lost(own: str, device: torch.device) -> Backends:
+    """gloo between groups, since it notices who is lost; inside a group nccl, if the world's `own` backends have it."""
+    by_nccl = device.type == "cuda" and "nccl" in own
+    return Backends(device=device, within="nccl" if by_nccl else None)
 
 
 def choose(slow_backend: str | None, device: torch.device) -> Backends:

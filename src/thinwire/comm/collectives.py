@@ -154,7 +154,8 @@ class ProcessGroupWire(Wire):
         mine = None
         for part in parts:
             far = self.topology.spans_machines(part)
-            backend, opened = (self.backends.of_a_group, self.backends.connect) if far else (None, None)
+            backend = self.backends.across(far=far) if len(part) > 1 else None
+            opened = functools.partial(self.backends.connect, far=far) if backend else None
             group = process_groups.process_group(part, thread, backend, opened)
             mine = group if self.topology.rank in part else mine
         return mine

@@ -26,7 +26,7 @@ from thinwire.comm.topology import Ranks
 # Process groups cost connections, and a process that attaches twice wants the same ones again.
 _process_groups: dict[tuple[Any, ...], Any] = {}
 _CONTROL: Ranks = ()
-_NOTE_S, _BEAT_S, _STOP_S = 1.0, 2.0, 2.0
+_NOTE_S, _BEAT_S, _STOP_S, _POLL_S = 1.0, 2.0, 2.0, 0.01
 
 
 def leave() -> None:
@@ -38,6 +38,26 @@ def leave() -> None:
     release_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def settle(patience: float) -> None:
+    """Wait for what nccl still does for this worker; not for ever, since a worker of its group may be gone."""
+    if any(_all_nccl()):
+        given, end = torch.cuda.current_stream().record_event(), time.monotonic() + patience
+        while not given.query() and time.monotonic() < end:
+            time.sleep(_POLL_S)
+
+
+def abort() -> None:
+    """End nccl's communicators without the others, which leaving them in order would wait for; any thread may."""
+    for communicator in _all_nccl():
+        communicator.abort()
+
+
+def _all_nccl() -> Iterator[Any]:
+    for group in list(_process_groups.values()):
+        if group is not dist.GroupMember.NON_GROUP_MEMBER and "nccl" in dist.get_backend_config(group):
+            yield group._get_backend(torch.device("cuda"))
 
 
 def built_in() -> list[str]:

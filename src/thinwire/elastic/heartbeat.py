@@ -259,6 +259,7 @@ class Heartbeat(Watch):
         """
         if any((beat := self.of(mate)) is not None and beat.left for mate in self._mates):
             self.connections.hang_up(within=True)
+            process_groups.abort()
         elif self.beat.call and (self.is_called or self._waits_in_vain()):
             self.connections.hang_up()
         if self.any_gone:

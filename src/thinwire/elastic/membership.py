@@ -522,7 +522,9 @@ class Membership:
 
     def leave_world(self) -> None:
         """Abandon all process groups."""
+        process_groups.settle(self.faults.opening)  # gradients of this group may be on their way
         self.heartbeat.connections.hang_up(within=True)
+        process_groups.abort()
         process_groups.leave()
         process_groups.name_from_zero()
 

@@ -189,11 +189,9 @@ class Recovery:
 
     def _end_step(self) -> None:
         method, votes = self.method, self.votes
-        if self.membership.heartbeat.is_called and method.gradients.code is None:
-            self._regroup(None, ready=False)  # others have lost a group and wait
+        if self._trains_apart:
+            self._follow_others()
         method.gradients.commit()  # the step is taken, whatever comes of its end
-        if self._trains_apart and self.membership.faults.skip_after is not None:
-            self._leave_out_if_late()
         if method.meets_next:
             if not self.together(self._count_and_end, _STEP):
                 return
@@ -231,18 +229,23 @@ class Recovery:
         self.membership.leave_world()
         raise Left
 
-    def _leave_out_if_late(self) -> None:
-        """Go to the average that others wait at, without the steps before it; all of a group do."""
+    def _follow_others(self) -> None:
+        """Form the next generation if others have lost a group and wait, or go to the average that they wait at.
+
+        All of a group do so after the same step. Each of them learns of it at another time, and one that went on alone
+        would wait in its next backward pass for one that did not.
+        """
         method, due = self.method, self.method.next_event
-        if due <= method.step + 1:
-            self.membership.arrive(method.step + 1)
-            return
-        late = torch.tensor([float(self.membership.holds_up(due))])
-        if (lost := attempt(lambda: method.wire.sum_in_group(late, "control"))) is not None:
+        late = self.membership.holds_up(due) and due > method.step + 1
+        said = torch.tensor([float(self.membership.heartbeat.is_called), float(late)])
+        lost = attempt(lambda: method.wire.sum_in_group(said, "control"))
+        if lost is not None or said[0]:
             self._regroup(lost, ready=False)
-        elif late:
+        elif said[1]:  # without the steps before it
             method.waits.skipped += due - 1 - method.step
             method.step = due - 1
+        elif due <= method.step + 1:
+            self.membership.arrive(method.step + 1)
 
     def _count_and_end(self) -> None:
         """Steps that were skipped, or that others took before this group came, have left no trace in its counters."""

@@ -176,9 +176,7 @@ class GradientAveraging:
     @property
     def _can_begin_early(self) -> bool:
         device = self._trained[0].device
-        # nccl has not been tried from another thread.
-        on_gpu = device.type == "cuda" and not self.wire.by_nccl
-        in_one_place = (device.type == "cpu" or on_gpu) and all(p.device == device for p in self._trained)
+        in_one_place = device.type in ("cpu", "cuda") and all(p.device == device for p in self._trained)
         # All workers must decide alike, so a group of one beside larger ones does not.
         alone = all(len(group) == 1 for group in self.topology.groups)
         in_one_piece = not (self.wire.outlives_groups or self.wire.is_sharded)

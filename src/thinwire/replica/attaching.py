@@ -15,7 +15,7 @@ from thinwire.comm.fsdp import ShardedModel, is_sharded, refuse_on_shards
 from thinwire.comm.ledger import Ledger, watched
 from thinwire.comm.sharded import ShardedWire, group_size_of
 from thinwire.comm.times import Clock
-from thinwire.comm.topology import join
+from thinwire.comm.topology import backend, join, place
 from thinwire.comm.wire import Wire
 from thinwire.config.faults import Faults
 from thinwire.elastic.membership import Membership
@@ -153,18 +153,20 @@ def _met(
             "`group_size` out"
         )
     refuse(config, Feature.FAULTS)
+    backends.take_interface()
     membership = Membership(meeting(faults.timeout), faults, about)
     if faults.on_term == "leave":
         handle_signals(membership)
     wires: list[Wire] = []
+    chosen = backends.where_groups_may_be_lost(backend(here) if (here := place()) else "gloo", device)
 
     def open_wire() -> None:
         with membership.opened_world():
             watch, layout = membership.heartbeat, membership.layout
             if membership.joins:
-                wires.append(ProcessGroupWire(membership.topology, ledger, watch))
+                wires.append(ProcessGroupWire(membership.topology, ledger, watch, chosen))
             else:
-                wires.append(ProcessGroupWire.open(None, repr(config), device, ledger, layout, watch))
+                wires.append(ProcessGroupWire.open(None, repr(config), device, ledger, layout, watch, chosen))
 
     membership.begin(open_wire)
     return wires[-1], membership
