@@ -70,7 +70,7 @@ test-gpu:
 	failed=0; export $(ON_GPU); \
 	over_gloo="env -u NCCL_MULTI_RANK_GPU_ENABLE $(GPU_PYTHON) $(TRY) -n 7 --dist loadfile --no-loadscope-reorder"; \
 	$$over_gloo -m "not slow" --junitxml build/gpu/gloo.xml $(OVER_GLOO:%=tests/test_%.py) || failed=1; \
-	$(GPU_PYTHON) $(TRY) -n 0 --junitxml build/gpu/features.xml tests/test_features.py || failed=1; \
+	$(GPU_PYTHON) $(TRY) -n 2 --dist loadgroup --junitxml build/gpu/features.xml tests/test_features.py || failed=1; \
 	$(GPU_PYTHON) $(TRY) -n 0 -m "not slow" --junitxml build/gpu/nccl.xml tests/test_contract.py tests/test_invariants.py || failed=1; \
 	$$over_gloo -m slow --junitxml build/gpu/sweep.xml tests/test_sweep.py tests/test_sweep_optimizers.py || failed=1; \
 	exit $$failed

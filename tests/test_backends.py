@@ -80,3 +80,11 @@ def test_tensors_of_the_cpu_are_carried_beside_nccl() -> None:
     assert backends.Backends(between="nccl").across(far=True) == "cpu:gloo,cuda:nccl"
     assert [backends.Backends(between=name).across(far=True) for name in ("gloo", None)] == ["gloo", None]
     assert backends.Backends(between="nccl").across(far=False) is None
+
+
+def test_nccl_stays_inside_groups_that_may_be_lost() -> None:
+    cuda, both = torch.device("cuda"), "cpu:gloo,cuda:nccl"
+    found = backends.where_groups_may_be_lost(both, cuda)
+    assert (found.across(far=False), found.across(far=True), found.algorithm) == (both, None, "ring")
+    for own, device in (("gloo", cuda), (both, torch.device("cpu"))):
+        assert backends.where_groups_may_be_lost(own, device).across(far=False) is None

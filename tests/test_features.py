@@ -183,7 +183,7 @@ def keep(feature: str, way: str, row: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("way", TRIED)
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in FEATURES])
 def test_it_trains_and_all_end_with_one_model(feature: str, way: str) -> None:
     try:
         workers = [worker[way] for worker in found(feature)]

@@ -123,6 +123,27 @@ def test_members_of_a_node_count_the_same() -> None:
     assert any(row[1:3] == ["join", "slow"] for row in found[1])
 
 
+def handed_over(rank: int, giver: int, members: tuple[int, ...]) -> tuple[Any, int]:
+    """Some bytes of one worker, a few at a time; and what left this node for them."""
+    model = small.net(smooth=True)
+    replica = thinwire.attach(model, torch.optim.AdamW(model.parameters()), AllReduce(group_size=2))
+    payload = torch.arange(250, dtype=torch.uint8) if rank == giver else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("thinwire.comm.wire._PIECE", 100)
+        content = replica.wire.broadcast_bytes(payload, members, "handed")
+    sent = replica.traffic.by_purpose["handed"]["slow_bytes"]
+    replica.detach()
+    return None if content is None else content.tolist(), sent
+
+
+def test_what_is_handed_over_crosses_once_for_each_node() -> None:
+    found = gang.run(handed_over, 4, 1, (1, 2, 3))
+    assert [content for content, _ in found] == [None, *[list(range(250))] * 3]
+    here, there = (sent for _, sent in found[::2])
+    assert here - there == 250  # beside the size, and where all workers meet between pieces
+    assert found[1][1] == here
+
+
 def resumed(rank: int, folder: str) -> str:
     """A worker that has sat out steps is known for it after a save."""
     for epoch in range(2):

@@ -78,7 +78,7 @@ class TiedGPT(nn.Module):
         self.head.weight = self.table.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.table(tokens) + self.places(torch.arange(tokens.shape[1]))
+        x = self.table(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         return self.head(self.norm(self.block(x)))
 
 

@@ -100,7 +100,7 @@ def work(given: argparse.Namespace) -> None:
         if first and given.worker == 1 and step >= given.kill_at:
             given.out.with_suffix(".reached").touch()
     if first:
-        row = {"group": given.worker, "rate": given.rate, "began": began, "seconds": time.time() - began}
+        row = {"group": given.worker, "rate": given.rate, "seconds": time.time() - began}
         row |= {"steps here": len(losses), "events": replica.events, "MB": replica.traffic.slow_bytes / 1e6}
         row |= {"losses": [(step, at, round(float(loss), 4)) for step, at, loss in losses[:: max(1, given.every // 4)]]}
         print({name: value for name, value in row.items() if name != "losses"}, flush=True)

@@ -280,6 +280,14 @@ class Topology:
         inner = max(0, here - 1)
         return Sent(each if here else 0, chain * inner, each, chain, 2 * (nodes - 1).bit_length(), 2 * inner)
 
+    def relay(self, members: Ranks) -> list[Ranks]:
+        """Who hands something on to whom: the first member to one of each node, and these to the others of theirs."""
+        nodes: dict[int, list[int]] = {}
+        for rank in members:
+            nodes.setdefault(self._node_of[rank], []).append(rank)
+        firsts = tuple(own[0] for own in nodes.values())
+        return [part for part in (firsts, *map(tuple, nodes.values())) if len(part) > 1]
+
     def broadcast(self, members: Ranks, size: int, root: int) -> Sent:
         """A broadcast of `size` bytes from rank `root`, along gloo's binomial tree or from one to the next by nccl."""
         start, depth = members.index(root), (len(members) - 1).bit_length()

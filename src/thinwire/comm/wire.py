@@ -21,6 +21,8 @@ from thinwire.comm.buckets import size_of
 from thinwire.comm.ledger import Ledger, mean_over_nodes
 from thinwire.comm.topology import Ranks, Sent, Topology, all_in_parallel
 
+_PIECE = 16 << 20
+"""Bytes that are handed over at a time: a slow link carries them well within any timeout."""
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -254,17 +256,28 @@ class Wire(ABC):
         self._broadcast(tensors, purpose, group, group[owner], self._group, size)
 
     def broadcast_bytes(self, payload: Tensor | None, members: Ranks, purpose: str) -> Tensor | None:
-        """What the first member has, as bytes on the CPU, to the others; all workers call it, for some of them."""
-        group = process_groups.process_group(members)
+        """What the first member has, as bytes on the CPU, to the others; all workers call it, for some of them.
+
+        It crosses a slow link once for each node, in pieces between which all workers meet: however long that takes,
+        none of them waits for a single call longer than for a piece.
+        """
+        topology, takes_part = self.topology, self.topology.rank in members
+        parts = topology.relay(members)
+        groups = [process_groups.process_group(part) for part in parts]
         # To all workers: each counts what its node sends, also for others of the node.
         size = int(self.all_reduce_max(torch.tensor([0 if payload is None else len(payload)]), purpose))
-        sent = self.topology.broadcast(members, size, members[0])
-        if self.topology.rank not in members:
-            self.count(purpose, sent)
-            return None
-        content = torch.empty(size, dtype=torch.uint8) if payload is None else payload
-        self._timed(lambda: dist.broadcast(content, members[0], group=group), sent, purpose)
-        return content
+        content = torch.empty(size * takes_part, dtype=torch.uint8) if payload is None else payload
+        for start in range(0, size, _PIECE):
+            if start:
+                self.all_reduce_max(torch.zeros(1), purpose)
+            piece = content[start : start + _PIECE]
+            for part, group in zip(parts, groups, strict=True):
+                sent = topology.broadcast(part, min(_PIECE, size - start), part[0])
+                if topology.rank in part:
+                    self._timed(functools.partial(dist.broadcast, piece, part[0], group=group), sent, purpose)
+                else:
+                    self.count(purpose, sent)
+        return content if takes_part else None
 
     def all_reduce_sum(self, tensor: Tensor, purpose: str) -> Tensor:
         """The sum over all workers."""

@@ -543,7 +543,8 @@ class Membership:
             process_groups.open_world(self._store_for_torch(deadline), rank, len(slots), deadline)
             yield
             if self.joined:
-                process_groups.process_group(self.donor_and_new)  # here, where nobody waits long for one that dies
+                for part in self.topology.relay(self.donor_and_new):  # here, where nobody waits long for one that dies
+                    process_groups.process_group(part)
             process_groups.set_timeout(self.faults.timeout)
 
     def _store_for_torch(self, deadline: float) -> Any:
