@@ -222,7 +222,9 @@ class Replicated:
 
     def broadcast_buffers(self, members: Ranks = ()) -> None:
         """Overwrite buffers by the first member's, as DDP does before a forward pass."""
-        self.wire.broadcast(list(self.model.buffers()), "buffers", members or self.members, self.buffers_from)
+        members = members or self.members
+        if len(members) > 1:  # else to look for them takes a third of a millisecond
+            self.wire.broadcast(list(self.model.buffers()), "buffers", members, self.buffers_from)
 
     def watch(self, outputs: Any) -> None:
         """Detect a backward pass by the gradients of outputs, the first thing that it computes.
