@@ -14,6 +14,7 @@ from thinwire.replica.attaching import attach
 from thinwire.replica.compress import Compressed, compress
 from thinwire.replica.ema import EMA
 from thinwire.replica.replica import Replica, stop_requested
+from thinwire.replica.sampler import ElasticSampler
 
 if TYPE_CHECKING:
     from thinwire.tuning.api import tune
@@ -31,6 +32,7 @@ __all__ = [
     "DiLoCo",
     "DisagreementError",
     "DivergedError",
+    "ElasticSampler",
     "Faults",
     "LocalSGD",
     "Log",

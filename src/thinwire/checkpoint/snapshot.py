@@ -59,6 +59,18 @@ STATE = _OF_BOTH | {
     "optimizers": [TEXT],
     "method": {"step": COUNT, "phase": TEXT, "index": COUNT, "events": [{str: ANY}], "shape": {str: ANY}},
     "baseline": {str: NUMBER},
+    "data?": {
+        "samples": POSITIVE,
+        "seed": COUNT,
+        "shuffle": FLAG,
+        "next": COUNT,
+        "commits": COUNT,
+        "open": [COUNT],
+        "done": [COUNT],
+        "trained": [COUNT],
+        "pending": [[COUNT]],
+        "groups": [[COUNT]],
+    },
 }
 WORKER = _OF_BOTH | {"method": {"forwards": COUNT, "idle?": COUNT, "observed": Row([FIGURE] * 2)}}
 _OPTIMIZERS = {"state": {str: ANY}, "param_groups": [{str: ANY}]}
@@ -79,7 +91,7 @@ def capture(state: RunState) -> Files:
             common[part.name] = part.others()
         value = part.read()
         if part.owner == "world":
-            common[part.name] = value
+            common.setdefault(part.name, value)
         elif part.owner == "worker":
             worker[part.name], own = apart(value)
             tensors |= own
@@ -198,7 +210,7 @@ def load(state: RunState, folder: Path | str, *, check: bool = True, also: Also 
         there = read_json(folder / f"worker-rank{rank}.json", schema=WORKER) if same_size else about
         for part in [*state.parts]:
             if part.owner == "world":
-                state.fill({part.name: about[part.name]})
+                state.fill({part.name: about[part.name]} if part.name in about else {})
             elif part.others is not None:
                 state.fill({part.name: there[part.name]})
             elif part.resumed == "mean":
@@ -211,6 +223,10 @@ def load(state: RunState, folder: Path | str, *, check: bool = True, also: Also 
             "continue it",
             stacklevel=3,
         )
+    if (state.data is None) != ("data" not in about):
+        remedy = "make an ElasticSampler before load() to go on there" if state.data is None else "it begins anew"
+        has = "holds a" if state.data is None else "holds no"
+        warnings.warn(f"{folder} {has} place of a sampler in the data: {remedy}", stacklevel=3)
     method.gradients.rewrap()
 
 

@@ -9,6 +9,7 @@
     scaler       each worker     same                 kept             no         scale and growth of the GradScaler
     traffic      each worker     mean                 kept             no         the ledger
     baseline     the world       same                 same             no         bytes that all-reduce would have sent
+    data         the world       same                 same             no         samples that count, and whose they are
 
 A part that is the same is what one of the groups before had; one that is kept stays where it is, and a worker that
 comes begins with none. Of an optimizer's settings a group that joins takes what the optimizer counts; scripts and
@@ -31,6 +32,7 @@ from torch.optim import Optimizer
 from thinwire.base.errors import ConfigError, DamagedError
 from thinwire.base.files import REMEDY
 from thinwire.checkpoint import loads
+from thinwire.checkpoint.dealing import Deal
 from thinwire.comm.fsdp import local, whole_of
 from thinwire.comm.sharded import like_whole
 from thinwire.exchange.parts import Saved
@@ -73,8 +75,13 @@ class RunState:
         self.read_baseline, self.begin_baseline = read_baseline, begin_baseline
         self.averages: list[nn.Module] = []
         """Moving averages of the model."""
+        self.data: Deal | None = None
+        """Whose turn which samples are, if a sampler deals them."""
+        self._about_data: dict[str, Any] = {}
+        self.processes: Callable[[], list[str]] = lambda: [str(rank) for rank in self.method.topology.world]
+        """What workers are called that may be lost, by rank."""
         self._arrived: dict[str, Any] = {}
-        """Those that were handed over before they were made here."""
+        """What was handed over before it was made here."""
 
     @property
     def parts(self) -> Iterator[Part]:
@@ -93,6 +100,8 @@ class RunState:
         own = wire.ledger.state, wire.ledger.load_state
         yield Part("traffic", "worker", "mean", "kept", *own, lambda: wire.node_mean().state())
         yield Part("baseline", "world", "same", "same", self.read_baseline, self.begin_baseline)
+        if (data := self.data) is not None:
+            yield Part("data", "world", "same", "same", lambda: self._about_data | data.read(), self._deal, self._dealt)
 
     def read(self, *names: str) -> dict[str, Any]:
         """These parts."""
@@ -109,6 +118,41 @@ class RunState:
         if (arrived := self._arrived.pop(f"average{len(self.averages)}", None)) is not None:
             _fill(average, arrived)
         self.averages.append(average)
+
+    def add_data(self, about: dict[str, Any]) -> Deal:
+        """From now on samples are dealt, as in the run that was joined or from the first on; `about` says of what."""
+        if self.data is not None:
+            raise ConfigError("this replica has an ElasticSampler: give both loops the same one")
+        self._about_data, topology = about, self.method.topology
+        self.data = Deal(topology.rank, topology.world_size)
+        if (arrived := self._arrived.pop("data", None)) is not None:
+            self._deal(arrived)
+        return self.data
+
+    def _deal(self, queue: Mapping[str, Any]) -> None:
+        """Go on with the queue of a run that was joined, or of a save."""
+        for name, here in self._about_data.items():
+            if queue[name] != here:
+                raise ConfigError(
+                    f"`{name}`={here!r} of ElasticSampler here, {queue[name]!r} in the run that goes on: use the same"
+                )
+        assert self.data is not None
+        topology = self.method.topology
+        if "done" not in queue:
+            self.data.fill(queue, topology.rank, topology.world_size)
+            return
+        processes, heirs = self.processes(), dict[int, str]()
+        for own, group in zip(queue["groups"], topology.groups, strict=False):
+            heirs |= {rank: processes[group[number % len(group)]] for number, rank in enumerate(own)}
+        self.data.resume(queue, heirs, topology.rank, topology.world_size)
+
+    def _dealt(self) -> dict[str, Any]:
+        """For a save; collective."""
+        assert self.data is not None
+        rank, wire = self.method.topology.rank, self.method.wire
+        rows = wire.all_gather_scalars([self.data.done[rank], self.data.trained], "control")
+        groups = [sorted(group) for group in self.method.topology.groups]
+        return self._about_data | self.data.saved(rows, self.processes()) | {"groups": groups}
 
     # A hand-over.
 
@@ -133,7 +177,7 @@ class RunState:
         method.forwards = method.step
         self.fill(whole)
         here = {part.name for part in self.parts}
-        self._arrived = {name: v for name, v in whole.items() if name.startswith("average") and name not in here}
+        self._arrived = {name: v for name, v in whole.items() if name not in here}
         return whole
 
     # How parts are read and filled.

@@ -79,6 +79,8 @@ class Report(NamedTuple):
     """What failed there."""
     admits: bool = False
     """Whether all is done, so that groups can be let in."""
+    data: list[Any] | None = None
+    """How far it has come in the data, if that is dealt to groups."""
 
 
 Reports = Mapping[tuple[int, int], Report]
@@ -559,6 +561,10 @@ class Membership:
         layout = dict(zip(sorted(self.groups), self.layout, strict=True))
         donor = next(ranks[0] for group, ranks in layout.items() if group not in self.joined)
         return (donor, *(rank for group in sorted(self.joined) for rank in layout[group]))
+
+    def processes(self) -> list[str]:
+        """All workers of this generation, by rank."""
+        return [self.groups[group][worker] for group, worker in _slots(self.groups)]
 
     @property
     def topology(self) -> Topology:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from thinwire.base.errors import CollectiveError, DisagreementError, GivenUpError, LostError, OtherRankError
+from thinwire.checkpoint.dealing import Came
 from thinwire.checkpoint.state import RunState, Undo
 from thinwire.comm.wire import attempt
 from thinwire.elastic.membership import Groups, Membership, Report, Reports
@@ -162,7 +163,7 @@ class Recovery:
         with self.membership.heartbeat.joint(_STEP):
             lost, ready = gradients.lost, gradients.lost is None
             if ready:
-                lost = self._vote()
+                lost = self._vote(commits=True, drawn=True)
             if lost is None:
                 return True
             done = self._regroup(lost, ready=ready)
@@ -198,7 +199,7 @@ class Recovery:
         else:
             self._until_done(self._count_and_end, again=method.settle)
         if len(method.topology.groups) == 1:  # with nobody to average with there was no vote
-            self._vote()
+            self._vote(commits=True)
         self._leave_if_asked(after_average=self.votes > votes)
         if self._lets_in and not self.by_steps:  # all are at the same place of their scripts: where who joins begins
             self._let_in()
@@ -263,7 +264,7 @@ class Recovery:
         if self._given_up is None:
             try:
                 with self.membership.heartbeat.joint(call):
-                    while not self._tried_together(work, changes=changes, last=last):
+                    while not self._tried_together(work, changes=changes, commits=call == _STEP or last, last=last):
                         pass
                 return True
             except GivenUpError as error:
@@ -274,12 +275,12 @@ class Recovery:
             log.warning("group %d has no part in %s: it was given up", self.membership.slot.group, call)
         return False
 
-    def _tried_together(self, work: Callable[[], None], *, changes: bool, last: bool) -> bool:
+    def _tried_together(self, work: Callable[[], None], *, changes: bool, commits: bool, last: bool) -> bool:
         copies: list[Undo] = []
         lost = attempt(lambda: copies.append(Undo(self.method))) if changes else None  # it waits for what is pending
         lost = lost or attempt(work)
         ready = lost is None
-        lost = lost or self._vote()
+        lost = lost or self._vote(commits=commits)
         if lost is not None and ready and last and self.membership.was_seen(self.votes + 1):
             self.membership.heartbeat.close("finished")
             return True
@@ -323,19 +324,26 @@ class Recovery:
             self._regroup(lost, ready=False)
             work = again
 
-    def _vote(self) -> CollectiveError | None:
-        """Wait until every worker has done its part; why that is not known, if it is not."""
+    def _vote(self, *, commits: bool, drawn: bool = False) -> CollectiveError | None:
+        """Wait until every worker has done its part; why that is not known, if it is not.
+
+        If that `commits` what was trained, samples count from then on: also those of this step, if they are `drawn`.
+        """
         found: list[Tensor] = []
         beat = self.membership.heartbeat.beat
         call = float(zlib.crc32(beat.call.encode()))
         wanted = float(self.membership.wanted > self.membership.generation)
-        mine = torch.tensor([wanted, call, -call, beat.step, -beat.step], dtype=torch.float64)
+        data = self.state.data
+        come = [] if data is None else data.votes(drawn=drawn)
+        mine = torch.tensor([wanted, call, -call, beat.step, -beat.step, *come], dtype=torch.float64)
         lost = attempt(lambda: found.append(self.method.wire.all_reduce_max(mine, "control")))
         if lost is None:
-            wants, call, other, step, another = found[0].tolist()
+            wants, call, other, step, another, *come = found[0].tolist()
             if (call, step) != (-other, -another):
                 lost = attempt(self._refuse_other_calls)
         if lost is None:
+            if data is not None and commits:
+                data.commit(come)
             self._count_votes(self.votes + 1)
             self._lets_in = bool(wants)
             self._in_vain = self._rejoins = 0
@@ -397,10 +405,18 @@ class Recovery:
         method.abandon_pending()
         method.forwards = method.step
         self._lets_in = False
+        self._deal_again(before, reports)
         self._record(before, lost)
         if membership.joined and (again := attempt(self._hand_over)) is not None:
             self._regroup(again, ready=False)
         return done
+
+    def _deal_again(self, before: Groups, reports: Reports) -> None:
+        """Samples of who is gone become the others', and those that come have their share."""
+        if (data := self.state.data) is not None:
+            order = [process for group in sorted(before) for process in before[group]]
+            came = {r.process: Came(*r.data) for r in reports.values() if r.data is not None and not r.joins}
+            data.again(order, came, self.method.topology.rank, self.method.topology.world_size)
 
     def _hand_over(self) -> None:
         """Give groups that join what this run has come to."""
@@ -415,6 +431,7 @@ class Recovery:
             waited=0.0 if lost is None else lost.waited,
             why="" if lost is None else str(lost),
             admits=admits,
+            data=None if self.state.data is None else list(self.state.data.says),
         )
 
     def _refuse_what_cannot_help(self, lost: CollectiveError | None, reports: Reports, before: Groups) -> None:

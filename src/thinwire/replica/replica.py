@@ -120,6 +120,7 @@ class Replica(nn.Module):
             context.scale = scaler.get_scale
         if recovery is not None:
             recovery.state = self._state
+            self._state.processes = recovery.membership.processes
             recovery.on_regroup.append(self._keep_baseline)
             recovery.on_lost.append(self._abandon_save)
             recovery.on_rejoin.append(self._forget_save)
@@ -679,15 +680,27 @@ class Replica(nn.Module):
         if self._is_skipped:
             self._is_skipped = False
             return
+        data, commits = self._state.data, self._commits_next
+        if data is not None:
+            data.trained = data.drawn
         with self._unrounded():
             if self._joining is not None and self.topology.world_size > 1:
                 self._joining.end_step()
             else:
                 self._method.end_step() if self._recovery is None else self._recovery.end_step()
+        if data is not None and commits:
+            data.commit([data.trained] * data.size)
         self._is_past_end = self._is_past_end or log_past_end(self._method)
         self._recompiles.update()
         self._kept_parameters.end_step()
         self._guard_averages()
+
+    @property
+    def _commits_next(self) -> bool:
+        """Whether samples count after the next step; where groups may be lost, votes decide it."""
+        method = self._method
+        together = method.gradients.code is not None or len(method.topology.groups) == 1
+        return self._recovery is None and (together or method.meets_next)
 
     def _guard_averages(self) -> None:
         """Where layers have just been factored."""
