@@ -478,7 +478,7 @@ def test_what_cannot_be_done_with_any_groups_is_taken_back(error: Exception, las
 
     fake = SimpleNamespace(method=replica._method, _regroup=refuse)
     with pytest.raises(type(error)):
-        Recovery._tried_together(fake, half, changes=True, last=last)  # type: ignore[arg-type]
+        Recovery._tried_together(fake, half, changes=True, commits=True, last=last)  # type: ignore[arg-type]
     assert (small.model_bits(model) == before) == restored
     replica.detach()
 
