@@ -147,12 +147,12 @@ def walked(
     if replica.step:
         when = -1
     since: list[int] = []
-    notes = Path(folder, f"{group}-{worker}.jsonl").open("a")
+    notes = Path(folder, f"{group}-{worker}.jsonl")
 
     def note() -> None:
         nonlocal since
-        notes.write(json.dumps(since) + "\n")
-        notes.flush()
+        with notes.open("a") as lines:
+            lines.write(json.dumps(since) + "\n")
         since = []
 
     for step in replica.steps(steps):
@@ -197,7 +197,7 @@ def counts(folder: Path) -> Counter[int]:
 def test_samples_of_a_lost_group_are_the_others(tmp_path: Path, config: Any, where: str, when: int) -> None:
     """One epoch: three groups, one of which is lost; the others do its part, and every sample counts once."""
     launchers = Launchers(walked, 3, 1, str(tmp_path), config, {1: (where, when)}, (), 45)
-    found = [value for value in one_model_of(launchers.collect(timeout=100), 2)]
+    found = one_model_of(launchers.collect(timeout=100), 2)
     assert found[0]["counted"] == found[1]["counted"] >= COUNT - 3 * BATCH
     seen = counts(tmp_path)
     assert seen.total() == found[0]["counted"]

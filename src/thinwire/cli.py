@@ -35,6 +35,8 @@ from thinwire.commands.tune import tune
 from thinwire.commands.watch import closing_line, print_line, print_summary, shown, watch
 from thinwire.config.settings import describe
 from thinwire.elastic import stopping
+from thinwire.elastic.store import GROUP, GROUPS, RUN, STORE, launched
+from thinwire.launch.group import Group
 from thinwire.launch.jobs import Job, variant, variants
 from thinwire.launch.launcher import HostSpec, inside_job
 from thinwire.methods.registry import METHODS, load_installed
@@ -299,6 +301,34 @@ def store(host: str, port: int) -> None:
     server = serve(host, port)
     click.echo(f"listening on {host}:{server.port}: start the groups with THINWIRE_STORE=HOST:{server.port}")
     threading.Event().wait()
+
+
+@main.command(context_settings={"ignore_unknown_options": True})
+@click.option("--store", required=True, metavar="HOST:PORT", help="Where `thinwire store` listens.")
+@click.option("--groups", type=click.IntRange(1), required=True, metavar="N", help="Groups of the run.")
+@click.option("--group", "number", type=click.IntRange(0), required=True, metavar="I", help="This one, from 0 on.")
+@click.option("--run", "name", default="", metavar="NAME", help="For several runs at once on one store.")
+@click.option(
+    "--restarts",
+    type=click.IntRange(0),
+    default=5,
+    show_default=True,
+    metavar="N",
+    help="Deaths in a row, each within a minute of its start, after which to give up.",
+)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def group(store: str, groups: int, number: int, name: str, restarts: int, command: tuple[str, ...]) -> None:
+    """Start one group of a run with `faults=`, and start it again when it dies.
+
+    COMMAND is what starts its workers, after `--`:
+
+      thinwire group --store 10.0.0.1:29400 --groups 2 --group 1 -- torchrun --nproc-per-node 8 train.py
+
+    A signal is passed on to the workers. A group that has finished, was asked to stop or was refused stays ended.
+    """
+    environment = {STORE: store, GROUP: str(number), GROUPS: str(groups), **({RUN: name} if name else {})}
+    launched(environment)
+    click.get_current_context().exit(Group(command, environment, restarts).run())
 
 
 for command in (demo, doctor, export, netbench, plan, plot, report, runs, stability, tune, watch):

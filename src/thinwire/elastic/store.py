@@ -7,7 +7,7 @@ connection until then; and what the store holds is soft state: those who need it
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from thinwire.base.errors import ConfigError, LostError
@@ -114,15 +114,15 @@ class Launched(NamedTuple):
     groups: int
 
 
-def launched() -> Launched:
+def launched(environment: Mapping[str, str] = os.environ) -> Launched:
     """The store and this group's number; every launcher sets the same store and its own group."""
-    missing = [name for name in (STORE, GROUP, GROUPS) if name not in os.environ]
+    missing = [name for name in (STORE, GROUP, GROUPS) if name not in environment]
     if missing:
         raise ConfigError(
-            f"faults=… needs {', '.join(missing)} in the environment: start `thinwire store` on one machine, and "
-            f"one launcher per group with {STORE}=host:port, {GROUP}=0, 1, … and {GROUPS}=their number"
+            f"faults=… needs {', '.join(missing)} in the environment: start `thinwire store` on one machine, and on "
+            "each group's `thinwire group --store HOST:PORT --groups N --group I -- COMMAND`, which sets them"
         )
-    address, group, groups = (os.environ[name] for name in (STORE, GROUP, GROUPS))
+    address, group, groups = (environment[name] for name in (STORE, GROUP, GROUPS))
     host, _, port = address.rpartition(":")
     numbers = all(text.isascii() and text.isdigit() for text in (port, group, groups))
     if not (host and numbers and 0 < int(port) < 65536 and int(group) < int(groups)):
