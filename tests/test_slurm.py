@@ -158,7 +158,7 @@ def test_templates_are_bash(template: Path) -> None:
     subprocess.run(["bash", "-n", str(template)], check=True)
     text = template.read_text()
     assert text.startswith("#!/bin/bash\n") and "--signal=B:TERM@120" in text and "scontrol requeue" in text
-    assert {"one-node", "two-nodes", "many-nodes"} == {path.stem for path in TEMPLATES}
+    assert {"one-node", "two-nodes", "many-nodes", "groups"} == {path.stem for path in TEMPLATES}
 
 
 def test_the_script_of_a_search_is_bash_and_ends_before_its_time() -> None:
