@@ -8,7 +8,7 @@ import pytest
 
 import thinwire
 from thinwire.comm.ledger import Ledger
-from thinwire.comm.topology import Sent, count_edges
+from thinwire.comm.topology import Sent, Topology, count_edges
 from thinwire.recipes import named
 from thinwire.train import fit
 from thinwire.train.summary import Counts
@@ -24,6 +24,15 @@ def test_in_a_mesh_each_sends_to_each_other(senders: tuple[int, ...] | None) -> 
         assert found.leaving[node] == sum(a == node != b for a, b in pairs)
         assert found.staying[node] == sum(a == node == b for a, b in pairs)
     assert found.busiest == max(found.leaving.values())
+
+
+def test_in_a_star_each_sends_to_the_first_and_is_answered() -> None:
+    nodes = ((0, 1), (2, 3))
+    found = [Topology(rank, nodes, nodes).star((0, 1, 2, 3), 40) for rank in range(4)]
+    assert [(sent.slow, sent.slow_queue) for sent in found] == [(80, 80)] * 4  # two answers, or two calls
+    assert {sent.slow_rounds for sent in found} == {2}
+    alone = Topology(0, ((0, 1),), ((0, 1),)).star((0, 1), 40)
+    assert (alone.slow, alone.slow_queue, alone.fast) == (0, 0, 80)
 
 
 def test_the_ledger_sums_by_phase_by_purpose_and_by_link() -> None:

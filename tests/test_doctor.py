@@ -3,17 +3,21 @@
 import json
 import os
 import socket
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from click.testing import CliRunner
 
 import gang
 import needs
 from patience import LIMIT_S
+from thinwire.base.errors import MissingRankError
 from thinwire.cli import main
 from thinwire.comm.probe import rings
+from thinwire.comm.roll_call import RollCall
 from thinwire.commands import doctor as command
 from thinwire.doctor import links, machine
 from thinwire.doctor.machine import blocked, hints
@@ -296,3 +300,15 @@ def test_what_it_recommends_is_fastest_when_measured(tmp_path: Path, monkeypatch
     sent = json.loads(Path(measured[advice["best"]["method"]]["out"], "summary.json").read_text())["traffic"]
     without_evaluation = sent["slow_bytes"] - sent["by_purpose"]["evaluate"]["slow_bytes"]
     assert advice["best"]["slow_bytes_per_step"] == pytest.approx(without_evaluation / int(STEPS), rel=0.01)
+
+
+def test_a_roll_call_names_who_does_not_answer() -> None:
+    call = RollCall.__new__(RollCall)
+    call.rank, call.world_size, call._timeout, call._rounds = 0, 3, timedelta(seconds=0.3), 0
+    call._store = dist.HashStore()
+    call._store.set("thinwire/roll-call/1/1", "{}")
+    with pytest.raises(MissingRankError, match=r"^rank 2 of 3 did not answer within 0 s"):
+        call.answers({})
+    for rank in (1, 2):
+        call._store.set(f"thinwire/roll-call/2/{rank}", str(rank))
+    assert call.answers(0) == [0, 1, 2]

@@ -41,7 +41,7 @@ def test_uneven_workers_and_unreachable_hosts():
 
 def test_a_job_of_two_hosts_has_two_nodes():
     hosts = (HostSpec(address="10.0.0.1"), HostSpec(address="10.0.0.2"))
-    with pytest.raises(ConfigError, match="splits the node"):
+    with pytest.raises(ConfigError, match="splits the node of ranks 2 to 3; use a divisor or a multiple of 2"):
         Job(recipe="digits", method="ab-paper", out=Path("x"), workers=4, group_size="3", hosts=hosts).check()
 
 

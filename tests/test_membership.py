@@ -26,7 +26,7 @@ from thinwire.base.errors import CollectiveError, DisagreementError, GivenUpErro
 from thinwire.checkpoint.state import Undo
 from thinwire.comm.tcp_store import serve
 from thinwire.elastic.heartbeat import Beat
-from thinwire.elastic.membership import Membership, Report, _Wait
+from thinwire.elastic.membership import _ATTEMPTS, Membership, Report, _Wait
 from thinwire.elastic.recovery import _TRIES, Recovery
 from thinwire.elastic.stopping import ElasticStop
 from thinwire.elastic.store import Meeting, Slot, Store, StoreLostError
@@ -508,3 +508,67 @@ def test_finish_writes_the_model_whatever_keeps_groups_from_ending_together(
     kept = load_file(str(caught.value).split(" is in ")[1])
     assert all(torch.equal(kept[name], t) for name, t in model.state_dict().items())
     replica.detach()
+
+
+# Single parts, without a store or threads.
+
+
+class Keys(dict[str, str]):
+    """A store that is there."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value
+
+
+@pytest.mark.parametrize(("skip_after", "worker", "says"), [(None, 0, None), (2.0, 1, None), (2.0, 0, "7")])
+def test_a_group_says_where_it_waits_if_others_may_skip_steps(
+    skip_after: float | None, worker: int, says: str | None
+) -> None:
+    store = Keys()
+    fake = SimpleNamespace(
+        faults=Faults(skip_after=skip_after), slot=Slot(0, worker, 2), store=store, run="r", generation=3
+    )
+    Membership.arrive(fake, 7)  # type: ignore[arg-type]
+    assert store.get("r/3/at") == says
+
+
+@pytest.mark.parametrize(("called", "gone"), [(True, False), (False, True)])
+def test_nobody_waits_for_an_answer_about_the_end_when_groups_change(called: bool, gone: bool) -> None:
+    """Also when only one of both is known: that others have left, or that somebody is silent."""
+    heartbeat = SimpleNamespace(on_look=[], is_called=called, any_gone=gone, say=lambda **_: None)
+    stop = ElasticStop(SimpleNamespace(heartbeat=heartbeat))  # type: ignore[arg-type]
+    stop._noted = 5
+    assert stop.now(5) is None
+
+
+def test_an_answer_about_the_end_is_the_same_step_for_all() -> None:
+    heartbeat = SimpleNamespace(on_look=[], is_called=False, any_gone=False, say=lambda **_: None)
+    stop = ElasticStop(SimpleNamespace(heartbeat=heartbeat))  # type: ignore[arg-type]
+    stop._noted, stop._last = 5, 6
+    assert (stop.now(5), stop.now(6)) == (False, True)
+
+
+@pytest.mark.parametrize(("tries", "fails"), [(1, 0), (3, 2), (_ATTEMPTS, _ATTEMPTS)])
+def test_a_group_asks_to_be_let_in_again_but_not_for_ever(tries: int, fails: int) -> None:
+    asked: list[int] = []
+    fake = SimpleNamespace(slot=Slot(1, 0, 1), leave_world=lambda: None)
+    fake._join = lambda: asked.append(len(asked)) is None
+
+    def work() -> None:
+        if len(asked) <= fails:
+            raise CollectiveError("Connection closed by peer", RuntimeError())
+
+    if fails < _ATTEMPTS:
+        assert Membership._joined_and(fake, work)  # type: ignore[arg-type]
+    else:
+        with pytest.raises(LostError, match=f"was let in {_ATTEMPTS} times and lost the others each time"):
+            Membership._joined_and(fake, work)  # type: ignore[arg-type]
+    assert len(asked) == tries
+
+
+def test_a_group_that_comes_to_a_run_that_is_over_does_nothing() -> None:
+    fake = SimpleNamespace(slot=Slot(1, 0, 1), _join=lambda: False)
+    assert not Membership._joined_and(fake, lambda: pytest.fail("it has no part in it"))  # type: ignore[arg-type]
+    fake._joined_and = lambda work: False
+    with pytest.raises(LostError, match="the run has ended without group 1, which was given up before"):
+        Membership.join_and(fake, lambda: None)  # type: ignore[arg-type]

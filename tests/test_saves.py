@@ -158,3 +158,15 @@ def test_loading_says_what_is_wrong_before_it_changes_anything(save: Path) -> No
     with pytest.raises(ConfigError):
         replica.load(save)
     assert small.model_bits(replica.module) == before
+
+
+@pytest.mark.parametrize("name", ["step-5", "step-5.writing"])
+def test_a_save_that_is_half_removed_does_not_look_like_one(
+    save: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the process were killed in the middle; what is being written has no such name in the first place."""
+    folder = save.rename(save.parent / name)
+    doomed: list[Path] = []
+    monkeypatch.setattr(saves.shutil, "rmtree", lambda path, **_: doomed.append(path))
+    saves.remove(folder)
+    assert folder.exists() == (name == "step-5.writing") and doomed[0].name.endswith((".removed", ".writing"))

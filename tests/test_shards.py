@@ -4,6 +4,7 @@ import contextlib
 import functools
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from device import DEVICE, here
 from selection import first_of, slow_but
 from sharded_net import Net, batch, columns, sharded, steps, whole
 from thinwire import AB, DASO, OIALR, AllReduce, ConfigError, DiLoCo, LocalSGD, OneBit, PowerSGD, Radial, TopK
+from thinwire.comm.sharded import ShardedWire
 
 _AB: dict[str, Any] = {"warmup": 2, "warmup_wire": "lowrank:2", "every": 2, "redecompose": 2, "cutoff": 0.6}
 _AB |= {"wire": "fp32", "group_size": 2, "checksum_every": 1}  # all groups hold the same bits after each average
@@ -402,3 +404,10 @@ def test_a_scaler_skips_the_steps_that_it_skips_unsharded(name: str, fused: bool
             assert torch.equal(value, found[0]["model"][key]), key
             off = (value - other["model"][key]).float().abs().mean() / value.float().abs().mean()
             assert off < (0.3 if "int8" in name else 1e-4), (key, off)
+
+
+@pytest.mark.parametrize("others", [0.0, 1.0])
+def test_a_group_is_sound_if_all_of_its_members_are(others: float) -> None:
+    wire = SimpleNamespace(sum_in_group=lambda total, purpose: total.add_(others))
+    sound, unsound = (ShardedWire.all_of_group(wire, own) for own in (True, False))  # type: ignore[arg-type]
+    assert (sound, unsound) == (others == 0.0, False)

@@ -178,12 +178,16 @@ def run(given: argparse.Namespace) -> None:
 
 
 def related(mutant: Mutant, lines: dict[str, Any], took: dict[str, float]) -> list[str]:
-    """Files of tests that execute the line, or the module's functions where it is executed at import; closest first."""
+    """Files of tests that execute the line, or the module's functions where it is executed at import; closest first.
+
+    Coverage does not see processes that a test starts by itself, so a file that is named as the module is among them.
+    """
     inside = in_functions(SOURCE / mutant.module)
     module = {int(line): tests for line, tests in lines.get(mutant.module, {}).items() if int(line) in inside}
     own = set(module.get(mutant.line, ()))
     if mutant.line not in inside:
         own = {test for tests in module.values() for test in tests}
+    own |= {f"tests/test_{Path(mutant.module).stem}.py"} & took.keys()
     words = set(re.split(r"[/_.]", mutant.module)) - {"py", "methods", "exchange", "shape", "comm", "codecs"}
 
     def close(test: str) -> tuple[float, float]:
