@@ -4,6 +4,7 @@ Nothing is trained here, so that what groups decide can be looked at one by one;
 """
 
 import functools
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from patience import until
 from thinwire import AB, Faults, LocalSGD
 from thinwire.base.errors import CollectiveError, DisagreementError, GivenUpError, LostError, OtherRankError
 from thinwire.checkpoint.state import Undo
+from thinwire.comm.connections import Connections
 from thinwire.comm.tcp_store import serve
 from thinwire.elastic.heartbeat import Beat
 from thinwire.elastic.membership import _ATTEMPTS, Membership, Report, _Wait
@@ -572,3 +574,22 @@ def test_a_group_that_comes_to_a_run_that_is_over_does_nothing() -> None:
     fake._joined_and = lambda work: False
     with pytest.raises(LostError, match="the run has ended without group 1, which was given up before"):
         Membership.join_and(fake, lambda: None)  # type: ignore[arg-type]
+
+
+def test_only_what_was_opened_is_hung_up() -> None:
+    connections = Connections()
+    with connections.noted():
+        ours, theirs = socket.socketpair()
+        gone, other = socket.socketpair()
+    number = gone.fileno()
+    gone.close()
+    later, far = socket.socketpair()  # takes the number of the one that was closed
+    assert later.fileno() == number
+    connections.hang_up()
+    theirs.settimeout(5)
+    far.settimeout(5)
+    assert theirs.recv(1) == b"", "whoever waits there learns of it"
+    later.send(b"x")
+    assert far.recv(1) == b"x", "it is another's by now"
+    for each in (ours, theirs, other, later, far):
+        each.close()

@@ -110,6 +110,15 @@ def waste_all(rank: int, methods: list[str]) -> dict[Any, bool]:
     return same
 
 
+def waste_one(rank: int) -> bool:
+    config = thinwire.AllReduce(wire="int8", group_size=1)
+    return train(rank, config, skip) == train(rank, config, nothing)
+
+
+def test_what_a_code_left_out_of_a_batch_that_is_thrown_away_is_not_kept() -> None:
+    assert gang.run(waste_one, 2) == [True, True]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", first_of([2, 3]))
 def test_a_batch_that_is_thrown_away_never_moves_a_parameter(workers: int) -> None:

@@ -27,6 +27,7 @@ WAYS: dict[str, Any] = {
 
 def test_waits_are_differences_from_the_longest() -> None:
     waits = Waits()
+    assert waits.own[1] == 0.0
     groups = [[0, 1], [2, 3], [4]]
     waits.arrive()
     waits.meet([[1.0, 0], [1.5, 0], [4.0, 3], [2.0, 3], [3.0, 0]], groups, 0)
