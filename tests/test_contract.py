@@ -163,6 +163,17 @@ def test_one_worker_trains_and_sends_nothing(name: str) -> None:
     assert replica.traffic.slow_bytes == replica.traffic.fast_bytes == 0
 
 
+def test_moments_are_averaged_where_a_config_says_so() -> None:
+    """Of others an optimizer may keep what nobody knows how to average."""
+    for name in METHODS:
+        config = example(name)
+        model = small.mlp()
+        replica = thinwire.attach(model, adamw(model), config)
+        says = getattr(config, "moments", None) in ("average", "carry")
+        assert replica._method.averages_moments == says or name.startswith(("ab", "oialr", "desloc")), name
+        replica.detach()
+
+
 def test_a_name_is_registered_once() -> None:
     with pytest.raises(ConfigError, match=r"'localsgd' is taken by LocalSGD"):
         thinwire.register("localsgd")(type("Other", (), {}))

@@ -680,9 +680,9 @@ class Replica(nn.Module):
         if self._is_skipped:
             self._is_skipped = False
             return
-        data, commits = self._state.data, self._commits_next
+        data, commits = self._state.data, False
         if data is not None:
-            data.trained = data.drawn
+            data.trained, commits = data.drawn, self._commits_next
         with self._unrounded():
             if self._joining is not None and self.topology.world_size > 1:
                 self._joining.end_step()
