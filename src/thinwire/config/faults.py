@@ -27,6 +27,10 @@ class Faults:
     """What SIGTERM to a group does: "stop" all groups after the same step, or let this group "leave" while at least
     `min_groups` others stay."""
 
+    notices: str | None = None
+    """"aws", "gcp" or "azure": ask this cloud every few seconds whether it takes the machine away, which then counts as
+    SIGTERM. None asks nobody."""
+
     joins: bool = True
     """Whether groups may join a run that is under way. False is for loops that count their own batches, where a group
     that comes would begin at the first one; a group that was given up then stops."""
@@ -46,6 +50,8 @@ class Faults:
             )
         if self.on_term not in ("stop", "leave"):
             raise ConfigError(f"`on_term`={self.on_term!r} must be 'stop' or 'leave'")
+        if self.notices not in (None, "aws", "gcp", "azure"):
+            raise ConfigError(f"`notices`={self.notices!r} must be None, 'aws', 'gcp' or 'azure'")
         if not isinstance(self.joins, bool):
             raise ConfigError(f"`joins`={self.joins!r} must be True or False")
         if not self.joins and self.skip_after is not None:

@@ -81,6 +81,8 @@ class Heartbeat(Watch):
         """Those of this generation's process groups."""
         self.on_look: list[Callable[[Store], None]] = []
         """Called by the thread at each look at the store."""
+        self.on_close: list[Callable[[], None]] = []
+        """Called when this worker leaves."""
         self.step: Callable[[], int] = lambda: 0
         """The steps that this worker has taken."""
         self._peers: dict[str, _Peer] = {}
@@ -153,6 +155,8 @@ class Heartbeat(Watch):
         if not self._stop.is_set():
             self.say(left=why)
             self._stop.set()
+            for callback in self.on_close:
+                callback()
             if threading.current_thread() is not self._thread:
                 self._thread.join(2.0)
 

@@ -19,6 +19,7 @@ from thinwire.comm.topology import backend, join, place
 from thinwire.comm.wire import Wire
 from thinwire.config.faults import Faults
 from thinwire.elastic.membership import Membership
+from thinwire.elastic.notices import Notices
 from thinwire.elastic.recovery import Recovery
 from thinwire.elastic.stopping import handle_signals, release_signals
 from thinwire.elastic.store import meeting
@@ -158,7 +159,8 @@ def _met(
     if faults.on_term == "leave":
         handle_signals(membership)
     wires: list[Wire] = []
-    chosen = backends.where_groups_may_be_lost(backend(here) if (here := place()) else "gloo", device)
+    here = place()
+    chosen = backends.where_groups_may_be_lost(backend(here) if here else "gloo", device)
 
     def open_wire() -> None:
         with membership.opened_world():
@@ -169,4 +171,6 @@ def _met(
                 wires.append(ProcessGroupWire.open(None, repr(config), device, ledger, layout, watch, chosen))
 
     membership.begin(open_wire)
+    if faults.notices is not None and (here is None or here.local_rank == 0):
+        membership.heartbeat.on_close.append(Notices(faults.notices).close)
     return wires[-1], membership
