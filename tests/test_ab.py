@@ -143,6 +143,17 @@ def test_the_user_says_when() -> None:
         thinwire.attach(model, small.sgd(model), thinwire.LocalSGD()).factor_now()
 
 
+def test_gradients_of_weights_that_become_factors_hold_no_memory() -> None:
+    model = small.net()
+    optimizer = adamw(model)
+    replica = thinwire.attach(model, optimizer, ab(warmup=2, factor_at=4, cutoff=0.6))
+    before = dict(model.named_parameters())
+    while not replica.ranks():
+        small.step(replica, optimizer, 0, replica.step)
+    gone = {name: p for name, p in before.items() if name not in dict(model.named_parameters())}
+    assert gone and all(p.grad is None for p in gone.values())
+
+
 def test_nothing_to_factor_is_said_at_once_or_when_the_user_asks() -> None:
     def one_matrix() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10))

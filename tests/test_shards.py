@@ -22,6 +22,7 @@ from device import DEVICE, here
 from selection import first_of, slow_but
 from sharded_net import Net, batch, columns, sharded, steps, whole
 from thinwire import AB, DASO, OIALR, AllReduce, ConfigError, DiLoCo, LocalSGD, OneBit, PowerSGD, Radial, TopK
+from thinwire.comm.fsdp import _refuse_unknown
 from thinwire.comm.sharded import ShardedWire
 
 _AB: dict[str, Any] = {"warmup": 2, "warmup_wire": "lowrank:2", "every": 2, "redecompose": 2, "cutoff": 0.6}
@@ -404,6 +405,16 @@ def test_a_scaler_skips_the_steps_that_it_skips_unsharded(name: str, fused: bool
             assert torch.equal(value, found[0]["model"][key]), key
             off = (value - other["model"][key]).float().abs().mean() / value.float().abs().mean()
             assert off < (0.3 if "int8" in name else 1e-4), (key, off)
+
+
+@pytest.mark.parametrize("error", [TypeError, AttributeError])
+def test_another_way_of_sharding_is_refused_at_once(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def changed(*_: Any) -> None:
+        raise error("missing 1 required positional argument")
+
+    monkeypatch.setattr("torch.distributed.fsdp._fully_shard._fsdp_param.ParamModuleInfo", changed)
+    with pytest.raises(ConfigError, match="factors of a sharded model are not for torch"):
+        _refuse_unknown(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("others", [0.0, 1.0])
