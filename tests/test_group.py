@@ -35,9 +35,14 @@ def test_a_group_that_dies_is_started_again_with_its_number(tmp_path: Path) -> N
     assert "the group ended with exit code 9 after" in said and "it is started again in 1 s" in said
 
 
-@pytest.mark.parametrize(("code", "ends_with"), [(75, 75), (2, 2)])
-def test_what_was_asked_to_stop_or_refused_stays_ended(code: int, ends_with: int) -> None:
-    process = launched(f"raise SystemExit({code})")
+LIKE_TORCHRUN = "import subprocess, sys; subprocess.run([sys.executable, '-c', {!r}]); raise SystemExit(1)"
+STOPPED = "import sys; from thinwire.elastic import stopping; sys.exit(stopping.exit_code())"
+
+
+@pytest.mark.parametrize(("code", "ends_with"), [("raise SystemExit(2)", 2), (LIKE_TORCHRUN.format(STOPPED), 75)])
+def test_what_was_asked_to_stop_or_refused_stays_ended(code: str, ends_with: int) -> None:
+    """torchrun ends with 1, whatever its workers end with."""
+    process = launched(code)
     process.communicate(timeout=60)
     assert process.returncode == ends_with
 

@@ -59,7 +59,7 @@ class _Commands(click.Group):
         except Stopped as stopped:
             if _prints():
                 click.echo(f"thinwire: {stopped}", err=True)
-            ctx.exit(stopping.EXIT_CODE)
+            ctx.exit(stopping.exit_code())
         except ThinwireError as error:
             code = 2 if isinstance(error, ConfigError) else 1
             failed(code)

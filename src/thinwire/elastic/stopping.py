@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from thinwire.base.errors import MissingRankError
@@ -30,6 +31,8 @@ from thinwire.elastic.store import Store
 EXIT_CODE = 75
 """The exit code of a command that was stopped by a signal and can be resumed: EX_TEMPFAIL of sysexits.h."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ENDED = "THINWIRE_ENDED"
+"""The environment variable of a file in which a worker leaves this code: torchrun ends with another one."""
 _ASKED = "thinwire/stop"
 _LOOK_S, _ANSWER_S, _OTHERS_S = 0.5, 0.02, 120.0
 _SAME_S = 1.0
@@ -51,6 +54,14 @@ def requested() -> str | None:
 def forget() -> None:
     """Withdraw all requests of this process."""
     _requested.clear()
+
+
+def exit_code() -> int:
+    """The code of a process that was asked to stop, noted for whoever has started its launcher."""
+    if path := os.environ.get(ENDED):
+        with contextlib.suppress(OSError):
+            Path(path).write_text(str(EXIT_CODE))
+    return EXIT_CODE
 
 
 @contextlib.contextmanager
@@ -195,7 +206,7 @@ class Left(SystemExit):
     """This group left the run, as a signal asked it to; the others go on. Ends the process with exit code 75."""
 
     def __init__(self) -> None:
-        super().__init__(EXIT_CODE)
+        super().__init__(exit_code())
 
 
 class ElasticStop:

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.base.errors import ThinwireError
-from thinwire.elastic.stopping import EXIT_CODE, SIGNALS
+from thinwire.elastic.stopping import ENDED, EXIT_CODE, SIGNALS
 
 log = logging.getLogger("thinwire")
 
@@ -39,7 +40,10 @@ class Group:
         _adopt_orphans()
         before = {number: signal.signal(number, self._pass_on) for number in SIGNALS}
         try:
-            return self._run()
+            with tempfile.TemporaryDirectory() as folder:
+                self._ended = Path(folder, "ended")
+                self._environment[ENDED] = str(self._ended)
+                return self._run()
         finally:
             self._end_what_is_left()
             for number, handler in before.items():
@@ -78,7 +82,7 @@ class Group:
             self._pass_on(self._asked)
         code = self._process.wait()
         self._end_what_is_left()
-        return code
+        return int(self._ended.read_text()) if self._ended.exists() else code
 
     def _pass_on(self, number: int, _: Any = None) -> None:
         """A signal to this process is one to the group; after a second one nothing is waited for."""

@@ -19,7 +19,7 @@ from thinwire.base.errors import ConfigError, LostError, SaveError
 from thinwire.base.files import write_tensors
 from thinwire.checkpoint import saves
 from thinwire.checkpoint.also import Also, check
-from thinwire.elastic.stopping import EXIT_CODE, SIGNALS
+from thinwire.elastic.stopping import SIGNALS, exit_code
 
 log = logging.getLogger("thinwire")
 
@@ -133,7 +133,7 @@ class _Loop:
                 f"stopped by {why}, but this group was given up before and is not in the save of the others"
             )
         log.info("stopped by %s and saved after step %d", why, replica.step)
-        sys.exit(EXIT_CODE)
+        sys.exit(exit_code())
 
     def _set_rate(self, step: int) -> None:
         """Bring the scheduler to this step, also if this worker comes from elsewhere."""
