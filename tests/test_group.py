@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from launchers import free_port, start_store
 from patience import until
+from thinwire.cli import main
 
 THINWIRE = [sys.executable, "-m", "thinwire"]
 WHERE = ["--store", "127.0.0.1:29400", "--groups", "2", "--group", "1"]
@@ -90,6 +92,11 @@ def test_a_signal_reaches_the_workers_and_nothing_is_left(tmp_path: Path) -> Non
     until(lambda: not Path(f"/proc/{second}").exists(), "the end of the worker")
 
 
+def test_a_run_says_what_it_lacks_to_be_a_group() -> None:
+    found = CliRunner().invoke(main, ["run", "digits", "--method", "ab", "--store", "here:1", "--groups", "2"])
+    assert found.exit_code == 2 and "faults=… needs THINWIRE_GROUP in the environment" in found.stderr
+
+
 @pytest.mark.slow
 def test_two_groups_from_nothing_of_which_one_is_killed(tmp_path: Path) -> None:
     """As on two machines: a store, and a launcher each; a killed group comes back by itself."""
@@ -98,9 +105,11 @@ def test_two_groups_from_nothing_of_which_one_is_killed(tmp_path: Path) -> None:
     run = [*THINWIRE, "run", "digits", "--faults", "timeout=20", "--method", "localsgd:every=4", "--quiet"]
     run += ["--epochs", "8", "--out", str(tmp_path / "run")]
     groups = []
-    for number in range(2):
+    for number, command in enumerate((run, [*THINWIRE, "group", "--", *run])):
         where = ["--store", f"127.0.0.1:{port}", "--groups", "2", "--group", str(number)]
-        groups.append(subprocess.Popen([*THINWIRE, "group", *where, "--", *run], stderr=subprocess.PIPE, text=True))
+        at = command.index("--") if "--" in command else len(command)
+        words = [*command[:at], *where, *command[at:]]
+        groups.append(subprocess.Popen(words, stderr=subprocess.PIPE, text=True))
     records = tmp_path / "run" / "records.jsonl"
     until(lambda: records.is_file() and len(records.read_text().splitlines()) > 3, "the first steps")
     children = Path(f"/proc/{groups[1].pid}/task/{groups[1].pid}/children").read_text().split()

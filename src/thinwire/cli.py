@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import threading
 from contextlib import ExitStack, nullcontext
@@ -35,7 +36,7 @@ from thinwire.commands.tune import tune
 from thinwire.commands.watch import closing_line, print_line, print_summary, shown, watch
 from thinwire.config.settings import describe
 from thinwire.elastic import stopping
-from thinwire.elastic.store import GROUP, GROUPS, RUN, STORE, launched
+from thinwire.elastic.store import RUN
 from thinwire.launch.group import Group
 from thinwire.launch.jobs import Job, variant, variants
 from thinwire.launch.launcher import HostSpec, inside_job
@@ -137,14 +138,29 @@ def list_() -> None:
     metavar="[FIELD=VALUE]",
     help="Go on without groups that die; a field of thinwire.Faults, such as timeout=60. After RECIPE.",
 )
+@options.of_a_group(required=False)
 @click.option("--first-step", is_flag=True, hidden=True)
 @_shared
-def run(recipe: str, method: str, dry_run: bool, as_json: bool, quiet: bool, out: Path | None, **flags: Any) -> None:
+def run(
+    recipe: str,
+    method: str,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+    out: Path | None,
+    store: str | None,
+    groups: int | None,
+    group: int | None,
+    **flags: Any,
+) -> None:
     """Train RECIPE with one method.
 
     RECIPE is a name from `thinwire list`, or FILE.py:FUNCTION, a function of yours that returns a
     `thinwire.recipes.Recipe`.
     """
+    if store is not None or groups is not None or group is not None:
+        os.environ.update(options.place_of_group(store, groups, group))
+        flags["faults"] = flags["faults"] or ("",)
     if flags["faults"]:
         _alone_unless_asked(flags)
         if dry_run:
@@ -303,10 +319,8 @@ def store(host: str, port: int) -> None:
     threading.Event().wait()
 
 
-@main.command(context_settings={"ignore_unknown_options": True})
-@click.option("--store", required=True, metavar="HOST:PORT", help="Where `thinwire store` listens.")
-@click.option("--groups", type=click.IntRange(1), required=True, metavar="N", help="Groups of the run.")
-@click.option("--group", "number", type=click.IntRange(0), required=True, metavar="I", help="This one, from 0 on.")
+@main.command("group", context_settings={"ignore_unknown_options": True})
+@options.of_a_group(required=True)
 @click.option("--run", "name", default="", metavar="NAME", help="For several runs at once on one store.")
 @click.option(
     "--restarts",
@@ -317,17 +331,17 @@ def store(host: str, port: int) -> None:
     help="Deaths in a row, each within a minute of its start, after which to give up.",
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def group(store: str, groups: int, number: int, name: str, restarts: int, command: tuple[str, ...]) -> None:
+def group_(store: str, groups: int, group: int, name: str, restarts: int, command: tuple[str, ...]) -> None:
     """Start one group of a run with `faults=`, and start it again when it dies.
 
     COMMAND is what starts its workers, after `--`:
 
+    \b
       thinwire group --store 10.0.0.1:29400 --groups 2 --group 1 -- torchrun --nproc-per-node 8 train.py
 
     A signal is passed on to the workers. A group that has finished, was asked to stop or was refused stays ended.
     """
-    environment = {STORE: store, GROUP: str(number), GROUPS: str(groups), **({RUN: name} if name else {})}
-    launched(environment)
+    environment = options.place_of_group(store, groups, group) | ({RUN: name} if name else {})
     click.get_current_context().exit(Group(command, environment, restarts).run())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import os
 import textwrap
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ import click
 from thinwire.base.errors import ConfigError, unknown
 from thinwire.base.files import read_json
 from thinwire.config.settings import allowed
+from thinwire.elastic.store import GROUP, GROUPS, STORE, launched
 from thinwire.loggers import NAMES
 from thinwire.loggers.trackers import EVERY
 from thinwire.methods.registry import METHODS
@@ -68,6 +70,26 @@ of_training = [
     ),
 ]
 """What a run is, besides its method and its seed."""
+
+
+def of_a_group(*, required: bool) -> Callable[..., Any]:
+    """Where a group of a run belongs."""
+    number = click.IntRange
+    return all_of(
+        [
+            click.option("--store", required=required, metavar="HOST:PORT", help="Where `thinwire store` listens."),
+            click.option("--groups", type=number(1), required=required, metavar="N", help="Groups of the run."),
+            click.option("--group", type=number(0), required=required, metavar="I", help="This one, from 0 on."),
+        ]
+    )
+
+
+def place_of_group(store: str | None, groups: int | None, group: int | None) -> dict[str, str]:
+    """What says so in the environment, of what is not there already."""
+    given = {STORE: store, GROUPS: groups, GROUP: group}
+    found = {name: str(value) for name, value in given.items() if value is not None}
+    launched(os.environ | found)
+    return found
 
 
 def all_of(options: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
