@@ -103,13 +103,14 @@ def test_two_groups_from_nothing_of_which_one_is_killed(tmp_path: Path) -> None:
     port = free_port()
     store = start_store(port)
     run = [*THINWIRE, "run", "digits", "--faults", "timeout=20", "--method", "localsgd:every=4", "--quiet"]
-    run += ["--epochs", "8", "--out", str(tmp_path / "run")]
+    run += ["--epochs", "40", "--out", str(tmp_path / "run")]
     groups = []
     for number, command in enumerate((run, [*THINWIRE, "group", "--", *run])):
         where = ["--store", f"127.0.0.1:{port}", "--groups", "2", "--group", str(number)]
         at = command.index("--") if "--" in command else len(command)
         words = [*command[:at], *where, *command[at:]]
-        groups.append(subprocess.Popen(words, stderr=subprocess.PIPE, text=True))
+        one = os.environ | {"OMP_NUM_THREADS": "1"}
+        groups.append(subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=one))
     records = tmp_path / "run" / "records.jsonl"
     until(lambda: records.is_file() and len(records.read_text().splitlines()) > 3, "the first steps")
     children = Path(f"/proc/{groups[1].pid}/task/{groups[1].pid}/children").read_text().split()
